@@ -1,0 +1,1 @@
+"""Process groups and the ways to spread a model over them."""

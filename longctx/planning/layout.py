@@ -1,0 +1,129 @@
+"""Layout: which tokens of which documents a rank holds in one micro-batch, a pure function of the plan.
+
+A document of L tokens at degree n is cut at ⌊i·L/2n⌋, i = 0..2n. Ring index r holds chunk r (its head) and chunk 2n-1-r (its
+tail), so causal work is equal for all. Any L and any n will do: nothing has to divide, nothing is padded, and a rank whose
+two chunks are empty takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longctx.planning.plan import Placement, Plan
+
+Span = tuple[int, int]
+"""Half-open range of token positions inside a document."""
+
+
+def head_span(length: int, degree: int, ring_index: int) -> Span:
+    """The document tokens of chunk `ring_index`, the earlier of the two chunks that this ring index holds."""
+    return ring_index * length // (2 * degree), (ring_index + 1) * length // (2 * degree)
+
+
+def tail_span(length: int, degree: int, ring_index: int) -> Span:
+    """The document tokens of chunk `2·degree - 1 - ring_index`, the later of the two chunks that this ring index holds."""
+    return head_span(length, degree, 2 * degree - 1 - ring_index)
+
+
+def shard_tokens(length: int, degree: int, ring_index: int) -> int:
+    """How many tokens of a document one ring index holds."""
+    (a, b), (c, d) = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
+    return b - a + d - c
+
+
+def largest_shard(length: int, degree: int) -> int:
+    """Tokens held by the fullest rank of a ring: at most 2·⌈length/2degree⌉.
+
+    Ring index r holds f((r+1)x) - f(rx) with x = length/2degree and f(y) = ⌊y⌋ + ⌈y⌉.
+    """
+    return max(shard_tokens(length, degree, r) for r in range(degree)) if length % (2 * degree) else length // degree
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of one document: rows [offset, offset + tokens) of its buffer are [head; tail].
+
+    `head` and `tail` are document positions.
+    """
+
+    document: int
+    length: int
+    degree: int
+    first_rank: int
+    reversed: bool
+    ring_index: int
+    head: Span
+    tail: Span
+    offset: int
+
+    @property
+    def head_tokens(self) -> int:
+        return self.head[1] - self.head[0]
+
+    @property
+    def tail_tokens(self) -> int:
+        return self.tail[1] - self.tail[0]
+
+    @property
+    def tokens(self) -> int:
+        return self.head_tokens + self.tail_tokens
+
+    def rank_of(self, ring_index: int) -> int:
+        """The domain rank that holds `ring_index` of this document."""
+        return self.first_rank + (self.degree - 1 - ring_index if self.reversed else ring_index)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one rank of the domain holds in one micro-batch: its shards in ascending order of first rank, then document.
+
+    Only documents of which the rank holds at least one token appear. `tokens` is the length of its buffer without padding.
+    """
+
+    micro_batch: int
+    rank: int
+    stages: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.shards[-1].offset + self.shards[-1].tokens if self.shards else 0
+
+
+def rank_layout(plan: "Plan", micro_batch: int, rank: int) -> Layout:
+    """The layout of `rank` in `micro_batch`. Raises ValueError if the plan has no such micro-batch or rank."""
+    if not 0 <= micro_batch < len(plan.micro_batches):
+        raise ValueError(
+            f"micro-batch {micro_batch} is not in this plan: it has {len(plan.micro_batches)}, counted from 0"
+        )
+    if not 0 <= rank < plan.ranks:
+        raise ValueError(f"rank {rank} is not in this plan's domain of {plan.ranks} ranks, counted from 0")
+    shards: list[Shard] = []
+    offset = 0
+    for placement in sorted(plan.micro_batches[micro_batch], key=lambda p: (p.first_rank, p.document)):
+        shard = _shard(placement, plan.lengths[placement.document], rank, offset)
+        if shard is not None:
+            shards.append(shard)
+            offset += shard.tokens
+    return Layout(micro_batch, rank, plan.stages[micro_batch], tuple(shards))
+
+
+def _shard(placement: "Placement", length: int, rank: int, offset: int) -> Shard | None:
+    if rank not in placement.ring:
+        return None
+    ring_index = placement.ring_index(rank)
+    head = head_span(length, placement.degree, ring_index)
+    tail = tail_span(length, placement.degree, ring_index)
+    if head[0] == head[1] and tail[0] == tail[1]:
+        return None
+    return Shard(
+        placement.document,
+        length,
+        placement.degree,
+        placement.first_rank,
+        placement.reversed,
+        ring_index,
+        head,
+        tail,
+        offset,
+    )

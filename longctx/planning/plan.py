@@ -1,0 +1,135 @@
+"""Plan: the micro-batches of one optimizer step, and where every document stands in them.
+
+A plan is a pure function of (lengths, domain size, budget, hardware profile, mode): every rank computes the same one, and ranks
+compare its hash. Costs are integer nanoseconds so that this holds bit by bit.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from longctx.planning.layout import Layout, rank_layout
+from longctx.planning.profile import HardwareProfile
+
+VERSION = 1
+
+
+class PlanError(ValueError):
+    """Lengths that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A document on the contiguous ranks `first_rank … first_rank + degree - 1` of the domain, inside one micro-batch."""
+
+    document: int
+    first_rank: int
+    degree: int
+    reversed: bool = False
+
+    @property
+    def ring(self) -> range:
+        return range(self.first_rank, self.first_rank + self.degree)
+
+    def ring_index(self, rank: int) -> int:
+        """Position of a rank in the ring; `reversed` counts from the other end."""
+        index = rank - self.first_rank
+        return self.degree - 1 - index if self.reversed else index
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro-batches of one step, in the order in which every rank runs them.
+
+    Attributes:
+        mode: what was asked for: static, bins or auto.
+        winner: what was chosen under that mode, such as `static:8`, `bins` or `columns`.
+        ranks: N, the size of the domain.
+        tokens_per_rank: most tokens that a rank holds in a micro-batch.
+        lengths: tokens of every document of the step.
+        micro_batches: placements of each micro-batch; every document stands in exactly one.
+        stages: exchange stages of each micro-batch, ≥ 1.
+        profile: the constants that the plan was scored with.
+        makespan_s, lower_bound_s: modelled time of the step, and the time that no plan can beat under the same model.
+        exposed_share: share of the makespan in which the slowest ranks wait for K and V.
+        idle_share: share of rank-time in which a rank waits for the slowest of its micro-batch.
+        planning_ms: how long planning took; not part of the hash.
+    """
+
+    mode: str
+    winner: str
+    ranks: int
+    tokens_per_rank: int
+    lengths: tuple[int, ...]
+    micro_batches: tuple[tuple[Placement, ...], ...]
+    stages: tuple[int, ...]
+    profile: HardwareProfile
+    makespan_s: float
+    lower_bound_s: float
+    exposed_share: float
+    idle_share: float
+    planning_ms: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the plan is above the lower bound: 0.02 means 2 %."""
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+    @property
+    def degrees(self) -> dict[int, int]:
+        """Number of documents at each degree, ascending."""
+        return dict(sorted(Counter(p.degree for mb in self.micro_batches for p in mb).items()))
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 (hex) of everything but `planning_ms`; equal on all ranks that made the same plan."""
+        content = {key: value for key, value in self._content().items() if key != "planning_ms"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+    def layout(self, micro_batch: int, rank: int) -> Layout:
+        """Which tokens `rank` holds in `micro_batch`, and in which order."""
+        return rank_layout(self, micro_batch, rank)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for `json.dump`; `from_json` reads it back."""
+        return {**self._content(), "gap": self.gap, "hash": self.hash}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
+        """Reads what `to_json` returned. Raises PlanError for another version or missing keys."""
+        if data.get("version") != VERSION:
+            raise PlanError(
+                f"plan version is {data.get('version')!r}: this longctx reads version {VERSION}; make the plan anew"
+            )
+        names = cls.__dataclass_fields__.keys()
+        missing = sorted(set(names) - set(data))
+        if missing:
+            raise PlanError(f"plan lacks {', '.join(missing)}")
+        values = {name: data[name] for name in names}
+        values["lengths"] = tuple(values["lengths"])
+        values["stages"] = tuple(values["stages"])
+        values["micro_batches"] = tuple(tuple(Placement(**p) for p in mb) for mb in values["micro_batches"])
+        values["profile"] = HardwareProfile.from_dict(values["profile"], source="plan")
+        return cls(**values)
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "mode": self.mode,
+            "winner": self.winner,
+            "ranks": self.ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "lengths": list(self.lengths),
+            "micro_batches": [[asdict(p) for p in mb] for mb in self.micro_batches],
+            "stages": list(self.stages),
+            "profile": self.profile.to_dict(),
+            "makespan_s": self.makespan_s,
+            "lower_bound_s": self.lower_bound_s,
+            "exposed_share": self.exposed_share,
+            "idle_share": self.idle_share,
+            "planning_ms": self.planning_ms,
+        }

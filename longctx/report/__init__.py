@@ -1,0 +1,1 @@
+"""Pictures and comparisons of plans and runs."""
