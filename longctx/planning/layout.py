@@ -93,9 +93,7 @@ class Layout:
 def rank_layout(plan: "Plan", micro_batch: int, rank: int) -> Layout:
     """The layout of `rank` in `micro_batch`. Raises ValueError if the plan has no such micro-batch or rank."""
     if not 0 <= micro_batch < len(plan.micro_batches):
-        raise ValueError(
-            f"micro-batch {micro_batch} is not in this plan: it has {len(plan.micro_batches)}, counted from 0"
-        )
+        raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(plan.micro_batches)}, counted from 0")
     if not 0 <= rank < plan.ranks:
         raise ValueError(f"rank {rank} is not in this plan's domain of {plan.ranks} ranks, counted from 0")
     shards: list[Shard] = []

@@ -102,9 +102,7 @@ class Plan:
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
         """Reads what `to_json` returned. Raises PlanError for another version or missing keys."""
         if data.get("version") != VERSION:
-            raise PlanError(
-                f"plan version is {data.get('version')!r}: this longctx reads version {VERSION}; make the plan anew"
-            )
+            raise PlanError(f"plan version is {data.get('version')!r}: this longctx reads {VERSION}; make the plan anew")
         names = cls.__dataclass_fields__.keys()
         missing = sorted(set(names) - set(data))
         if missing:

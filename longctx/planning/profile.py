@@ -1,5 +1,6 @@
 """Hardware profile: the constants of the cost model, given by hand, read from a file or measured on the machine at hand."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -76,11 +77,11 @@ class HardwareProfile:
             return [f"attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"]
         tokens, values = [row[0] for row in table], [row[1] for row in table]
         problems = []
-        if min(tokens) < 1 or any(a >= b for a, b in zip(tokens, tokens[1:], strict=False)):
+        if min(tokens) < 1 or any(a >= b for a, b in itertools.pairwise(tokens)):
             problems.append(f"attention_efficiency tokens {tokens} must be ≥ 1 and ascend")
         if min(values) <= 0 or max(values) > 1:
             problems.append(f"attention_efficiency values {values} must lie in (0, 1]")
-        if any(a > b for a, b in zip(values, values[1:], strict=False)):
+        if any(a > b for a, b in itertools.pairwise(values)):
             problems.append(
                 f"attention_efficiency values {values} fall with length, which would break the lower bound: "
                 "replace each value by the greatest so far"
@@ -94,15 +95,11 @@ class HardwareProfile:
         values = {key: value for key, value in values.items() if key not in ("name", "about", "measured")}
         missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
         if missing or unknown:
-            parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(
-                unknown
-            )
+            parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
             raise ProfileError(f"{source}: {'; '.join(parts)}. A profile has exactly: {', '.join(sorted(known))}")
         table = values["attention_efficiency"]
         if not isinstance(table, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in table):
-            raise ProfileError(
-                f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs"
-            )
+            raise ProfileError(f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs")
         return cls(**{**values, "attention_efficiency": tuple(tuple(row) for row in table)})
 
     @classmethod
@@ -112,9 +109,7 @@ class HardwareProfile:
         path = shipped if shipped.is_file() else Path(name_or_path)
         if not path.is_file():
             names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.yaml")))
-            raise ProfileError(
-                f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}"
-            )
+            raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
