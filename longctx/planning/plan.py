@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from longctx.errors import UserError
 from longctx.planning.layout import Layout, rank_layout
 from longctx.planning.profile import HardwareProfile
 
 VERSION = 1
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """Lengths that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import yaml
 
+from longctx.errors import UserError
+
 SHIPPED = Path(__file__).parent / "profiles"
 
 
-class ProfileError(ValueError):
+class ProfileError(UserError):
     """A hardware profile with missing, unknown or impossible constants."""
 
 

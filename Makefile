@@ -1,0 +1,62 @@
+# Everything here works in a fresh clone with Python >= 3.11 and pip: the targets make their own .venv.
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONFIG ?= examples/quickstart.yaml
+PROCESSES ?= 2
+PYTEST_ARGS ?= -m "not slow and not gpu"
+
+# The first Python >= 3.11 on the path, unless PYTHON says which one.
+SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
+
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help train test check format clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo
+	@echo '  Variables: PYTHON=python3.12  PROCESSES=2  CONFIG=examples/quickstart.yaml  PYTEST_ARGS="tests/test_config.py -v"'
+
+train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on two processes
+	$(BIN)/longctx prepare
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx train $(CONFIG)
+
+test: check  ## Lint, check types and run the tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/installed-dev  ## Lint, check the format and the types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/installed-dev  ## Format the code and mend what lint can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv, caches and build outputs; prepared stores and runs stay
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o \( -name '__pycache__' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
+
+# Some systems leave ensurepip out of venv; their own pip can then put one into the environment.
+$(BIN)/python:
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUITABLE)' || { \
+	  echo "longctx needs Python 3.11 or newer; found: $(or $(PYTHON),none on the path)."; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 ..."; exit 1; } >&2
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@"$(PYTHON)" -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); "$(PYTHON)" -m venv --without-pip $(VENV) && \
+	  "$(PYTHON)" -m pip --python $(VENV) install --quiet --disable-pip-version-check pip; } || { rm -rf $(VENV); \
+	  echo "Could not make $(VENV): $(PYTHON) needs its venv module and pip." >&2; exit 1; }
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	@echo "Installing longctx into $(VENV) (PyTorch is large: this can take minutes)"
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+	@echo "Installing longctx and its development tools into $(VENV) (PyTorch is large: this can take minutes)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@ $(VENV)/installed

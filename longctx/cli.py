@@ -1,0 +1,109 @@
+"""The `longctx` command: finds the module of a subcommand, hands it its arguments and turns user errors into one message.
+
+`longctx NAME` is `longctx/commands/NAME.py`, a module with `SUMMARY` (one line), `add_arguments(parser)` and
+`run(arguments) -> exit status`. Only the module that is asked for is imported, and it imports torch no sooner than in `run`,
+so that help and planning are quick. A module with `OVERRIDES = True` also receives settings such as
+`--batch.tokens_per_rank 4096`, as `arguments.overrides`.
+
+Errors: UserError and OSError (no such file, no permission, no space) are printed without a traceback, and the exit status is 2.
+Anything else is a bug of ours or of a library, and its traceback is shown.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from types import ModuleType
+
+import longctx
+from longctx.errors import UserError
+
+COMMANDS = ("prepare", "train", "plan")
+
+_OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
+        if action.help and shown and "%(default)" not in action.help:
+            return f"{action.help} (default: %(default)s)"
+        return action.help
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command and returns its exit status; `argv` is `sys.argv[1:]` unless given."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] not in COMMANDS:
+        return _main_help(argv)
+    name, rest = argv[0], argv[1:]
+    try:
+        return _run(name, rest)
+    except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, OSError) as error:
+        print(f"longctx {name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"longctx {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Separates `--section.key value` and `--section.key=value` from the other arguments, keeping the order of both.
+
+    Returns (other arguments, overrides), every override as `section.key=value`. Raises UserError if a value is missing.
+    """
+    others: list[str] = []
+    overrides: list[str] = []
+    arguments = iter(argv)
+    for argument in arguments:
+        if not _OVERRIDE.fullmatch(argument):
+            others.append(argument)
+        elif "=" in argument:
+            overrides.append(argument[2:])
+        else:
+            value = next(arguments, None)
+            if value is None or value.startswith("--"):
+                raise UserError(f"{argument} has no value: write {argument} VALUE, or {argument}=VALUE")
+            overrides.append(f"{argument[2:]}={value}")
+    return others, overrides
+
+
+def _run(name: str, argv: list[str]) -> int:
+    module = _module(name)
+    parser = argparse.ArgumentParser(prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter)
+    module.add_arguments(parser)
+    overrides: list[str] = []
+    if getattr(module, "OVERRIDES", False):
+        argv, overrides = split_overrides(argv)
+    arguments = parser.parse_args(argv)
+    arguments.overrides = overrides
+    return int(module.run(arguments))
+
+
+def _main_help(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="longctx", description=longctx.__doc__, formatter_class=HelpFormatter)
+    parser.add_argument("--version", action="version", version=f"longctx {longctx.__version__}")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help="one of the commands below")
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {_module(name).SUMMARY}" for name in COMMANDS)
+    parser.epilog = f"commands:\n{listing}\n\n`longctx COMMAND --help` shows the options of a command."
+    command = parser.parse_known_args(argv)[0].command
+    if command is not None:
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(COMMANDS)}"
+        parser.error(f"no command {command!r}: {hint}")
+    if argv:
+        parser.parse_args(argv)  # refuses whatever option it was
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"longctx.commands.{name}")
