@@ -39,6 +39,14 @@ def largest_shard(length: int, degree: int) -> int:
     return max(shard_tokens(length, degree, r) for r in range(degree)) if length % (2 * degree) else length // degree
 
 
+def longest_document(degree: int, tokens_per_rank: int) -> int:
+    """A length up to which every document fits on `degree` ranks of `tokens_per_rank` tokens; 0 if there is none.
+
+    Head and tail of a shard are each rounded up to a token, so an odd budget loses one token on every rank.
+    """
+    return tokens_per_rank if degree == 1 else degree * (tokens_per_rank - tokens_per_rank % 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's share of one document: rows [offset, offset + tokens) of its buffer are [head; tail].
