@@ -1,4 +1,4 @@
-"""The one base of all errors that a user can mend: the command line prints their text alone, every other error keeps its traceback."""
+"""One base for the errors that a user can mend: the command line prints their text alone; all others keep their traceback."""
 
 
 class UserError(ValueError):

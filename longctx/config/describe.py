@@ -1,0 +1,37 @@
+"""The help text of all settings: what `longctx train --help` prints below its options."""
+
+import textwrap
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin
+
+from longctx.config.problems import yaml_text
+from longctx.config.settings import Config
+
+_WIDTH, _INDENT = 110, 8
+
+
+def describe() -> str:
+    """Every setting, by section: dotted name, type, description and default."""
+    lines = ["settings, in the YAML file or as --section.key VALUE (values are YAML):"]
+    for section, field in Config.model_fields.items():
+        section_type = type(field.default)
+        lines += ["", f"{section}: {section_type.__doc__}"]
+        for key, setting in section_type.model_fields.items():
+            lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
+            text = f"{setting.description} (default: {yaml_text(setting.default)})"
+            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
+    return "\n".join(lines)
+
+
+def _type_name(annotation: Any) -> str:
+    """How a value of this type is written: `int`, `split|drop|error`, `{int: int}`, `[float, float]`."""
+    if isinstance(annotation, UnionType):
+        return "|".join(_type_name(choice) for choice in get_args(annotation) if choice is not NoneType) + "|null"
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    if get_origin(annotation) is dict:
+        return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
+    if get_origin(annotation) is tuple:
+        return "[" + ", ".join(map(_type_name, get_args(annotation))) + "]"
+    return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(annotation.__name__)

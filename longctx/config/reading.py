@@ -1,0 +1,139 @@
+"""Reading a configuration: YAML file, then dotted overrides, then types and bounds, then rules; all problems in one error."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from longctx.config.problems import ConfigError, Problem, yaml_text
+from longctx.config.rules import broken_rules
+from longctx.config.settings import Config
+
+Values = dict[str, Any]
+
+SETTINGS = {
+    f"{section}.{key}": setting
+    for section, field in Config.model_fields.items()
+    for key, setting in type(field.default).model_fields.items()
+}
+"""Every setting by its dotted name."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which `3e-4` is a number, as in YAML 1.2, and a key given twice is refused rather than overwritten."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
+    """Reads settings from a YAML file (None: defaults alone), replaces those given as `section.key=value`, and checks them.
+
+    Values of overrides are YAML too (`context.bins={8192: 1}`), dashes in keys count as underscores, and the last one wins.
+    With `world_size` (processes of the run) the rules that depend on it are checked as well.
+    Raises ConfigError with all problems at once.
+    """
+    source = " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides)) or "the defaults"
+    values = {} if path is None else _read(Path(path))
+    problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
+    config, invalid = _validate(values)
+    problems += invalid
+    wrong = {problem.key for problem in problems}
+    # A rule on a setting that is wrong in itself would blame its default, which nobody asked for.
+    problems += [p for p in broken_rules(config, world_size) if wrong.isdisjoint({p.key, *p.others})]
+    if problems:
+        raise ConfigError.of(problems, source)
+    return config
+
+
+def _read(path: Path) -> Values:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"no configuration file {path}: check the path, or start from one of the examples") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        sections = ", ".join(Config.model_fields)
+        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping: give sections, which are {sections}")
+    # A section whose every line is commented out reads as null, and means its defaults.
+    return {str(section): {} if content is None else content for section, content in values.items()}
+
+
+def _apply(override: str, values: Values) -> Problem | None:
+    """Sets one `section.key=value` in `values`, or says why it cannot be."""
+    name, equals, text = override.removeprefix("--").partition("=")
+    name = name.replace("-", "_")
+    section, dot, key = name.partition(".")
+    if not equals or not dot:
+        return Problem(override, None, "an override has the form section.key=value", "write --batch.tokens_per_rank=4096")
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote it, or mend it")
+    content = values.setdefault(section, {})
+    if isinstance(content, dict):
+        content[key] = value
+    return None
+
+
+def _validate(values: Values) -> tuple[Config, list[Problem]]:
+    """The settings, wrong ones replaced by their defaults, and what is wrong with those."""
+    try:
+        return Config.model_validate(values), []
+    except ValidationError as error:
+        errors = error.errors()
+    problems = [_explain(details) for details in errors]
+    sound = {section: dict(content) if isinstance(content, dict) else content for section, content in values.items()}
+    for section, *keys in (details["loc"] for details in errors):
+        if keys:
+            sound[str(section)].pop(keys[0], None)
+        else:
+            sound.pop(str(section), None)
+    return Config.model_validate(sound), problems
+
+
+def _explain(details: ErrorDetails) -> Problem:
+    section, *keys = map(str, details["loc"])
+    name = ".".join([section, *keys[:1]])
+    value = details["input"]
+    if details["type"] == "extra_forbidden":
+        return Problem(name, value, "there is no such setting", _suggest(section, keys[0] if keys else None))
+    if not keys:
+        return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")
+    setting = SETTINGS[name]
+    rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
+    where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
+    return Problem(name, value, rule + where, f"the default is {yaml_text(setting.default)} ({setting.description})")
+
+
+def _suggest(section: str, key: str | None) -> str:
+    """The setting or section that was probably meant, else the choice there is."""
+    if section not in Config.model_fields:
+        if key is None and (home := [name for name in SETTINGS if name.split(".")[1] == section]):
+            return f"did you mean {home[0]}?"
+        near = difflib.get_close_matches(section, Config.model_fields, n=1)
+        return f"did you mean section {near[0]}?" if near else f"sections are {', '.join(Config.model_fields)}"
+    elsewhere = [name for name in SETTINGS if name.split(".")[1] == key]
+    keys = list(type(Config.model_fields[section].default).model_fields)
+    near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
+    found = elsewhere or near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
+    return f"did you mean {found[0]}?" if found else f"section {section} has {', '.join(keys)}"

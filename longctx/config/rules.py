@@ -1,0 +1,120 @@
+"""Rules that span several settings, or settings and the number of processes; a function for each subject yields its problems."""
+
+import itertools
+from collections.abc import Iterator
+
+from longctx.config.problems import ConfigError, Problem
+from longctx.config.settings import Config
+from longctx.planning.layout import longest_document
+from longctx.planning.profile import HardwareProfile, ProfileError
+
+
+def check(config: Config, *, world_size: int) -> None:
+    """Raises ConfigError with every rule that the settings break on `world_size` processes."""
+    problems = broken_rules(config, world_size)
+    if problems:
+        raise ConfigError.of(problems, f"the configuration for {world_size} processes")
+
+
+def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
+    """All problems; with `world_size` None only those that any number of processes would have."""
+    problems = [problem for rule in (_model, _files, _context, _bins, _parallel, _train) for problem in rule(config)]
+    if world_size is not None:
+        problems += _mesh(config, world_size)
+        problems += _domain(config, max(1, config.domain(world_size)))
+    return problems
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    try:
+        config.model.sizes()
+    except ConfigError as error:
+        yield from error.problems
+
+
+def _files(config: Config) -> Iterator[Problem]:
+    tokenizer = config.data.tokenizer
+    if tokenizer is not None and not tokenizer.is_file():
+        yield Problem("data.tokenizer", str(tokenizer), "there is no such file", "check the path, or leave it out")
+    try:
+        HardwareProfile.load(config.context.profile)
+    except (ProfileError, OSError) as error:
+        yield Problem("context.profile", config.context.profile, str(error), "mend the file, or name a shipped profile")
+
+
+def _context(config: Config) -> Iterator[Problem]:
+    context, mode = config.context, ("context.mode",)
+    if context.degree is not None and context.mode != "static":
+        rule = f"only mode static has one degree for all, and context.mode is {context.mode}"
+        yield Problem("context.degree", context.degree, rule, "set context.mode to static, or leave the degree out", mode)
+    if context.bins is not None and context.mode != "bins":
+        rule = f"only mode bins reads a table, and context.mode is {context.mode}"
+        yield Problem("context.bins", context.bins, rule, "set context.mode to bins, or leave the table out", mode)
+    if context.kernel == "cpu" and config.train.device == "cuda":
+        yield Problem(
+            "context.kernel", "cpu", "this kernel cannot run on train.device cuda", "use kernel auto", ("train.device",)
+        )
+
+
+def _bins(config: Config) -> Iterator[Problem]:
+    bins = config.context.bins
+    if bins is None:
+        return
+    lengths, degrees = list(bins), list(bins.values())
+    if not bins:
+        yield Problem("context.bins", bins, "a table has at least one row", "write {8192: 1, 32768: 4}, or leave it out")
+    elif min(lengths) < 1 or min(degrees) < 1:
+        yield Problem("context.bins", bins, "lengths and degrees are at least 1", "mend the row, as in {8192: 1, 32768: 4}")
+    elif any(a >= b for a, b in itertools.pairwise(lengths)):
+        yield Problem("context.bins", bins, "lengths ascend", "sort the rows by length")
+    elif any(a > b for a, b in itertools.pairwise(degrees)):
+        yield Problem("context.bins", bins, "a longer document never has a smaller degree", "raise the later degrees")
+
+
+def _parallel(config: Config) -> Iterator[Problem]:
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = getattr(config.parallel, name)
+        if size > 1:
+            rule = "this version has no such parallelism yet: the size must be 1"
+            yield Problem(f"parallel.{name}", size, rule, "leave it out; context and data parallelism use every rank")
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    batch, optimizer, steps = config.batch, config.optimizer, config.train.steps
+    if batch.tokens_per_rank % batch.pad_to_multiple_of:
+        fix = f"give batch.tokens_per_rank a multiple of {batch.pad_to_multiple_of}"
+        rule = f"padding to a multiple of it would exceed batch.tokens_per_rank {batch.tokens_per_rank}"
+        yield Problem("batch.pad_to_multiple_of", batch.pad_to_multiple_of, rule, fix, ("batch.tokens_per_rank",))
+    if optimizer.warmup_steps > steps:
+        rule = f"warm-up must end within the run, and train.steps is {steps}"
+        fix = f"give {steps} or fewer, or raise train.steps"
+        yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, fix, ("train.steps",))
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
+
+
+def _mesh(config: Config, world_size: int) -> Iterator[Problem]:
+    tensor, pipeline = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
+    if world_size % (tensor * pipeline):
+        rule = f"tensor_parallel_size × pipeline_parallel_size must divide the {world_size} processes of the run"
+        fix = f"start a multiple of {tensor * pipeline} processes, or change the sizes"
+        others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
+        yield Problem("parallel", f"{tensor} × {pipeline}", rule, fix, others)
+
+
+def _domain(config: Config, domain: int) -> Iterator[Problem]:
+    """What a domain of so many ranks cannot do."""
+    context, budget = config.context, config.batch.tokens_per_rank
+    if context.degree is not None and context.degree > domain:
+        rule = f"a document is split over at most the {domain} ranks of the domain"
+        yield Problem("context.degree", context.degree, rule, f"give {domain} or less, or start more processes")
+    if context.bins is not None and max(context.bins.values(), default=0) > domain:
+        rule = f"a document is split over at most the {domain} ranks of the domain"
+        yield Problem("context.bins", context.bins, rule, f"give degrees of {domain} or less, or start more processes")
+    degree = context.degree if context.mode == "static" and context.degree is not None else domain
+    capacity = longest_document(min(degree, domain), budget)
+    if config.data.max_length is not None and config.data.max_length > capacity:
+        where = f"{min(degree, domain)} ranks of batch.tokens_per_rank {budget}"
+        fix = f"give {capacity} or less, raise batch.tokens_per_rank, or start more processes"
+        others = ("batch.tokens_per_rank", "context.degree")
+        yield Problem("data.max_length", config.data.max_length, f"{where} hold at most {capacity} tokens", fix, others)

@@ -1,0 +1,196 @@
+"""The settings themselves: one class a section, one line a setting, each with type, default, bounds and description."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from longctx.config.problems import ConfigError, Problem
+from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.layout import longest_document
+
+
+class Section(BaseModel):
+    """Unknown keys are refused, and a value must be of its type: `steps: true` and `steps: "20"` are mistakes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def _path(default: str | None, description: str) -> Any:
+    return Field(None if default is None else Path(default), strict=False, description=description)
+
+
+def _size(name: str) -> Any:
+    """A setting that replaces one size of the preset. ModelShape holds its bounds."""
+    return Field(None, description=f"{ModelShape.model_fields[name].description} (null: the preset's)")
+
+
+class ModelSection(Section):
+    """the decoder: a preset, and sizes that replace the preset's"""
+
+    preset: str = Field("tiny", description=f"one of {', '.join(PRESETS)}")
+    vocab_size: int | None = Field(None, description="entries of the embedding (null: as many as the store's tokenizer has)")
+    hidden_size: int | None = _size("hidden_size")
+    intermediate_size: int | None = _size("intermediate_size")
+    num_hidden_layers: int | None = _size("num_hidden_layers")
+    num_attention_heads: int | None = _size("num_attention_heads")
+    num_key_value_heads: int | None = _size("num_key_value_heads")
+    head_dim: int | None = _size("head_dim")
+    rope_theta: float | None = _size("rope_theta")
+    rms_norm_eps: float | None = _size("rms_norm_eps")
+    tie_word_embeddings: bool | None = _size("tie_word_embeddings")
+
+    def sizes(self) -> ModelShape:
+        """The preset with the sizes set here, before the tokenizer is known. Raises ConfigError if they do not fit together."""
+        if self.preset not in PRESETS:
+            fix = f"choose one of {', '.join(PRESETS)}"
+            raise ConfigError.of([Problem("model.preset", self.preset, "there is no such preset", fix)], "the model section")
+        replaced = self.model_dump(exclude={"preset"}, exclude_none=True)
+        try:
+            return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
+        except ValidationError as error:
+            problems = []
+            for details in error.errors():
+                key = ".".join(["model", *map(str, details["loc"])])
+                value = details["input"] if details["loc"] else replaced
+                rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
+                problems.append(Problem(key, value, rule, f"leave it out to keep what preset {self.preset} has"))
+            raise ConfigError.of(problems, "the model section") from error
+
+    def shape(self, vocab_size: int) -> ModelShape:
+        """The model for a tokenizer of `vocab_size` entries; a greater `model.vocab_size` pads the embedding.
+
+        Raises ConfigError if the sizes do not fit together or entries of the tokenizer would have no embedding.
+        """
+        if self.vocab_size is not None and self.vocab_size < vocab_size:
+            rule = f"the store's tokenizer has {vocab_size} entries, and each needs an embedding"
+            problem = Problem("model.vocab_size", self.vocab_size, rule, f"give {vocab_size} or more, or leave it out")
+            raise ConfigError.of([problem], "the model section")
+        return self.sizes().model_copy(update={"vocab_size": self.vocab_size or vocab_size})
+
+
+class DataSection(Section):
+    """what is read"""
+
+    store: Path = _path("stores/python-stdlib", "folder that `longctx prepare` wrote")
+    tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
+    long_documents: Literal["split", "drop", "error"] = Field(
+        "split", description="what happens to documents longer than max_length"
+    )
+    max_length: int | None = Field(
+        None, ge=1, description="tokens of the longest document (null: as many as the domain can hold)"
+    )
+
+
+class BatchSection(Section):
+    """what a step and a rank hold"""
+
+    global_tokens: int = Field(65536, ge=1, description="a step takes documents until it has this many tokens, over all ranks")
+    tokens_per_rank: int = Field(8192, ge=1, description="most tokens that a rank holds in a micro-batch")
+    pad_to_multiple_of: int = Field(1, ge=1, description="a rank's tokens are padded to a multiple of this")
+
+
+class ContextSection(Section):
+    """context parallelism: how many ranks a document is split over"""
+
+    mode: Literal["auto", "static", "bins"] = Field(
+        "auto", description="auto: the planner chooses for every document; static: one degree for all; bins: by a table"
+    )
+    degree: int | None = Field(None, ge=1, description="the degree of mode static (null: the best one for each step)")
+    bins: dict[int, int] | None = Field(
+        None, description="the table of mode bins, {longest length: degree, ...} (null: derived from the profile)"
+    )
+    profile: str = Field("cpu-2core", description="constants of the cost model: a shipped name, or a YAML or JSON file")
+    max_remote_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens whose K and V a rank fetches at a time; less memory, more stages (null: all at once)",
+    )
+    kernel: Literal["auto", "cpu", "reference"] = Field(
+        "auto", description="attention kernel; cpu: torch's flash attention for CPUs; reference: dense, slow, float64"
+    )
+
+
+class ParallelSection(Section):
+    """the mesh; what it leaves of the world is the domain, the ranks of data and context parallelism"""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks that share every weight matrix (this version: 1)")
+    pipeline_parallel_size: int = Field(1, ge=1, description="ranks that share the layers (this version: 1)")
+
+
+class TrainSection(Section):
+    """the run"""
+
+    steps: int = Field(100, ge=1, description="optimizer steps")
+    seed: int = Field(0, ge=0, description="of the initial weights and the order of the documents")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the computation")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="what backward computes anew to save memory; selective: everything but attention"
+    )
+    run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
+    timeout_s: float = Field(600.0, gt=0, description="seconds after which a silent rank is taken for dead")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
+
+
+class OptimizerSection(Section):
+    """AdamW, with linear warm-up and cosine decay"""
+
+    learning_rate: float = Field(3e-4, gt=0, description="its greatest value")
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="its last value, as a share of the greatest")
+    warmup_steps: int = Field(10, ge=0, description="steps until the greatest value is reached")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay of the two moments, each in [0, 1)")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    clip_grad_norm: float | None = Field(1.0, gt=0, description="greatest norm of the gradient (null: not clipped)")
+
+
+class CheckpointSection(Section):
+    """what survives the run"""
+
+    every: int = Field(100, ge=1, description="steps between two checkpoints")
+    keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
+
+
+class LogSection(Section):
+    """what can be watched; the console line and metrics.jsonl are always written"""
+
+    tensorboard: bool = Field(True, description="write TensorBoard events")
+
+
+class Config(BaseModel):
+    """All settings of a run. Made by `longctx.config.load`, which also checks what spans several settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    batch: BatchSection = BatchSection()
+    context: ContextSection = ContextSection()
+    parallel: ParallelSection = ParallelSection()
+    train: TrainSection = TrainSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    log: LogSection = LogSection()
+
+    def domain(self, world_size: int) -> int:
+        """N, the ranks of the domain in a world of `world_size` processes."""
+        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
+
+    def max_length(self, world_size: int) -> int:
+        """Tokens of the longest document that a run on `world_size` processes takes: `data.max_length`, or what fits."""
+        degree = self.domain(world_size)
+        if self.context.mode == "static" and self.context.degree is not None:
+            degree = self.context.degree
+        return self.data.max_length or longest_document(degree, self.batch.tokens_per_rank)
+
+    def to_yaml(self) -> str:
+        """Every setting with its value; `load` reads it back as an equal Config."""
+        data = self.model_dump()
+        for section in data.values():
+            for key, value in section.items():
+                if isinstance(value, Path):
+                    section[key] = str(value)
+                elif isinstance(value, tuple):
+                    section[key] = list(value)
+        return yaml.safe_dump(data, sort_keys=False)
