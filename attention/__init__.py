@@ -1,4 +1,17 @@
-"""Ring attention over packed documents of any length and any degree, usable without the rest of the toolkit."""
+"""Ring attention over packed documents of any length and any degree, usable without the rest of the toolkit.
+
+    layout = plan.layout(micro_batch, rank)
+    out = ring_attention(q, k, v, layout, group=group)
+
+`RingAttention(layout, group=...)` is the same as a callable that keeps the message schedule for all layers of a micro-batch.
+"""
 
 if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
+
+from longctx.attention.exchange import ExchangeError
+from longctx.attention.reference import reference_attention
+from longctx.attention.ring import RingAttention, ring_attention
+from longctx.attention.schedule import Schedule
+
+__all__ = ["ExchangeError", "RingAttention", "Schedule", "reference_attention", "ring_attention"]

@@ -1,0 +1,75 @@
+"""Exchange: moves rows of K and V, and of their gradients, between ranks: one packed message per peer and stage.
+
+Only batched point-to-point messages on one communicator are used; no process group per degree is ever created. All ranks post
+the same messages in the same order, because the order is a function of the plan (design invariant I3).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+Rows = Sequence[tuple[int, int]]
+"""(peer, number of rows) of each message, peers ascending."""
+
+
+class ExchangeError(RuntimeError):
+    """A message of the exchange failed or did not come in time. Names rank, peers, micro-batch, layer and pass."""
+
+
+class Exchange:
+    """Posts and awaits the messages of one rank over `group`, whose ranks are the ranks of the domain in order.
+
+    `where` says what is being exchanged (micro-batch, layer, pass), for the error message.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
+        self.group = group
+        self.where = where
+
+    def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Pending":
+        """Posts all sends and receives at once and returns without waiting.
+
+        outgoing: (peer, contiguous [rows, width]) per message. incoming: buffer [Σ rows, width] that the messages listed in
+        `rows` fill one after the other.
+        """
+        operations = [dist.P2POp(dist.isend, tensor, self._global(peer), self.group) for peer, tensor in outgoing]
+        parts = incoming.split([count for _, count in rows]) if rows else ()
+        operations += [
+            dist.P2POp(dist.irecv, part, self._global(peer), self.group) for (peer, _), part in zip(rows, parts, strict=True)
+        ]
+        peers = sorted({peer for peer, _ in outgoing} | {peer for peer, _ in rows})
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._failure(peers, error) from error
+        return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _failure(self, peers: list[int], error: Exception) -> ExchangeError:
+        rank = dist.get_rank(self.group)
+        return ExchangeError(
+            f"rank {rank} of the domain: exchange with rank(s) {', '.join(map(str, peers))} failed in {self.where}: {error}. "
+            "A peer has died or is stuck: its own output says why; the timeout is train.timeout_s"
+        )
+
+
+class Pending:
+    """Messages under way. `wait` returns the filled buffer; until then the sent tensors are kept alive."""
+
+    def __init__(
+        self, exchange: Exchange, works: list[dist.Work], incoming: torch.Tensor, sent: list[torch.Tensor], peers: list[int]
+    ) -> None:
+        self.exchange, self.works, self.incoming, self.sent, self.peers = exchange, works, incoming, sent, peers
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until every message has been sent and received. Raises ExchangeError after the group's timeout."""
+        try:
+            for work in self.works:
+                work.wait()
+        except RuntimeError as error:
+            raise self.exchange._failure(self.peers, error) from error
+        self.sent = []
+        return self.incoming

@@ -1,0 +1,85 @@
+"""Random packed micro-batches for the attention tests, and the code that the ranks of such a test run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longctx.attention import RingAttention
+from longctx.planning.layout import Layout, rank_layout
+from longctx.planning.plan import Placement
+
+
+@dataclass(frozen=True)
+class Case:
+    """One micro-batch: documents with their rings, the shape of the heads, stages, and rows of padding on every rank."""
+
+    ranks: int
+    lengths: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 8
+    exchange_stages: int = 1
+    padding: int = 0
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    kernel: str = "auto"
+
+    @property
+    def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
+        return (self.placements,)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (self.exchange_stages,)
+
+    def layout(self, rank: int) -> Layout:
+        return rank_layout(self, 0, rank)  # type: ignore[arg-type]  # it has all that rank_layout reads of a plan
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v, dout of all documents, one after the other, in `dtype`."""
+        generator = torch.Generator().manual_seed(self.seed)
+        tokens = sum(self.lengths)
+        shapes = [(tokens, heads, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes)
+        return q, k, v, dout
+
+    def rows(self, rank: int) -> torch.Tensor:
+        """For each row of a rank's buffer (without padding), its row in `inputs`."""
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        parts = [
+            torch.arange(*span) + starts[shard.document]
+            for shard in self.layout(rank).shards
+            for span in (shard.head, shard.tail)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+
+def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
+    """On each rank: ring attention on this rank's rows; returns out, dq, dk, dv with padding rows included."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    rows = case.rows(rank)
+    padded = []
+    for tensor in inputs or case.inputs():
+        # NaN in the padding must reach nothing.
+        padding = torch.full((case.padding, *tensor.shape[1:]), float("nan"), dtype=tensor.dtype)
+        padded.append(torch.cat([tensor[rows], padding]))
+    q, k, v = (tensor.requires_grad_() for tensor in padded[:3])
+    dout = padded[3].nan_to_num(nan=0.0)
+    attention = RingAttention(case.layout(rank), kernel=case.kernel)
+    out = attention(q, k, v, layer=0)
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    return (out.detach(), *gradients)
+
+
+def gather(case: Case, results: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    """Puts the ranks' results back into the order of the documents; checks that padding rows are zero."""
+    like: list[Any] = [torch.zeros_like(t) for t in (case.inputs()[0], *case.inputs()[:3])]
+    for rank, result in enumerate(results):
+        rows = case.rows(rank)
+        for whole, part in zip(like, result, strict=True):
+            assert not part[len(rows) :].any(), "padding rows must stay zero"
+            whole[rows] = part[: len(rows)]
+    return like

@@ -1,0 +1,307 @@
+"""Ring attention against dense float64 attention: any lengths, degrees, rings, GQA ratios and stages, forward and gradients."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from longctx.attention import RingAttention, Schedule, reference_attention, ring_attention
+from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
+from longctx.attention.ring import AttentionInputError
+from longctx.attention.segments import Segment
+from longctx.planning.layout import head_span, tail_span
+from longctx.planning.plan import Placement
+from tests.attention_cases import Case, gather, run_case
+from tests.workers import Workers
+
+# One group of ranks serves all examples of a property test, and the fixture is meant to be shared.
+several_ranks = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_ranks: int = 6) -> Case:
+    ranks = draw(st.integers(1, max_ranks))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 12), st.integers(1, 150)), min_size=1, max_size=8))
+    placements = []
+    for document in range(len(lengths)):
+        degree = draw(st.integers(1, ranks))
+        first_rank = draw(st.integers(0, ranks - degree))
+        placements.append(Placement(document, first_rank, degree, draw(st.booleans())))
+    kv_heads = draw(st.integers(1, 3))
+    return Case(
+        ranks,
+        tuple(lengths),
+        tuple(placements),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([4, 8, 16])),
+        exchange_stages=draw(st.integers(1, 6)),
+        padding=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+MIXED = Case(
+    ranks=4,
+    lengths=(37, 100, 3, 1, 64, 17),
+    placements=(
+        Placement(0, 0, 3, True),
+        Placement(1, 0, 4),
+        Placement(2, 1, 3),
+        Placement(3, 0, 1),
+        Placement(4, 2, 2),
+        Placement(5, 1, 2, True),
+    ),
+    heads=4,
+    kv_heads=2,
+    padding=2,
+)
+
+
+def dense(case: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """out, dq, dk, dv of dense attention in `dtype` over the same (already rounded) inputs."""
+    q, k, v, dout = (tensor.to(dtype) for tensor in case.inputs())
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = reference_attention(q, k, v, case.lengths)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def relative_errors(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
+    return [
+        float((g.double() - w.double()).norm() / w.double().norm().clamp_min(1e-30)) for g, w in zip(got, wanted, strict=True)
+    ]
+
+
+@several_ranks
+@given(case=cases())
+def test_equals_dense_float64(workers: Workers, case: Case) -> None:
+    got = gather(case, workers.run(run_case, case.ranks, case))
+    errors = relative_errors(got, dense(case))
+    # A single key gives gradients of q and k that are exactly 0 in float64: then compare with the size of the inputs.
+    for error, part, reference in zip(errors, got, dense(case), strict=True):
+        assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
+
+
+@settings(parent=several_ranks, max_examples=8)
+@given(case=cases(max_ranks=4))
+def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
+    case = replace(case, kernel="reference", dtype=torch.float64)
+    got = gather(case, workers.run(run_case, case.ranks, case))
+    for part, reference in zip(got, dense(case), strict=True):
+        torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_precision_contract(workers: Workers, stages: int, dtype: torch.dtype) -> None:
+    """Error against float64 at most twice that of the single-device kernel on the same inputs."""
+    case = replace(MIXED, lengths=(200, 333, 50, 1, 256, 90), dtype=dtype, exchange_stages=stages, head_dim=32)
+    exact = dense(case)
+    ring = relative_errors(gather(case, workers.run(run_case, case.ranks, case)), exact)
+    alone = replace(case, ranks=1, placements=tuple(Placement(i, 0, 1) for i in range(len(case.lengths))), padding=0)
+    single = relative_errors(gather(alone, [run_case(alone)]), exact)
+    for ring_error, single_error in zip(ring, single, strict=True):
+        assert 0 < ring_error <= 2 * single_error
+
+
+def test_two_runs_are_bit_identical(workers: Workers) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = replace(MIXED, dtype=dtype, exchange_stages=2)
+        first, second = (gather(case, workers.run(run_case, case.ranks, case)) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("perturbed", range(len(MIXED.lengths)))
+def test_documents_do_not_see_each_other(workers: Workers, perturbed: int) -> None:
+    """Perturbing one document changes it, and leaves every bit of every other document as it was."""
+    inputs = MIXED.inputs()
+    start = sum(MIXED.lengths[:perturbed])
+    mine = torch.zeros(sum(MIXED.lengths), dtype=torch.bool)
+    mine[start : start + MIXED.lengths[perturbed]] = True
+    changed = tuple(torch.where(mine[:, None, None], tensor * 1.5 + 1, tensor) for tensor in inputs)
+    before = gather(MIXED, workers.run(run_case, MIXED.ranks, MIXED, inputs))
+    after = gather(MIXED, workers.run(run_case, MIXED.ranks, MIXED, changed))
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a[~mine], b[~mine])
+    assert not torch.equal(before[0][mine], after[0][mine])
+
+
+@given(
+    length=st.integers(1, 5000),
+    degree=st.integers(1, 64),
+    stages=st.integers(1, 70),
+    reverse=st.booleans(),
+    start=st.integers(0, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, stages: int, reverse: bool, start: int) -> None:
+    """What one rank sends another awaits, in the same stage; every chunk reaches exactly the ranks with queries that see it."""
+    case = Case(start + degree, (length,), (Placement(0, start, degree, reverse),), exchange_stages=stages)
+    schedules = [Schedule.build(case.layout(rank)) for rank in range(case.ranks)]
+    most = max(len(schedule.stages) for schedule in schedules)
+    assert most <= max(degree - 1, 0) and most <= stages
+    received = [0] * case.ranks
+    for stage in range(most):
+        sent = {
+            (rank, peer): len(rows)
+            for rank, schedule in enumerate(schedules)
+            if stage < len(schedule.stages)
+            for peer, rows in schedule.stages[stage].sends
+        }
+        awaited = {
+            (peer, rank): rows
+            for rank, schedule in enumerate(schedules)
+            if stage < len(schedule.stages)
+            for peer, rows in schedule.stages[stage].receives
+        }
+        assert sent == awaited
+        for (_, rank), rows in awaited.items():
+            received[rank] += rows
+    for shard in (case.layout(rank).shards[0] for rank in range(case.ranks) if case.layout(rank).shards):
+        rank = shard.rank_of(shard.ring_index)
+        # Keys before the last query of the head reach all queries; the tail needs all before its own end.
+        end = shard.tail[1] if shard.tail_tokens else shard.head[1]
+        held = shard.head_tokens + shard.tail_tokens
+        assert received[rank] == end - held
+
+
+def test_bytes_sent_equal_the_formula() -> None:
+    """A divisible document at degree n: ring index r sends its head to the n-1-r higher ones and both chunks to the r lower."""
+    degree, length = 8, 1024
+    case = Case(degree, (length,), (Placement(0, 0, degree),))
+    for rank in range(degree):
+        (stage,) = Schedule.build(case.layout(rank)).stages
+        chunk = length // (2 * degree)
+        assert sum(len(rows) for _, rows in stage.sends) == chunk * (degree - 1 - rank) + 2 * chunk * rank
+
+
+@given(length=st.integers(1, 400), degree=st.integers(1, 40))
+def test_chunks_cover_the_document_once(length: int, degree: int) -> None:
+    spans = [span(length, degree, r) for r in range(degree) for span in (head_span, tail_span)]
+    assert sorted(token for start, stop in spans for token in range(start, stop)) == list(range(length))
+
+
+def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
+    return st.tuples(st.one_of(st.none(), st.integers(-6, 0)), st.one_of(st.none(), st.integers(0, 6)))
+
+
+@given(band=bands(), queries=st.integers(1, 9), keys=st.integers(1, 9), seed=st.integers(0, 1000))
+@settings(deadline=None)
+def test_reference_kernel_bands_and_gradients(band: tuple[int | None, int | None], queries: int, keys: int, seed: int) -> None:
+    """The reference kernel's hand-written backward against autograd, for any band and unequal head sizes of k and v."""
+    torch.manual_seed(seed)
+    q = torch.randn(queries + 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(keys + 1, 2, 3, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(keys + 1, 2, 5, dtype=torch.float64, requires_grad=True)
+    segment = Segment(1, 1 + queries, 1, 1 + keys, *band)
+    kernel = KERNELS["reference"]
+    out, lse = kernel.forward(q.detach(), k.detach(), v.detach(), [segment], 0.7)
+
+    scores = torch.einsum("qhd,khd->hqk", q[1 : 1 + queries], k[1:].repeat_interleave(2, dim=1)) * 0.7
+    offset = torch.arange(keys)[None] - torch.arange(queries)[:, None]
+    hidden = (offset < (band[0] if band[0] is not None else -99)) | (offset > (band[1] if band[1] is not None else 99))
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+    wanted = torch.einsum("hqk,khd->qhd", probabilities, v[1:].repeat_interleave(2, dim=1))
+    torch.testing.assert_close(out[1 : 1 + queries], wanted)
+    assert not out[0].any() and not out[-1].any() and lse[0].isneginf().all()
+
+    seen = ~hidden.all(1)  # queries that see no key have no gradient to compare
+    dout = torch.randn_like(out) * torch.cat([torch.zeros(1), seen.double(), torch.zeros(1)])[:, None, None]
+    safe = scores.masked_fill(hidden, -1e30).softmax(-1)
+    surrogate = torch.einsum("hqk,khd->qhd", safe, v[1:].repeat_interleave(2, dim=1))
+    autograd = torch.autograd.grad(surrogate, (q, k, v), dout[1 : 1 + queries])
+    ours = kernel.backward(dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], 0.7)
+    for a, b in zip(ours, autograd, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_cpu_kernel_takes_no_bands_and_skips_empty_segments() -> None:
+    q = torch.randn(4, 2, 8)
+    kernel = KERNELS["cpu"]
+    with pytest.raises(ValueError, match="kernel=reference"):
+        kernel.forward(q, q, q, [Segment(0, 4, 0, 4, lo=-1, hi=0)], 1.0)
+    out, lse = kernel.forward(q, q, q, [Segment(0, 4, 2, 2), Segment(1, 1, 0, 4)], 1.0)
+    assert not out.any() and lse.isneginf().all()
+    assert not any(part.any() for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], 1.0))
+
+
+ALONE = Case(1, (4,), (Placement(0, 0, 1),))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "says"),
+    [
+        (torch.zeros(4, 3, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), "3 query heads are no multiple of 2"),
+        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), torch.zeros(4, 2, 8), "must agree"),
+        (torch.zeros(4, 2, 8), torch.zeros(5, 2, 8), torch.zeros(4, 2, 8), "must agree"),
+        (torch.zeros(1, 4, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), r"\[tokens, heads, head_dim\]"),
+        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 8).bfloat16(), torch.zeros(4, 2, 8), "share dtype and device"),
+        (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "holds 4 tokens, q only 3"),
+    ],
+)
+def test_inputs_that_do_not_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, says: str) -> None:
+    with pytest.raises(AttentionInputError, match=says):
+        ring_attention(q, k, v, ALONE.layout(0))
+
+
+def test_settings_that_do_not_fit() -> None:
+    x = torch.zeros(4, 2, 8)
+    with pytest.raises(KernelError, match="choose auto, cpu, reference"):
+        ring_attention(x, x, x, ALONE.layout(0), kernel="flash9")
+    with pytest.raises(KernelError, match="equal head sizes"):
+        choose_kernel("cpu", x, torch.zeros(4, 2, 4))
+    with pytest.raises(ValueError, match="at least one stage"):
+        ring_attention(x, x, x, ALONE.layout(0), stages=0)
+    with pytest.raises(AttentionInputError, match="not initialised"):
+        RingAttention(MIXED.layout(0))
+
+
+def of_the_wrong_rank(case: Case) -> str:
+    try:
+        RingAttention(case.layout((dist.get_rank() + 1) % case.ranks))
+    except AttentionInputError as error:
+        return str(error)
+    return ""
+
+
+def test_layout_of_another_rank(workers: Workers) -> None:
+    answers = workers.run(of_the_wrong_rank, 2, replace(MIXED, ranks=2, placements=(Placement(0, 0, 2),), lengths=(9,)))
+    assert all("the layout is of rank" in answer for answer in answers)
+
+
+def stay_away(case: Case) -> None:
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    else:
+        run_case(case)
+
+
+def die(case: Case) -> None:
+    if dist.get_rank() == 1:
+        os._exit(9)
+    run_case(case)
+
+
+PAIR = Case(2, (64,), (Placement(0, 0, 2),))
+WHERE = "rank 0 of the domain: exchange with rank(s) 1 failed in micro-batch 0, layer 0, forward pass"
+
+
+def test_a_message_that_never_comes(workers: Workers) -> None:
+    """The error names rank, peer, micro-batch, layer and pass, and comes with the timeout of the group."""
+    start = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        workers.run(stay_away, 2, PAIR, timeout_s=1.0)
+    assert WHERE in str(caught.value)
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_dies(workers: Workers) -> None:
+    with pytest.raises(AssertionError, match="process of rank 1 died") as caught:
+        workers.run(die, 2, PAIR)
+    assert WHERE in str(caught.value)

@@ -1,0 +1,89 @@
+"""A pool of processes for tests over several ranks. Workers are started once and given a fresh process group for every call,
+because starting a process costs seconds and making a group milliseconds. After a failure the pool is ended and started anew."""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+GROUP_TIMEOUT_S = 60.0
+"""A deadlock fails a test after this long instead of hanging it."""
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        function, arguments, rank, ranks, store, timeout_s = job
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+            )
+            answer = (True, function(*arguments))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+class Workers:
+    """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new gloo group."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["torch", "torch.distributed", "longctx.attention"])
+        self.workers: list[tuple[Any, Connection]] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="longctx-test-groups-")
+        self.calls = 0
+
+    def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = GROUP_TIMEOUT_S) -> list[Any]:
+        """Results by rank. Raises AssertionError with the traceback of every rank that failed."""
+        while len(self.workers) < ranks:
+            self._start()
+        self.calls += 1
+        store = Path(self.folder.name) / f"group-{self.calls}"
+        for rank in range(ranks):
+            self.workers[rank][1].send((function, arguments, rank, ranks, store, timeout_s))
+        answers = [self._receive(rank, timeout_s) for rank in range(ranks)]
+        failures = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
+        if failures:
+            self.stop()
+            raise AssertionError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        """Ends the workers; the next `run` starts new ones."""
+        for process, connection in self.workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self.workers = []
+
+    def _start(self) -> None:
+        ours, theirs = self.context.Pipe()
+        process = self.context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self.workers.append((process, ours))
+
+    def _receive(self, rank: int, timeout_s: float) -> tuple[bool, Any]:
+        connection = self.workers[rank][1]
+        with suppress(EOFError, ConnectionResetError):
+            if connection.poll(4 * timeout_s):
+                return connection.recv()  # type: ignore[no-any-return]
+            return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s"
+        return False, f"the process of rank {rank} died"
