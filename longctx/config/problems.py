@@ -27,7 +27,7 @@ class Problem:
 def yaml_text(value: object) -> str:
     """A value as it would stand in the YAML file, on one line."""
     plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump(plain, default_flow_style=True, width=math.inf, allow_unicode=True)
+    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

@@ -121,7 +121,7 @@ def _explain(details: ErrorDetails) -> Problem:
         return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")
     setting = SETTINGS[name]
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
-    where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
+    where = "" if len(keys) == 1 else f" (at {keys[1]})"
     return Problem(name, value, rule + where, f"the default is {yaml_text(setting.default)} ({setting.description})")
 
 

@@ -1,4 +1,4 @@
-"""Rules that span several settings, or settings and the number of processes; a function for each subject yields its problems."""
+"""Rules that span several settings, or settings and the number of processes; a function for each subject yields problems."""
 
 import itertools
 from collections.abc import Iterator
@@ -20,8 +20,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
     problems = [problem for rule in (_model, _files, _context, _bins, _parallel, _train) for problem in rule(config)]
     if world_size is not None:
-        problems += _mesh(config, world_size)
-        problems += _domain(config, max(1, config.domain(world_size)))
+        problems += _mesh(config, world_size) or _domain(config, world_size)
     return problems
 
 
@@ -93,28 +92,34 @@ def _train(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
 
 
-def _mesh(config: Config, world_size: int) -> Iterator[Problem]:
+def _mesh(config: Config, world_size: int) -> list[Problem]:
     tensor, pipeline = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    if world_size % (tensor * pipeline):
-        rule = f"tensor_parallel_size × pipeline_parallel_size must divide the {world_size} processes of the run"
-        fix = f"start a multiple of {tensor * pipeline} processes, or change the sizes"
-        others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
-        yield Problem("parallel", f"{tensor} × {pipeline}", rule, fix, others)
+    if world_size % (tensor * pipeline) == 0:
+        return []
+    rule = f"tensor_parallel_size × pipeline_parallel_size must divide the {world_size} processes of the run"
+    fix = f"start a multiple of {tensor * pipeline} processes, or change the sizes"
+    others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
+    return [Problem("parallel", f"{tensor} × {pipeline}", rule, fix, others)]
 
 
-def _domain(config: Config, domain: int) -> Iterator[Problem]:
-    """What a domain of so many ranks cannot do."""
-    context, budget = config.context, config.batch.tokens_per_rank
-    if context.degree is not None and context.degree > domain:
-        rule = f"a document is split over at most the {domain} ranks of the domain"
-        yield Problem("context.degree", context.degree, rule, f"give {domain} or less, or start more processes")
-    if context.bins is not None and max(context.bins.values(), default=0) > domain:
-        rule = f"a document is split over at most the {domain} ranks of the domain"
-        yield Problem("context.bins", context.bins, rule, f"give degrees of {domain} or less, or start more processes")
-    degree = context.degree if context.mode == "static" and context.degree is not None else domain
-    capacity = longest_document(min(degree, domain), budget)
-    if config.data.max_length is not None and config.data.max_length > capacity:
-        where = f"{min(degree, domain)} ranks of batch.tokens_per_rank {budget}"
-        fix = f"give {capacity} or less, raise batch.tokens_per_rank, or start more processes"
-        others = ("batch.tokens_per_rank", "context.degree")
-        yield Problem("data.max_length", config.data.max_length, f"{where} hold at most {capacity} tokens", fix, others)
+def _domain(config: Config, world_size: int) -> Iterator[Problem]:
+    """What the domain of so many processes cannot do."""
+    context, budget, domain = config.context, config.batch.tokens_per_rank, config.domain(world_size)
+    wanted, longest = config.data.max_length, config.capacity(world_size)
+    largest = {"context.degree": context.degree or 0, "context.bins": max((context.bins or {}).values(), default=0)}
+    for key, degree in largest.items():
+        if degree > domain:
+            rule = f"a document is split over at most the {domain} ranks of the domain"
+            value = context.bins if key == "context.bins" else degree
+            yield Problem(key, value, rule, f"give degrees of {domain} or less, or start more processes")
+    for length, degree in (context.bins or {}).items():
+        holds = longest_document(degree, budget)
+        if min(length, wanted or length) > holds:
+            rule = f"degree {degree} holds {holds} tokens with batch.tokens_per_rank {budget}, and its bin goes to {length}"
+            fix = "raise its degree or batch.tokens_per_rank, or end the bin earlier"
+            yield Problem("context.bins", context.bins, rule, fix, ("batch.tokens_per_rank",))
+    if wanted is not None and wanted > longest:
+        rule = f"in context.mode {context.mode}, {world_size} processes hold documents of up to {longest} tokens"
+        fix = f"give {longest} or less, raise batch.tokens_per_rank, the degree or the last bin, or start more processes"
+        others = ("batch.tokens_per_rank", "context.degree", "context.bins")
+        yield Problem("data.max_length", wanted, rule, fix, others)

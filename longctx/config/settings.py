@@ -179,10 +179,14 @@ class Config(BaseModel):
 
     def max_length(self, world_size: int) -> int:
         """Tokens of the longest document that a run on `world_size` processes takes: `data.max_length`, or what fits."""
-        degree = self.domain(world_size)
-        if self.context.mode == "static" and self.context.degree is not None:
-            degree = self.context.degree
-        return self.data.max_length or longest_document(degree, self.batch.tokens_per_rank)
+        return self.data.max_length or self.capacity(world_size)
+
+    def capacity(self, world_size: int) -> int:
+        """Tokens of the longest document that `world_size` processes can hold in this mode."""
+        domain, context = self.domain(world_size), self.context
+        degree = context.degree if context.mode == "static" and context.degree is not None else domain
+        longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
+        return min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
 
     def to_yaml(self) -> str:
         """Every setting with its value; `load` reads it back as an equal Config."""
