@@ -1,4 +1,4 @@
-"""What all tests share: the pool of processes, the repository's root, and property tests that draw the same examples each time."""
+"""What all tests share: the pool of processes, the repository's root, property tests that draw the same examples each time."""
 
 from collections.abc import Iterator
 from pathlib import Path

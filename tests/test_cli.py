@@ -1,0 +1,177 @@
+"""The command line: what it lists, what it imports, and how errors reach the user."""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import longctx
+from longctx import cli
+from longctx.errors import UserError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`command(run)` puts a module with this `run` in the place of every command."""
+
+    def replace(run: Callable[[argparse.Namespace], int], **attributes: Any) -> None:
+        def add_arguments(parser: argparse.ArgumentParser) -> None:
+            parser.add_argument("config", nargs="?")
+            parser.add_argument("--ranks", type=int, default=3, help="how many")
+
+        module = SimpleNamespace(SUMMARY="does things", add_arguments=add_arguments, run=run, **attributes)
+        monkeypatch.setattr(cli, "_module", lambda name: module)
+
+    return replace
+
+
+def fails(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(arguments: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command_without_importing_torch() -> None:
+    code = (
+        "import sys, longctx.cli as cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    for name in cli.COMMANDS:
+        (line,) = [line for line in process.stdout.splitlines() if line.split()[:1] == [name]]
+        assert len(line.split()) > 2, "a command has a summary"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    assert f"usage: longctx {name}" in capsys.readouterr().out
+
+
+def test_help_of_train_tells_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert longctx.config.describe() in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"longctx {longctx.__version__}\n"
+
+
+def test_python_m_longctx_is_the_same_command() -> None:
+    process = subprocess.run([sys.executable, "-m", "longctx", "--version"], capture_output=True, text=True)
+    assert (process.returncode, process.stdout) == (0, f"longctx {longctx.__version__}\n")
+
+
+def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "commands:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "no command 'trian': did you mean train?"),
+        (["zzz"], "no command 'zzz': choose one of prepare, train, plan"),
+        (["--verbose"], "unrecognized arguments: --verbose"),
+    ],
+)
+def test_unknown_commands_and_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_exit_status_is_the_commands(command: Callable[..., None]) -> None:
+    command(lambda arguments: int(arguments.ranks))
+    assert cli.main(["plan"]) == 3
+    assert cli.main(["plan", "--ranks", "7"]) == 7
+
+
+def test_defaults_are_in_the_help_of_a_command(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(lambda arguments: 0)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert "how many (default: 3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (UserError("this, by that rule: do so"), 2, "longctx plan: error: this, by that rule: do so\n"),
+        (FileNotFoundError(2, "No such file", "x.txt"), 2, "longctx plan: error: [Errno 2] No such file: 'x.txt'\n"),
+        (KeyboardInterrupt(), 130, "longctx plan: interrupted\n"),
+    ],
+)
+def test_errors_of_the_user_have_no_traceback(
+    command: Callable[..., None], capsys: pytest.CaptureFixture[str], error: BaseException, status: int, message: str
+) -> None:
+    command(fails(error))
+    assert cli.main(["plan"]) == status
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", message)
+
+
+@pytest.mark.parametrize("error", [ValueError("a library's"), RuntimeError("a bug")])
+def test_errors_that_are_not_the_users_keep_their_traceback(command: Callable[..., None], error: Exception) -> None:
+    command(fails(error))
+    with pytest.raises(type(error), match=str(error)):
+        cli.main(["plan"])
+
+
+def test_a_reader_that_leaves_early_is_no_error(repository: Path) -> None:
+    code = (
+        "import sys, types, longctx.cli as cli\n"
+        "def run(arguments):\n"
+        "    for line in range(100000): print(line)\n"
+        "    return 0\n"
+        "cli._module = lambda name: types.SimpleNamespace(SUMMARY='', add_arguments=lambda parser: None, run=run)\n"
+        "sys.exit(cli.main(['plan']))\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "0\n"
+    writer.stdout.close()
+    assert writer.stderr is not None
+    assert writer.stderr.read() == ""
+    assert writer.wait() == 141
+
+
+def test_settings_reach_the_commands_that_take_them(command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def run(arguments: argparse.Namespace) -> int:
+        seen.append(arguments)
+        return 0
+
+    argv = ["run.yaml", "--batch.tokens_per_rank", "4096", "--ranks", "8", "--context.bins={8192: 1}", "--a-b.c-d", "-1"]
+    command(run, OVERRIDES=True)
+    assert cli.main(["train", *argv]) == 0
+    assert (seen[0].config, seen[0].ranks) == ("run.yaml", 8)
+    assert seen[0].overrides == ["batch.tokens_per_rank=4096", "context.bins={8192: 1}", "a-b.c-d=-1"]
+    command(run)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--batch.tokens_per_rank", "4096"])
+    assert "unrecognized arguments: --batch.tokens_per_rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--train.steps"], ["--train.steps", "--ranks", "2"]])
+def test_a_setting_without_a_value(argv: list[str], command: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    command(lambda arguments: 0, OVERRIDES=True)
+    assert cli.main(["train", *argv]) == 2
+    assert "--train.steps has no value: write --train.steps VALUE" in capsys.readouterr().err

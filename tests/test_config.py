@@ -1,0 +1,309 @@
+"""Configuration: what is read, what wins, and that every mistake is refused with key, value, rule and fix."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from longctx import config
+from longctx.config import Config, ConfigError
+from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.layout import largest_shard, longest_document
+
+PROFILE = "context.profile=h100-nvlink-ib"
+
+
+def load(*overrides: str, world_size: int | None = None) -> Config:
+    return config.load(None, [PROFILE, *overrides], world_size=world_size)
+
+
+def problems(*overrides: str, world_size: int | None = None) -> dict[str, str]:
+    """The problems of these settings: key → the text that a user sees."""
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, world_size=world_size)
+    for problem in caught.value.problems:
+        assert str(problem) in str(caught.value)
+    return {problem.key: str(problem) for problem in caught.value.problems}
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_a_valid_run() -> None:
+    assert config.load(None, []) == Config()
+    config.check(Config(), world_size=2)
+
+
+def test_file_then_overrides_then_the_last_override(tmp_path: Path) -> None:
+    path = written(tmp_path, "batch: {tokens_per_rank: 1024, global_tokens: 9999}\ntrain:\n  # steps: 5\n")
+    loaded = config.load(path, [PROFILE, "batch.tokens_per_rank=2048", "batch.tokens-per-rank=4096"])
+    assert (loaded.batch.tokens_per_rank, loaded.batch.global_tokens) == (4096, 9999)
+    assert loaded.train == Config().train
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.learning_rate=3e-4", 3e-4),  # a text in YAML 1.1
+        ("optimizer.betas=[0.8, 0.99]", (0.8, 0.99)),
+        ("optimizer.clip_grad_norm=null", None),
+        ("optimizer.weight_decay=0", 0.0),
+        ("data.store=my stores/a=b", Path("my stores/a=b")),
+        ("model.tie_word_embeddings=false", False),
+        ("model.preset=8b", "8b"),
+    ],
+)
+def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
+    section, key = override.partition("=")[0].split(".")
+    assert getattr(getattr(load(override), section), key) == expected
+
+
+def test_a_table_of_bins_as_an_override() -> None:
+    assert load("context.mode=bins", "context.bins={8192: 1, 16384: 2}").context.bins == {8192: 1, 16384: 2}
+
+
+def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_path: Path) -> None:
+    path = written(tmp_path, "batch: {tokens_per_rnk: 4096, global_tokens: 0}\ntrain: {dtype: fp16}\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, [PROFILE, "context.degree=9", "data.max_length=1000000"], world_size=4)
+    assert [p.key for p in caught.value.problems] == [
+        "batch.global_tokens",
+        "batch.tokens_per_rnk",
+        "train.dtype",
+        "context.degree",
+        "context.degree",
+        "data.max_length",
+    ]
+    assert str(caught.value).startswith(f"6 problems in {path} and the command line:")
+
+
+def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
+    assert problems("train.steps=none", "optimizer.warmup_steps=5000").keys() == {"train.steps"}
+    assert problems("train.steps=10", "optimizer.warmup_steps=5000").keys() == {"optimizer.warmup_steps"}
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("batch.tokens_per_rnk=1", "did you mean batch.tokens_per_rank?"),
+        ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
+        ("optimiser.learning_rate=1", "did you mean section optimizer?"),
+        ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
+        ("zzz.zzz=1", "sections are model, data, batch"),
+    ],
+)
+def test_unknown_keys_name_what_was_probably_meant(override: str, hint: str) -> None:
+    (text,) = problems(override).values()
+    assert "there is no such setting" in text
+    assert hint in text
+
+
+def test_a_setting_outside_its_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean optimizer\.learning_rate\?"):
+        config.load(written(tmp_path, "learning_rate: 1"), [PROFILE])
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train.steps=true", "valid integer"),
+        ("train.steps='20'", "valid integer"),
+        ("train.steps=1.5", "valid integer"),
+        ("train.seed=-1", "greater than or equal to 0"),
+        ("train.dtype=float16", "'float32' or 'bfloat16'"),
+        ("train.recompute=some", "'none', 'selective' or 'full'"),
+        ("train.timeout_s=.inf", "finite"),
+        ("train.run_dir=3", "must be a path"),
+        ("context.kernel=flash", "'auto', 'cpu' or 'reference'"),
+        ("context.max_remote_tokens=0", "greater than or equal to 1"),
+        ("data.long_documents=truncate", "'split', 'drop' or 'error'"),
+        ("optimizer.min_learning_rate_ratio=1.5", "less than or equal to 1"),
+        ("optimizer.betas=[0.9, 1.0]", "each lies in [0, 1)"),
+        ("optimizer.betas=[0.9]", "required"),
+        ("optimizer.learning_rate=0", "greater than 0"),
+        ("checkpoint.every=0", "greater than or equal to 1"),
+        ("checkpoint.keep=0", "greater than or equal to 1"),
+        ("log.tensorboard=1", "valid boolean"),
+        ("model.preset=huge", "there is no such preset"),
+        ("model.num_attention_heads=3", "which num_key_value_heads 2 does not divide"),
+        ("model.head_dim=33", "must be even"),
+        ("model.hidden_size=0", "greater than or equal to 1"),
+        ("data.tokenizer=nowhere/tokenizer.json", "there is no such file"),
+        ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
+        ("context.degree=2", "only mode static has one degree for all"),
+        ("context.bins={8192: 1}", "only mode bins reads a table"),
+        ("batch.pad_to_multiple_of=3", "would exceed batch.tokens_per_rank 8192"),
+        ("optimizer.warmup_steps=101", "train.steps is 100"),
+        ("parallel.tensor_parallel_size=2", "this version has no such parallelism yet"),
+        ("parallel.pipeline_parallel_size=2", "this version has no such parallelism yet"),
+        ("train.steps=[1", "the value is not valid YAML"),
+        ("train.steps", "an override has the form section.key=value"),
+        ("steps=3", "an override has the form section.key=value"),
+    ],
+)
+def test_each_rule(override: str, rule: str) -> None:
+    found = problems(override)
+    assert len(found) == 1
+    (text,) = found.values()
+    assert rule in text
+    assert "fix: " in text
+    key, _, value = override.partition("=")
+    if key != "model.num_attention_heads":
+        assert key.split(".")[0] in text
+        assert value.strip("'") in text
+
+
+@pytest.mark.parametrize(
+    ("bins", "rule"),
+    [
+        ("{}", "at least one row"),
+        ("{0: 1}", "at least 1"),
+        ("{8192: 0}", "at least 1"),
+        ("{16384: 2, 8192: 1}", "lengths ascend"),
+        ("{4096: 2, 8192: 1}", "never has a smaller degree"),
+        ("{long: 1}", "valid integer"),
+    ],
+)
+def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
+    assert rule in problems("context.mode=bins", f"context.bins={bins}")["context.bins"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world_size", "key", "rule"),
+    [
+        (["context.mode=static", "context.degree=4"], 2, "context.degree", "at most the 2 ranks of the domain"),
+        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "at most the 2 ranks of the domain"),
+        (["context.mode=bins", "context.bins={8193: 1}"], 2, "context.bins", "degree 1 holds 8192 tokens"),
+        (["data.max_length=16385"], 2, "data.max_length", "2 processes hold documents of up to 16384 tokens"),
+        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "up to 16380 tokens"),
+        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
+        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
+        (["parallel.tensor_parallel_size=2"], 3, "parallel", "must divide the 3 processes"),
+    ],
+)
+def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:
+    assert rule in problems(*overrides, world_size=world_size)[key]
+
+
+def test_check_says_the_same_of_a_loaded_configuration() -> None:
+    loaded = load("data.max_length=16385")
+    with pytest.raises(ConfigError, match="1 problem in the configuration for 2 processes"):
+        config.check(loaded, world_size=2)
+    config.check(loaded, world_size=3)
+
+
+def test_bins_beyond_the_longest_document_need_no_room() -> None:
+    load("context.mode=bins", "context.bins={8192: 1, 100000: 2}", "data.max_length=16384", world_size=2)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 7])
+@pytest.mark.parametrize("tokens_per_rank", [1, 2, 5, 16, 31])
+def test_every_document_up_to_the_longest_fits(degree: int, tokens_per_rank: int) -> None:
+    longest = longest_document(degree, tokens_per_rank)
+    assert all(largest_shard(length, degree) <= tokens_per_rank for length in range(1, longest + 1))
+    assert longest > degree * (tokens_per_rank - 1) - 1
+
+
+def test_max_length_is_what_the_mode_can_hold() -> None:
+    assert load().max_length(4) == 4 * 8192
+    assert load("data.max_length=100").max_length(4) == 100
+    assert load("context.mode=static", "context.degree=2").max_length(4) == 2 * 8192
+    assert load("context.mode=static").max_length(4) == 4 * 8192
+    assert load("context.mode=bins", "context.bins={8192: 1, 16000: 2}").max_length(4) == 16000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batch: [1", "not valid YAML"),
+        ("batch: {tokens_per_rank: 1}\nbatch: {}", "'batch' is given twice"),
+        ("train: {steps: 1, steps: 2}", "'steps' is given twice"),
+        ("- batch", "holds list, not a mapping"),
+        ("batch: 5", "a section is a mapping of settings"),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config.load(written(tmp_path, text), [PROFILE])
+
+
+def test_a_file_that_is_not_there_and_one_that_is_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no configuration file .*nowhere\.yaml"):
+        config.load(tmp_path / "nowhere.yaml", [])
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"binary\.yaml is not valid YAML"):
+        config.load(tmp_path / "binary.yaml", [])
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert config.load(written(tmp_path, "# nothing yet\n"), [PROFILE]) == load()
+
+
+def test_the_resolved_dump_reads_back_equal(tmp_path: Path) -> None:
+    loaded = load(
+        "context.mode=bins",
+        "context.bins={8192: 1, 16384: 2}",
+        "optimizer.learning_rate=1e-5",
+        "optimizer.betas=[0.8, 0.99]",
+        "data.store=elsewhere",
+        "model.hidden_size=64",
+    )
+    text = loaded.to_yaml()
+    assert config.load(written(tmp_path, text), []) == loaded
+    every_setting = {(s, k) for s, content in yaml.safe_load(text).items() for k in content}
+    assert every_setting == {(s, k) for s, content in Config().model_dump().items() for k in content}
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    loaded: Any = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        loaded.train.steps = 5
+
+
+def test_help_tells_every_setting_with_type_description_and_default() -> None:
+    lines = config.describe().splitlines()
+    for section, content in Config().model_dump().items():
+        for key in content:
+            at = next(i for i, line in enumerate(lines) if line.split()[:1] == [f"--{section}.{key}"])
+            assert len(lines[at].split(maxsplit=1)) == 2
+            assert len(lines[at + 1].strip()) > 0
+    text = config.describe()
+    for expected in (
+        "--batch.tokens_per_rank int\n        most tokens that a rank holds in a micro-batch (default: 8192)",
+        "--context.mode auto|static|bins",
+        "--context.bins {int: int}|null",
+        "--optimizer.betas [float, float]",
+        "--log.tensorboard true|false",
+        "(default: runs/default)",
+    ):
+        assert expected in text
+
+
+def test_a_model_is_its_preset_with_the_sizes_given() -> None:
+    shape = load("model.preset=small", "model.num_hidden_layers=3").model.shape(vocab_size=4096)
+    assert shape == PRESETS["small"].model_copy(update={"num_hidden_layers": 3, "vocab_size": 4096})
+    assert load("model.vocab_size=4100").model.shape(vocab_size=4096).vocab_size == 4100
+    with pytest.raises(ConfigError, match="tokenizer has 4096 entries"):
+        load("model.vocab_size=100").model.shape(vocab_size=4096)
+
+
+def test_every_size_of_a_model_can_be_set() -> None:
+    sections = Config().model_dump()
+    assert set(sections["model"]) == {"preset", *ModelShape.model_fields}
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("quickstart", 2), ("pretrain_128k_cpu", 2), ("pretrain_8b_128k", 64)])
+def test_the_examples_are_valid(repository: Path, name: str, world_size: int) -> None:
+    config.load(repository / "examples" / f"{name}.yaml", world_size=world_size)
+
+
+def test_the_128k_examples_take_documents_of_131072_tokens(repository: Path) -> None:
+    for name, world_size in (("pretrain_128k_cpu", 2), ("pretrain_8b_128k", 64)):
+        assert config.load(repository / "examples" / f"{name}.yaml").max_length(world_size) >= 131072

@@ -1,0 +1,131 @@
+"""The direction of imports, read from the sources: planning ← attention, data, model ← parallel ← training ← report, commands.
+
+Also who may touch process groups, torch.distributed and the environment, so that these stay in one place each.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
+
+MAY_IMPORT = {
+    "errors": set(),
+    "planning": {"errors"},
+    "attention": {"errors", "planning"},
+    "data": {"errors", "planning"},
+    "model": {"errors", "planning"},
+    "config": {"errors", "planning", "model"},
+    "parallel": {"errors", "planning", "attention", "data", "model"},
+    "training": {"errors", "planning", "attention", "data", "model", "config", "parallel"},
+    "report": {"errors", "planning", "attention", "data", "model", "config", "parallel", "training"},
+    "commands": {"errors", "planning", "attention", "data", "model", "config", "parallel", "training", "report"},
+    "cli": {"errors", "commands"},
+    "__main__": {"cli"},
+}
+"""Part → the other parts that it may import."""
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module's dotted name and file; the links longctx/attention and longctx/data are not followed."""
+    for package, folder in PARTS.items():
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder).with_suffix("")
+            if package == "longctx" and relative.parts[0] in ("attention", "data"):
+                continue
+            name = ".".join([package, *(part for part in relative.parts if part != "__init__")])
+            yield name, path
+
+
+MODULES = dict(sources())
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str) -> set[str]:
+    """Every module that `name` imports, anywhere in its code; `from a import b` counts as both a and a.b."""
+    found: set[str] = set()
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively: write the full name"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def part(name: str) -> str | None:
+    """The part that a module of longctx belongs to; None for longctx itself."""
+    return name.split(".")[1] if name.count(".") else None
+
+
+def users_of(*names: str) -> set[str]:
+    """Modules that use one of these names or attributes, in whatever way they imported it."""
+    users = set()
+    for module in MODULES:
+        for node in ast.walk(tree(module)):
+            named = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+            aliases = [alias.name for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+            if named in names or set(aliases) & set(names):
+                users.add(module)
+    return users
+
+
+def test_the_modules_are_found() -> None:
+    assert {"longctx", "longctx.cli", "longctx.attention", "longctx.data", "longctx.planning.plan"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part(name)])
+def test_imports_point_one_way(name: str) -> None:
+    own = part(name)
+    assert own in MAY_IMPORT, f"{own} is a new part: say in MAY_IMPORT what it may import"
+    used = {other for module in imports(name) if module in MODULES and (other := part(module))}
+    assert used <= {own, *MAY_IMPORT[own]}, f"{name} may not import {sorted(used - MAY_IMPORT[own] - {own})}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "planning"])
+def test_planning_needs_only_numpy_and_yaml(name: str) -> None:
+    outside = {module.split(".")[0] for module in imports(name)} - sys.stdlib_module_names
+    assert outside <= {"longctx", "numpy", "yaml"}
+
+
+@pytest.mark.parametrize("module", ["longctx.planning.planner", "longctx.planning.plan", "longctx.cli", "longctx.config"])
+def test_importing_it_leaves_torch_and_data_sets_out(module: str) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    heavy = {"torch", "datasets"} | ({"pydantic"} if module.startswith("longctx.planning") else set())
+    assert module in loaded
+    assert not heavy & set(loaded)
+
+
+def test_the_model_knows_nothing_of_processes() -> None:
+    for name in MODULES:
+        if part(name) == "model":
+            assert not {module for module in imports(name) if module.startswith("torch.distributed")}, name
+    assert not {user for user in users_of("distributed", "dist") if part(user) == "model"}
+
+
+def test_only_the_mesh_makes_process_groups() -> None:
+    assert users_of("init_process_group", "new_group", "init_device_mesh", "DeviceMesh") <= {"longctx.parallel.mesh"}
+
+
+def test_the_environment_is_read_in_one_place() -> None:
+    assert users_of("environ", "getenv", "putenv") <= {"longctx.parallel.mesh"}
+
+
+@pytest.mark.parametrize("name", ["attention", "data"])
+def test_bare_names_of_the_top_folders_are_refused(name: str) -> None:
+    process = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode != 0
+    assert f"import this package as `longctx.{name}`" in process.stderr

@@ -1,0 +1,99 @@
+"""The wheel: holds every module of the tree under the right name, nothing else at its top, and works where it is installed."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.test_imports import MODULES
+
+
+@pytest.fixture(scope="module")
+def wheel(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built, without network, from a copy of the files that git knows or would add."""
+    folder = tmp_path_factory.mktemp("wheel")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=repository,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        source, target = repository / name, folder / "source" / name
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(folder / "source")]
+    process = subprocess.run(build, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    target = wheel.parent / "installed"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(target),
+        str(wheel),
+    ]
+    subprocess.run(install, check=True)
+    return target
+
+
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_module_is_in_it_and_nothing_is_there_twice(wheel: Path) -> None:
+    expected = {
+        f"{name.replace('.', '/')}/__init__.py" if path.name == "__init__.py" else f"{name.replace('.', '/')}.py"
+        for name, path in MODULES.items()
+    }
+    assert {name for name in names(wheel) if name.endswith(".py")} == expected
+
+
+def test_type_marker_profiles_and_licence_are_in_it(wheel: Path, repository: Path) -> None:
+    profiles = {str(path.relative_to(repository)) for path in repository.glob("longctx/planning/profiles/*.yaml")}
+    assert profiles
+    assert {"longctx/py.typed", *profiles} <= names(wheel)
+    assert any(name.endswith("/licenses/LICENSE") for name in names(wheel))
+
+
+def test_nothing_but_longctx_stands_at_its_top(wheel: Path) -> None:
+    assert {name.split("/")[0] for name in names(wheel)} == {"longctx", wheel.name.split("-py3")[0] + ".dist-info"}
+
+
+@pytest.mark.parametrize("module", ["longctx.attention", "longctx.data", "longctx.planning.profile"])
+def test_installed_it_is_imported_from_where_it_is(installed: Path, tmp_path: Path, module: str) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", f"import {module}; print({module}.__file__)"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    assert Path(process.stdout.strip()).is_relative_to(installed)
+
+
+def test_installed_it_knows_its_command_and_profiles(installed: Path, tmp_path: Path) -> None:
+    code = "from longctx.planning.profile import HardwareProfile; HardwareProfile.load('h100-nvlink-ib')"
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    command = [str(installed / "bin" / "longctx"), "--version"]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.stdout.startswith("longctx "), process.stderr
