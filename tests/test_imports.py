@@ -117,7 +117,7 @@ def test_the_model_knows_nothing_of_processes() -> None:
 
 
 def test_only_the_mesh_makes_process_groups() -> None:
-    assert users_of("init_process_group", "new_group", "init_device_mesh", "DeviceMesh") <= {"longctx.parallel.mesh"}
+    assert users_of("init_process_group", "new_group", "new_subgroups", "init_device_mesh") <= {"longctx.parallel.mesh"}
 
 
 def test_the_environment_is_read_in_one_place() -> None:
