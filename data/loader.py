@@ -1,0 +1,164 @@
+"""Loader: hands out the batches of one rank, planned and read one step ahead in a background thread.
+
+Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. What
+it has handed out is described by two integers (step and cursor), the same on every rank and independent of their number.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from longctx.data.packing import StepBatch, pack
+from longctx.data.sampler import Piece, Sampler
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.planning.plan import Plan, PlanError
+
+_WAYS_OUT = {
+    "fingerprint": "give the data.store that the run began with, or begin a new run",
+    "seed": "set train.seed to the run's",
+    "max_length": "set data.max_length to the run's (left to itself, it follows ranks and batch.tokens_per_rank)",
+    "long_documents": "set data.long_documents to the run's",
+}
+"""What must be as it was for the cursor to mean the same documents, and what to do when it is not."""
+
+
+class LoaderError(UserError):
+    """A saved state that does not belong to this loader."""
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    batch: StepBatch
+    next_cursor: int
+
+
+class Loader(Iterator[StepBatch]):
+    """An endless iterator over the steps of one rank.
+
+    Args:
+        store: the documents.
+        rank, ranks: this rank and N, of the domain.
+        planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
+        global_tokens: tokens of a step, at least.
+        seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of so many tokens.
+
+    What goes wrong while a step is prepared (PlanError, OSError, ..) is raised by the `next` that would have returned it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: int,
+        planner: Callable[[Sequence[int]], Plan],
+        global_tokens: int,
+        seed: int,
+        max_length: int,
+        long_documents: str = "split",
+        pad_to_multiple_of: int = 1,
+    ) -> None:
+        self.sampler = Sampler(
+            store.lengths,
+            global_tokens=global_tokens,
+            seed=seed,
+            max_length=max_length,
+            long_documents=long_documents,
+            name=store.name,
+        )
+        self._identity = {
+            "fingerprint": store.fingerprint,
+            "seed": seed,
+            "max_length": max_length,
+            "long_documents": long_documents,
+        }
+        self._store = store
+        self._rank = rank
+        self._ranks = ranks
+        self._planner = planner
+        self._pad_to_multiple_of = pad_to_multiple_of
+        self._step = 0  # handed out last
+        self._cursor = 0  # behind it
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
+        self._ahead: Future[_Prepared] | None = None
+
+    def __next__(self) -> StepBatch:
+        asked = time.perf_counter()
+        if self._ahead is None:
+            self._ahead = self._thread.submit(self._prepare, self._step + 1, self._cursor)
+        prepared = self._ahead.result()
+        waited = time.perf_counter() - asked
+        self._step, self._cursor = prepared.batch.step, prepared.next_cursor
+        self._ahead = self._thread.submit(self._prepare, self._step + 1, self._cursor)
+        return replace(prepared.batch, data_wait_s=waited)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the last step handed out, as plain JSON data; the same on every rank."""
+        return {**self._identity, "step": self._step, "cursor": self._cursor, "epoch": self.sampler.epoch(self._cursor)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to a saved position, which may come from another number of ranks or another `global_tokens`.
+
+        Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
+        """
+        missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
+        if missing:
+            raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
+        problems = [
+            f"{key} is {here!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
+            for key, here in self._identity.items()
+            if state[key] != here
+        ]
+        if problems:
+            raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
+        self._discard()
+        self._step, self._cursor = int(state["step"]), int(state["cursor"])
+
+    def close(self) -> None:
+        """Ends the background thread, after the step that it is preparing."""
+        self._discard()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _discard(self) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            self._ahead = None
+
+    def _prepare(self, step: int, cursor: int) -> _Prepared:
+        pieces, next_cursor = self.sampler.step(cursor)
+        plan = self._planner([piece.length for piece in pieces])
+        self._check(plan, pieces)
+        batch = StepBatch(
+            step=step,
+            plan=plan,
+            documents=tuple(self._name(piece) for piece in pieces),
+            tokens=sum(piece.length for piece in pieces),
+            target_tokens=sum(self._store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces),
+            micro_batches=tuple(
+                pack(self._store, pieces, plan.layout(index, self._rank), pad_to_multiple_of=self._pad_to_multiple_of)
+                for index in range(len(plan.micro_batches))
+            ),
+        )
+        return _Prepared(batch, next_cursor)
+
+    def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
+        if plan.ranks != self._ranks:
+            raise PlanError(f"the planner planned for {plan.ranks} ranks, and the domain has {self._ranks}")
+        if list(plan.lengths) != [piece.length for piece in pieces]:
+            raise PlanError("the planner planned other lengths than those of the step's documents")
+
+    def _name(self, piece: Piece) -> str:
+        name = self._store.name(piece.document)
+        whole = piece.length == self._store.lengths[piece.document]
+        return name if whole else f"{name}[{piece.start}:{piece.stop}]"

@@ -1,0 +1,127 @@
+"""Sampler: which documents a step trains on, as a function of one integer cursor that knows nothing of ranks.
+
+Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused. A
+piece is a training document of its own: attention, positions and labels start anew. Below, "piece" means whole documents too.
+
+Every epoch has its own permutation of all P pieces, given by the seed. The cursor counts the pieces taken since the very first
+step: piece `cursor mod P` of the permutation of epoch `cursor div P` comes next. A step takes pieces until they hold at least
+`global_tokens` tokens, so only its last piece reaches beyond; it goes on into the next epoch, and the one after, when one ends
+before. A step takes whole pieces, so the cursor before a step is all that is needed to repeat it, on any number of ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from longctx.errors import UserError
+
+LONG_DOCUMENTS = ("split", "drop", "error")
+LARGEST_SEED = (1 << 32) - 1
+
+
+class SamplerError(UserError):
+    """Settings under which no step can be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens start … stop - 1 of a document of the store, as a training document of its own."""
+
+    document: int
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class Sampler:
+    """Steps over documents of the given lengths.
+
+    Args:
+        lengths: tokens of every document of the store, int64 `[documents]`.
+        global_tokens: tokens that a step holds at least.
+        seed: of the permutations.
+        max_length: most tokens of a piece.
+        long_documents: what to do with longer documents: split, drop or error.
+        name: names a document in an error message.
+
+    Attributes:
+        pieces: P, the pieces of an epoch.
+        long: number of documents longer than `max_length`.
+        dropped, dropped_tokens: what `drop` leaves out of every epoch.
+
+    Raises SamplerError for a long document under `error`, and if nothing is left to train on.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.NDArray[np.int64],
+        *,
+        global_tokens: int,
+        seed: int,
+        max_length: int,
+        long_documents: str = "split",
+        name: Callable[[int], str] = str,
+    ) -> None:
+        if global_tokens < 1 or max_length < 1:
+            raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
+        if not 0 <= seed <= LARGEST_SEED:
+            raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
+        if long_documents not in LONG_DOCUMENTS:
+            raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
+        is_long = lengths > max_length
+        self.long = int(is_long.sum())
+        if self.long and long_documents == "error":
+            longest = int(lengths.argmax())
+            raise SamplerError(
+                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {len(lengths)} documents "
+                f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
+                "or give more ranks or batch.tokens_per_rank"
+            )
+        documents = np.flatnonzero(~is_long) if long_documents == "drop" else np.arange(len(lengths))
+        self.dropped = len(lengths) - len(documents)
+        self.dropped_tokens = int(lengths.sum() - lengths[documents].sum())
+        if not len(documents):
+            raise SamplerError(
+                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop"
+                if self.dropped
+                else "there are no documents"
+            )
+        self._seed = seed
+        self._global_tokens = global_tokens
+        counts = -(-lengths[documents] // max_length)
+        self.pieces = int(counts.sum())
+        self._document = np.repeat(documents, counts)
+        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
+        self._start = (np.arange(self.pieces) - first_piece) * max_length
+        self._stop = np.minimum(self._start + max_length, lengths[self._document])
+        self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
+
+    def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
+        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+        pieces: list[Piece] = []
+        tokens = 0
+        while tokens < self._global_tokens:
+            pieces.append(self._piece(cursor))
+            tokens += pieces[-1].length
+            cursor += 1
+        return tuple(pieces), cursor
+
+    def epoch(self, cursor: int) -> int:
+        """How often all pieces have been taken before `cursor`."""
+        return cursor // self.pieces
+
+    def _piece(self, cursor: int) -> Piece:
+        epoch, place = divmod(cursor, self.pieces)
+        if self._order[0] != epoch:
+            self._order = (epoch, self._permutation(epoch))
+        piece = self._order[1][place]
+        return Piece(int(self._document[piece]), int(self._start[piece]), int(self._stop[piece]))
+
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
+        return np.random.RandomState([self._seed, epoch]).permutation(self.pieces).astype(np.int64)

@@ -1,0 +1,243 @@
+"""Store: tokenised documents on disk, opened as memory maps and read span by span.
+
+A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream files with one row per document:
+
+    name            string
+    tokens          list<uint16 or int32>, the last one the end of the document
+    length          int64, number of tokens
+    trained_tokens  int64, number of tokens that are a target: the labels of the whole document that are not -100
+    trained         list<bool>, which tokens may be targets; null means all of them (every document but conversations)
+
+With `state.json` and `dataset_info.json` it is also a dataset of the `datasets` library (`load_from_disk`). Reading needs
+neither that nor torch, so that a plan can be made from a store's lengths in a moment. `longctx.data.prepare` writes stores.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow
+
+from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
+from longctx.errors import UserError
+
+FORMAT = "longctx-store"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+IGNORED_LABEL = -100
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class StoreError(UserError):
+    """A folder that is not a store, or a store that is damaged, of another version, or in the way."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a store says about itself. It is written last, so a store without one was never finished.
+
+    Attributes:
+        request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
+        fingerprint: SHA-256 that names the tokens: source, tokenizer and end of document. A run resumes only on the same one.
+        source: where the text came from, as it was given.
+        documents, tokens, trained_tokens: totals.
+        longest_name, longest_length: the longest document and its tokens.
+        empty_documents: left out because they had no text.
+        skipped_files: left out because they were not UTF-8 text; `skipped_names` are the first of them.
+        tokenizer_fingerprint, vocab_size, end_of_document_token: the tokenizer's.
+        files: bytes of every other file of the store.
+    """
+
+    request: str
+    fingerprint: str
+    source: str
+    documents: int
+    tokens: int
+    trained_tokens: int
+    longest_name: str
+    longest_length: int
+    empty_documents: int
+    skipped_files: int
+    skipped_names: tuple[str, ...]
+    tokenizer_fingerprint: str
+    vocab_size: int
+    end_of_document_token: str
+    files: dict[str, int]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def save(self, folder: Path) -> None:
+        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Reads a folder's manifest and checks that every file is there with its full size. Raises StoreError."""
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {folder}`")
+        if not path.is_file():
+            raise StoreError(
+                f"{folder} is not a store: it has no {MANIFEST}; make one elsewhere with `longctx prepare --out FOLDER`"
+            )
+        try:
+            content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            kind, version = content["format"], content["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} is not the manifest of a store, or is damaged: {error}") from error
+        if (kind, version) != (FORMAT, VERSION):
+            raise StoreError(
+                f"{folder} has format {kind} {version}, and this longctx reads {FORMAT} {VERSION}: "
+                f"make it again with `longctx prepare --out {folder} --overwrite`"
+            )
+        try:
+            manifest = cls(**content)
+        except TypeError as error:
+            raise StoreError(f"{path} is damaged: {error}") from error
+        for name, size in manifest.files.items():
+            file = folder / name
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                raise StoreError(
+                    f"store {folder} is damaged: {name} {'is missing' if found is None else f'has {found:,} bytes'}, "
+                    f"and should have {size:,}; make it again with `longctx prepare --out {folder} --overwrite`"
+                )
+        return manifest
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder says that it is a store, of any version and in whatever condition."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
+
+
+def store_schema(tokenizer: Tokenizer) -> Any:
+    """The Arrow schema of a store's files."""
+    columns = {
+        "name": pyarrow.string(),
+        "tokens": pyarrow.list_(pyarrow.from_numpy_dtype(tokenizer.dtype)),
+        "length": pyarrow.int64(),
+        "trained_tokens": pyarrow.int64(),
+        "trained": pyarrow.list_(pyarrow.bool_()),
+    }
+    return pyarrow.schema(columns.items())
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """One Arrow record batch. Document i has tokens[starts[i]:starts[i+1]] and, if not empty, the same of `trained`."""
+
+    tokens: npt.NDArray[np.integer[Any]]
+    starts: npt.NDArray[np.int32]
+    trained: Any  # pyarrow.BooleanArray: one bit a token
+    trained_starts: npt.NDArray[np.int32]
+
+
+class Store:
+    """The documents of a store, counted from 0. Use `Store.open`.
+
+    Attributes:
+        lengths: tokens of every document, the end-of-document token included, int64 `[documents]`.
+        trained_tokens: targets of every document, int64 `[documents]`.
+        tokenizer: what the tokens were made with.
+        fingerprint: names the content; equal fingerprints, equal tokens.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, tokenizer: Tokenizer, table: Any) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.tokenizer = tokenizer
+        self.fingerprint = manifest.fingerprint
+        self.lengths: Int64Array = table.column("length").to_numpy()
+        self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
+        self._names = table.column("name")
+        self._batches = [_batch(batch) for batch in table.to_batches()]
+        self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
+
+    @classmethod
+    def open(cls, path: Path | str, *, tokenizer: Path | None = None) -> "Store":
+        """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out.
+
+        `tokenizer` is the tokenizer.json that the store must have been made with; None: whichever it was.
+        """
+        path = Path(path)
+        manifest = Manifest.load(path)
+        try:
+            used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
+            parts = sorted(name for name in manifest.files if name.endswith(".arrow"))
+            maps = [pyarrow.memory_map(str(path / name)) for name in parts]
+            table = pyarrow.concat_tables([pyarrow.ipc.open_stream(part).read_all() for part in maps])
+        except (pyarrow.ArrowException, TokenizerError) as error:
+            raise StoreError(
+                f"store {path} is damaged: {error}; make it again with `longctx prepare --out {path} --overwrite`"
+            ) from error
+        if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
+            raise StoreError(f"store {path} holds files of another store: make it again with `longctx prepare --overwrite`")
+        if tokenizer is not None and fingerprint(tokenizer.read_text("utf-8")) != used.fingerprint:
+            raise StoreError(
+                f"store {path} was made with another tokenizer than {tokenizer}: prepare it with that one "
+                f"(`longctx prepare --tokenizer {tokenizer}`), or leave data.tokenizer out to take the store's"
+            )
+        return cls(path, manifest, used, table)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all documents; `name` is cheaper for a few."""
+        names: list[str] = self._names.to_pylist()
+        return names
+
+    def name(self, document: int) -> str:
+        return str(self._names[document].as_py())
+
+    def read(self, document: int, start: int, stop: int, *, end: int | None = None) -> tuple[Int64Array, Int64Array]:
+        """Tokens and labels, both int64 `[stop - start]`, of positions start … stop - 1 of a document.
+
+        The label of position i is token i + 1 if that one may be a target and lies before `end` (default: the document's
+        end), else -100. Only this span and one token more are read from disk.
+        """
+        end = int(self.lengths[document]) if end is None else end
+        if not 0 <= start <= stop <= end <= self.lengths[document]:
+            raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} before {end}")
+        after = min(stop + 1, end)  # one token further than the span, for its last label
+        batch, row = self._locate(document)
+        first = int(batch.starts[row])
+        tokens = batch.tokens[first + start : first + after].astype(np.int64)
+        labels = np.full(stop - start, IGNORED_LABEL, np.int64)
+        if after > start + 1:
+            targets = self._trained(batch, row, start + 1, after)
+            labels[: after - start - 1] = np.where(targets, tokens[1:], IGNORED_LABEL)
+        return tokens[: stop - start], labels
+
+    def target_tokens(self, document: int, start: int, stop: int) -> int:
+        """Number of targets of the span start … stop - 1 as a training document of its own: its first token is not one."""
+        if stop - start == self.lengths[document]:
+            return int(self.trained_tokens[document])
+        batch, row = self._locate(document)
+        return int(self._trained(batch, row, start + 1, stop).sum()) if stop > start + 1 else 0
+
+    def _locate(self, document: int) -> tuple[_Batch, int]:
+        index = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        return self._batches[index], document - int(self._first_document[index])
+
+    def _trained(self, batch: _Batch, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+        first = int(batch.trained_starts[row])
+        if first == batch.trained_starts[row + 1]:
+            return np.ones(stop - start, np.bool_)
+        mask: npt.NDArray[np.bool_] = batch.trained.slice(first + start, stop - start).to_numpy(zero_copy_only=False)
+        return mask
+
+
+def _batch(batch: Any) -> _Batch:
+    tokens, trained = batch.column("tokens"), batch.column("trained")
+    return _Batch(tokens.values.to_numpy(), tokens.offsets.to_numpy(), trained.values, trained.offsets.to_numpy())

@@ -1,0 +1,176 @@
+"""Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, behind one small class.
+
+Whatever its origin, a tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that every other tool
+reads it too. Plain bytes are the byte-level BPE without merges (ids 0-255 are the bytes, 256 ends a document), recognised when
+loaded and then encoded by NumPy alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as TokenizerJson
+
+from longctx.errors import UserError
+
+TokenArray = npt.NDArray[np.integer[Any]]
+
+END_OF_DOCUMENT = "<|endoftext|>"
+KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
+"""End-of-document tokens looked for in a given tokenizer.json, in this order."""
+SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
+
+
+class TokenizerError(UserError):
+    """A tokenizer that cannot be trained, read or used."""
+
+
+class Tokenizer:
+    """Turns text into token ids 0 … vocab_size - 1, and back.
+
+    `text` is the content of a tokenizer.json. `end_of_document` is the token that ends every document; by default the first of
+    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer or has no such token.
+    """
+
+    def __init__(self, text: str, end_of_document: str | None = None) -> None:
+        try:
+            self._inner = TokenizerJson.from_str(text)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(f"not a tokenizer.json of the `tokenizers` library: {error}") from error
+        self._text = text
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        # Text that happens to spell a special token stays text: a document must not be able to end itself.
+        self._inner.encode_special_tokens = True
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # not the number of entries: ids may have holes
+        candidates = KNOWN_ENDS if end_of_document is None else (end_of_document,)
+        self.end_of_document_token = next((token for token in candidates if token in vocabulary), "")
+        if not self.end_of_document_token:
+            raise TokenizerError(
+                f"none of {', '.join(candidates)} is in the vocabulary: name the token that ends a document "
+                "(--end-of-document TOKEN)"
+            )
+        self.end_of_document = vocabulary[self.end_of_document_token]
+        self.is_bytes = _is_bytes(json.loads(text))
+
+    @classmethod
+    def bytes(cls) -> "Tokenizer":
+        """Plain bytes: 257 tokens."""
+        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+        inner = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+        inner.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+        return cls(inner.to_str())
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
+        """Trains byte-level BPE. The same texts in the same order give the same tokenizer.
+
+        Little text may give fewer than `vocab_size` tokens. Raises TokenizerError for a vocabulary without room for all bytes.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise TokenizerError(
+                f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
+                "(256 bytes and the end of a document); for less, use plain bytes (--tokenizer bytes)"
+            )
+        inner = _byte_level(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_DOCUMENT],
+            initial_alphabet=_byte_characters(),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner.to_str())
+
+    @classmethod
+    def load(cls, path: Path, end_of_document: str | None = None) -> "Tokenizer":
+        """Reads a tokenizer.json. Raises TokenizerError naming the path."""
+        try:
+            return cls(path.read_text("utf-8"), end_of_document)
+        except OSError as error:
+            raise TokenizerError(f"{path} cannot be read as a tokenizer.json: {error.strerror}") from error
+        except ValueError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Writes the tokenizer.json, byte for byte as it was given."""
+        path.write_text(self._text, "utf-8", newline="")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of what the tokenizer.json says; see `fingerprint`."""
+        return fingerprint(self._text)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest integer type of the store that holds every id."""
+        return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
+
+    def encode(self, text: str) -> TokenArray:
+        """Token ids `[tokens]` of a text, without special tokens."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Token ids of several texts, in parallel threads."""
+        if self.is_bytes:
+            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    def encode_markup(self, text: str) -> TokenArray:
+        """Token ids of a text of ours, in which special tokens of the vocabulary are meant as such."""
+        self._inner.encode_special_tokens = False
+        try:
+            return np.array(self._inner.encode(text, add_special_tokens=False).ids, self.dtype)
+        finally:
+            self._inner.encode_special_tokens = True
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of token ids; special tokens appear by name."""
+        return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+def fingerprint(text: str) -> str:
+    """SHA-256 (hex) of what a tokenizer.json says, however it is formatted; padding and truncation are never used here.
+
+    Raises TokenizerError if the text is not a JSON object.
+    """
+    try:
+        content = {key: value for key, value in json.loads(text).items() if key not in ("padding", "truncation")}
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"not a tokenizer.json: {error}") from error
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _byte_level(model: models.Model) -> TokenizerJson:
+    inner = TokenizerJson(model)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (GPT-2's table), by byte."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _is_bytes(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json maps every byte to its own value and does nothing else."""
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    return (
+        content["model"].get("vocab") == vocabulary
+        and not content["model"].get("merges")
+        and not content.get("normalizer")
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and not pre_tokenizer.get("add_prefix_space")
+    )
