@@ -1,0 +1,70 @@
+"""Bins: plans by a table from length bins to degrees, given by the user or derived from the hardware profile.
+
+The derived table keeps a rank busy with one document no longer than with a full budget of documents at degree 1: the bin of
+degree d ends at the longest document for which that holds. Degrees are powers of two, and N.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from longctx.planning.assignment import Integers, largest_shards
+from longctx.planning.cost import alone_ns
+from longctx.planning.plan import PlanError
+from longctx.planning.profile import HardwareProfile
+
+
+def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> dict[int, int]:
+    """The table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
+    one = np.ones(1, dtype=np.int64)
+    limit = int(alone_ns(profile, one * tokens_per_rank, one)[0])
+    degrees = [1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks]
+    bins: dict[int, int] = {}
+    for degree in degrees:
+        low, high = max(bins, default=0), degree * tokens_per_rank  # longest that fits lies in [low, high]
+        while low < high:
+            middle = np.array([(low + high + 1) // 2], dtype=np.int64)
+            fits = int(largest_shards(middle, one * degree)[0]) <= tokens_per_rank
+            if fits and (degree == ranks or int(alone_ns(profile, middle, one * degree)[0]) <= limit):
+                low = int(middle[0])
+            else:
+                high = int(middle[0]) - 1
+        if low > max(bins, default=0):
+            bins[low] = degree
+    return bins
+
+
+def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
+    """The degree of every document: that of the first bin that holds its length.
+
+    Raises PlanError for a malformed table, a document beyond the last bin, or a degree too small for the token budget.
+    """
+    table = dict(bins)
+    for bound, degree in table.items():
+        if not _whole(bound) or not _whole(degree) or degree > ranks:
+            raise PlanError(
+                f"bin {bound!r}: {degree!r} must map a length ≥ 1 to a degree in 1..{ranks}, the size of the domain"
+            )
+    if not table:
+        raise PlanError("bins are empty: give at least one, such as 8192: 1, or leave them out to have them derived")
+    bounds = np.array(sorted(table), dtype=np.int64)
+    index = np.searchsorted(bounds, lengths)
+    beyond = np.flatnonzero(index == len(bounds))
+    if len(beyond):
+        document = int(beyond[0])
+        raise PlanError(
+            f"document {document} has {lengths[document]} tokens: the bins end at {bounds[-1]}; add a bin, or take mode auto"
+        )
+    degrees = np.array([table[int(bound)] for bound in bounds], dtype=np.int64)[index]
+    over = np.flatnonzero(largest_shards(lengths, degrees) > tokens_per_rank)
+    if len(over):
+        document = int(over[0])
+        raise PlanError(
+            f"document {document} has {lengths[document]} tokens, and its bin's degree {degrees[document]} holds "
+            f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree or tokens_per_rank {tokens_per_rank}"
+        )
+    return degrees
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

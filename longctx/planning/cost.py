@@ -1,0 +1,182 @@
+"""Cost: the modelled time of a step under an assignment, in integer nanoseconds, and the bound that no plan can beat.
+
+All planners are compared by `score`. Every float is the result of single IEEE operations (no library logarithm, no sum of
+floats), and costs are rounded up and the bound down to whole nanoseconds: ranks agree bit by bit on any machine, and a makespan
+is never below the bound. A rank of a ring pays for attention even where a document is too short to give it a token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.profile import HardwareProfile
+
+Floats = NDArray[np.float64]
+NANOSECONDS = 1_000_000_000
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds as whole nanoseconds, rounded up."""
+    return math.ceil(seconds * NANOSECONDS)
+
+
+def efficiency(profile: HardwareProfile, segment: Floats) -> Floats:
+    """Efficiency of the attention kernel on segments of that many tokens: linear in log2 between the points of the table."""
+    tokens = log2(np.array([row[0] for row in profile.attention_efficiency], dtype=np.float64))
+    values = np.array([row[1] for row in profile.attention_efficiency], dtype=np.float64)
+    if len(tokens) == 1:
+        return np.full(np.shape(segment), values[0])
+    x = np.clip(log2(segment), tokens[0], tokens[-1])
+    i = np.clip(np.searchsorted(tokens, x, side="right") - 1, 0, len(tokens) - 2)
+    share = (x - tokens[i]) / (tokens[i + 1] - tokens[i])
+    result: Floats = values[i] * (1 - share) + values[i + 1] * share
+    return result
+
+
+def log2(x: Floats) -> Floats:
+    """Binary logarithm from IEEE operations alone: libraries differ in the last bit, and then ranks would plan differently."""
+    mantissa, exponent = np.frexp(x)
+    z = (mantissa - math.sqrt(0.5)) / (mantissa + math.sqrt(0.5))
+    square = z * z
+    series = np.zeros_like(z)
+    for power in range(19, 0, -2):
+        series = series * square + 1 / power
+    result: Floats = exponent - 0.5 + (2 / 0.6931471805599453) * (z * series)
+    return result
+
+
+def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
+    """Attention time that a document of that length costs each rank of a ring of that degree."""
+    result: Integers = np.ceil(_attention(profile, lengths, degrees) / degrees).astype(np.int64)
+    return result
+
+
+def _attention(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
+    """Nanoseconds over the whole ring, unrounded."""
+    s = lengths.astype(np.float64)
+    chunk = np.where(degrees == 1, s, s / (2 * degrees))
+    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile, chunk)
+    return result
+
+
+def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
+    """Time of everything but attention for that many tokens on one rank."""
+    result: Integers = np.ceil(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
+    return result
+
+
+def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
+    """Time to exchange one document's K and V with one ring mate: in the same node, and in another node."""
+    size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
+    intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
+    return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
+
+
+def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
+    """Time of a rank that holds nothing but its shard of one document, its ring on as few nodes as possible.
+
+    Several documents on one rank take at most the sum of these, apart from rings that cross more node edges than they must.
+    """
+    attention = attention_ns(profile, lengths, degrees)
+    intra, inter = mate_ns(profile, lengths, degrees)
+    near = np.minimum(degrees, profile.ranks_per_node) - 1
+    exchange = nanoseconds(profile.latency_s) + np.maximum(near * intra, (degrees - 1 - near) * inter)
+    exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
+    result: Integers = linear_ns(profile, largest_shards(lengths, degrees)) + attention + exposed
+    return result
+
+
+def hidden_ns(profile: HardwareProfile, attention: Integers) -> Integers:
+    """How much exchange that much attention time hides."""
+    result: Integers = np.floor(profile.overlap * attention).astype(np.int64)
+    return result
+
+
+@dataclass(frozen=True)
+class Score:
+    """Times of an assignment in integer nanoseconds, arrays [micro-batches, ranks].
+
+    Attributes:
+        time: time_r of every rank in every micro-batch: linear, attention and exposed exchange.
+        exposed: the part of it in which the rank waits for K and V.
+        launch_ns, step_ns: fixed cost of a micro-batch and of the step.
+    """
+
+    time: Integers
+    exposed: Integers
+    launch_ns: int
+    step_ns: int
+
+    @property
+    def micro_batch_ns(self) -> Integers:
+        """Time of each micro-batch: that of its slowest rank, without the launch."""
+        result: Integers = self.time.max(axis=1)
+        return result
+
+    @property
+    def makespan_ns(self) -> int:
+        return self.step_ns + len(self.time) * self.launch_ns + int(self.micro_batch_ns.sum())
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the makespan in which the slowest rank of a micro-batch waits for K and V."""
+        slowest = self.time.argmax(axis=1)
+        return int(self.exposed[np.arange(len(slowest)), slowest].sum()) / max(1, self.makespan_ns)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all ranks' time in which one waits for the slowest of its micro-batch."""
+        waits = int((self.micro_batch_ns[:, None] - self.time).sum())
+        return waits / float(self.time.shape[1] * max(1, self.makespan_ns))
+
+
+def score(profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int) -> Score:
+    """Times of every rank in every micro-batch under an assignment, by the cost model of `HardwareProfile`."""
+    a = assignment
+    shape = (a.micro_batches, ranks)
+    stop = a.first_rank + a.degree
+    attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
+    linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
+    exchange = _exchange_ns(profile, lengths, a, shape)
+    exposed = np.maximum(0, exchange - hidden_ns(profile, attention))
+    return Score(linear + attention + exposed, exposed, nanoseconds(profile.launch_s), nanoseconds(profile.step_s))
+
+
+def _exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
+    """exchange_r: every ring is cut at node edges into its first node, whole nodes, and its last node."""
+    rings = np.flatnonzero(a.degree > 1)
+    row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+    intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
+    node, stop = profile.ranks_per_node, first + degree
+    head_stop = np.minimum(stop, (first // node + 1) * node)
+    tail_start = np.maximum(head_stop, (stop - 1) // node * node)
+    intra = np.zeros(shape, dtype=np.int64)
+    inter = spread((degree - 1) * inter_ns, row, first, stop, shape)
+    whole = np.full_like(first, node - 1)
+    parts = (
+        (first, head_stop, head_stop - first - 1),
+        (head_stop, tail_start, whole),
+        (tail_start, stop, stop - tail_start - 1),
+    )
+    for start, end, mates in parts:
+        intra += spread(mates * intra_ns, row, start, end, shape)
+        inter -= spread(mates * inter_ns, row, start, end, shape)
+    in_ring = spread(np.ones_like(first), row, first, stop, shape) > 0
+    result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
+    return result
+
+
+def lower_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Time of a step that no plan can beat, even on a free network: all work at its best efficiency, evenly spread.
+
+    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster.
+    """
+    least = -(-lengths // tokens_per_rank)
+    attention = np.floor(_attention(profile, lengths, least)).astype(np.int64)
+    linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
+    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
+    return fixed + (int(attention.sum()) + int(linear.sum())) // ranks

@@ -1,0 +1,191 @@
+"""Planner: from lengths to a checked plan, in one of three modes, all scored by the same cost.
+
+`static` gives every document the same degree, `bins` takes degrees from a table, `auto` searches over degrees and also scores
+the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.bins import degrees_by_bins, derived_bins
+from longctx.planning.check import check_plan
+from longctx.planning.columns import plan_columns
+from longctx.planning.cost import NANOSECONDS, lower_bound_ns, score
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import check_lengths, check_settings, least_degrees
+from longctx.planning.shelves import pack
+from longctx.planning.static import plan_static, static_bound_ns
+
+Candidate = tuple[int, str, Assignment]
+"""Makespan in nanoseconds, winner's name, assignment."""
+
+
+def make_plan(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    tokens_per_rank: int,
+    profile: HardwareProfile,
+    mode: str = "auto",
+    degree: int | None = None,
+    bins: Mapping[int, int] | None = None,
+    max_remote_tokens: int | None = None,
+) -> Plan:
+    """Plans one optimizer step.
+
+    Args:
+        lengths: tokens of every document, each ≥ 1.
+        ranks: N, the size of the domain.
+        tokens_per_rank: most tokens on a rank in a micro-batch.
+        profile: constants of the cost model.
+        mode: auto, static or bins.
+        degree: the degree of mode static; None takes the best one.
+        bins: {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto compares itself
+            with this table, and leaves it out where it does not hold these documents.
+        max_remote_tokens: most tokens of other ranks whose K and V a rank holds at once; decides the exchange stages of every
+            micro-batch (at most its largest degree - 1). None: one stage.
+
+    Returns:
+        A checked plan, micro-batches in descending order of time.
+
+    Raises:
+        PlanError: for malformed input, or documents that fit no degree (names the document and what would hold it).
+    """
+    began = time.perf_counter()
+    check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens)
+    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
+    best: Candidate
+    if mode == "static":
+        best = _static(profile, sizes, ranks, tokens_per_rank, degree)
+    elif mode == "bins":
+        table = derived_bins(profile, ranks, tokens_per_rank) if bins is None else bins
+        best = _by_bins(profile, sizes, ranks, tokens_per_rank, table)
+    else:
+        best = _best_of_all(profile, sizes, ranks, tokens_per_rank, bins)
+    _, winner, assignment = best
+    assignment = _alternate(_longest_first(profile, sizes, assignment, ranks))
+    result = score(profile, sizes, assignment, ranks)
+    plan = Plan(
+        mode=mode,
+        winner=winner,
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        lengths=tuple(sizes.tolist()),
+        micro_batches=assignment.placements(),
+        stages=_stages(sizes, assignment, ranks, max_remote_tokens),
+        profile=profile,
+        makespan_s=result.makespan_ns / NANOSECONDS,
+        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank) / NANOSECONDS,
+        exposed_share=result.exposed_share,
+        idle_share=result.idle_share,
+        planning_ms=(time.perf_counter() - began) * 1e3,
+    )
+    check_plan(plan)
+    return plan
+
+
+def _best_of_all(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
+) -> Candidate:
+    assignment, makespan = plan_columns(profile, lengths, ranks, tokens_per_rank)
+    best: Candidate = makespan, "columns", assignment
+    try:
+        table = derived_bins(profile, ranks, tokens_per_rank) if bins is None else bins
+        best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, table), key=_makespan)
+    except PlanError:
+        pass  # the given table does not hold these documents; auto does not depend on it
+    static = _best_static(profile, lengths, ranks, tokens_per_rank, range(1, ranks + 1), below=best[0])
+    return best if static is None else min(best, static, key=_makespan)
+
+
+def _makespan(candidate: Candidate) -> int:
+    return candidate[0]
+
+
+def _by_bins(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int]
+) -> Candidate:
+    """The same packing as `columns`, with degrees from the table, in the fewest micro-batches that can be packed."""
+    degrees = degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
+    micro_batches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    while (assignment := pack(profile, lengths, degrees, ranks, tokens_per_rank, micro_batches)) is None:
+        micro_batches += max(1, micro_batches // 8)
+    return score(profile, lengths, assignment, ranks).makespan_ns, "bins", assignment
+
+
+def _static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int | None) -> Candidate:
+    """The static plan of the degree given, or the best one. Raises PlanError if none holds every document."""
+    degrees = range(1, ranks + 1) if degree is None else range(degree, degree + 1)
+    best = _best_static(profile, lengths, ranks, tokens_per_rank, degrees)
+    if best is None:
+        raise PlanError(_no_static_degree(lengths, ranks, tokens_per_rank, degree))
+    return best
+
+
+def _best_static(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: range, below: int | None = None
+) -> Candidate | None:
+    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried."""
+    best: Candidate | None = None
+    for bound, degree in sorted((static_bound_ns(profile, lengths, ranks, tokens_per_rank, d), d) for d in degrees):
+        limit = best[0] if best else below
+        if limit is not None and bound >= limit:
+            break
+        found = plan_static(profile, lengths, ranks, tokens_per_rank, degree)
+        if found is not None and (best is None or found[1] < best[0]):
+            best = found[1], f"static:{degree}", found[0]
+    return best
+
+
+def _no_static_degree(lengths: Integers, ranks: int, tokens_per_rank: int, degree: int | None) -> str:
+    if degree is None:
+        return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
+    shards = largest_shards(lengths, np.full_like(lengths, degree))
+    document = int(shards.argmax())
+    least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
+    return (
+        f"document {document} has {lengths[document]} tokens: {degree} ranks of {tokens_per_rank} hold at most "
+        f"{degree * tokens_per_rank}; take degree {least}, tokens_per_rank {shards[document]}, or mode auto"
+    )
+
+
+def _longest_first(profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int) -> Assignment:
+    """Numbers the micro-batches that hold documents in descending order of time."""
+    used, row = np.unique(assignment.micro_batch, return_inverse=True)
+    dense = Assignment(row, assignment.first_rank, assignment.degree, assignment.reversed)
+    times = score(profile, lengths, dense, ranks).micro_batch_ns
+    turn = np.empty(len(used), dtype=np.int64)
+    turn[np.argsort(-times, kind="stable")] = np.arange(len(used))
+    return Assignment(turn[row], assignment.first_rank, assignment.degree, assignment.reversed)
+
+
+def _alternate(assignment: Assignment) -> Assignment:
+    """Reverses every other document of those that share a ring: low ring indices receive most, and this evens it out."""
+    a = assignment
+    order = np.lexsort((a.degree, a.first_rank, a.micro_batch))
+    key = np.stack([a.micro_batch, a.first_rank, a.degree])[:, order]
+    new = np.append(True, (np.diff(key, axis=1) != 0).any(axis=0))
+    place = np.arange(len(order)) - np.flatnonzero(new)[np.cumsum(new) - 1]
+    reverse = np.zeros(len(order), dtype=bool)
+    reverse[order] = place % 2 == 1
+    return Assignment(a.micro_batch, a.first_rank, a.degree, reverse & (a.degree > 1))
+
+
+def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_tokens: int | None) -> tuple[int, ...]:
+    """Exchange stages of every micro-batch: enough that no rank holds more than `max_remote_tokens` of others at once."""
+    shape = (assignment.micro_batches, ranks)
+    if max_remote_tokens is None:
+        return (1,) * shape[0]
+    rings = np.flatnonzero(assignment.degree > 1)
+    a = Assignment(
+        assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings], assignment.reversed[rings]
+    )
+    whole = spread(lengths[rings], a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
+    remote = (whole - tokens_on_ranks(lengths[rings], a, shape)).max(axis=1)
+    most = np.ones(shape[0], dtype=np.int64)
+    np.maximum.at(most, a.micro_batch, a.degree - 1)
+    return tuple(np.clip(-(-remote // max_remote_tokens), 1, most).tolist())

@@ -1,0 +1,152 @@
+"""The checker catches every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.planning.check import check_plan
+from longctx.planning.plan import Placement, Plan, PlanError
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+@pytest.fixture
+def plan() -> Plan:
+    placements = ((Placement(0, 0, 4), Placement(1, 0, 1)), (Placement(2, 2, 2),))
+    return Plan("auto", "columns", 4, 100, (300, 20, 150), placements, (1, 1), H100, 2.0, 1.0, 0.0, 0.0)
+
+
+def test_a_sound_plan_passes(plan: Plan) -> None:
+    check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "message"),
+    [
+        (
+            [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2), Placement(1, 0, 1)]],
+            "document 1 stands 2 times.*0, 1",
+        ),
+        ([[Placement(0, 0, 4)], [Placement(2, 2, 2)]], "document 1 stands in no micro-batch"),
+        ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 3, 2)]], "document 2 in micro-batch 1 .*ranks 3 to 4.*has 4"),
+        ([[Placement(0, 0, 4), Placement(1, 4, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 .*ranks 4 to 4"),
+        ([[Placement(0, 0, 4), Placement(1, -1, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 is malformed.*-1"),
+        (
+            [[Placement(0, 0, 4), Placement(1, 0, 0)], [Placement(2, 2, 2)]],
+            "document 1 in micro-batch 0 is malformed.*degree 0",
+        ),
+        ([[Placement(0, 0, 4), Placement(3, 0, 1)], [Placement(2, 2, 2)]], "document 3 in micro-batch 0 does not exist"),
+        (
+            [[Placement(0, 0, 3), Placement(1, 0, 1)], [Placement(2, 2, 2)]],
+            r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100",
+        ),
+        ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
+        ([[Placement(0, 0, 4), Placement(1, 0, 1)], []], "micro-batch 1 holds no document"),
+    ],
+)
+def test_each_broken_plan_is_caught(plan: Plan, micro_batches: list[list[Placement]], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_plan(replace(plan, micro_batches=tuple(map(tuple, micro_batches))))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stages": (1,)}, "1 stages for 2 micro-batches"),
+        ({"stages": (1, 0)}, "micro-batch 1 has 0 exchange stages"),
+        ({"ranks": 0}, "ranks 0"),
+        ({"tokens_per_rank": 1.5}, "tokens_per_rank 1.5"),
+        ({"lengths": (300, 0, 150)}, "document 1 has length 0"),
+    ],
+)
+def test_each_malformed_plan_is_caught(plan: Plan, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_plan(replace(plan, **change))
+
+
+def test_one_token_over_the_budget_is_caught() -> None:
+    """Odd cuts: 7 tokens on two ranks are 3 and 4; a budget of 3 is one too few, on the rank that has the fourth."""
+    plan = Plan("auto", "columns", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100, 2.0, 1.0, 0.0, 0.0)
+    with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
+        check_plan(plan)
+    with pytest.raises(PlanError, match="rank 0 holds 4 tokens"):
+        check_plan(replace(plan, micro_batches=((Placement(0, 0, 2, reversed=True),),)))
+    check_plan(replace(plan, tokens_per_rank=4))
+
+
+def request(**change: Any) -> dict[str, Any]:
+    return {"lengths": [100, 200], "ranks": 4, "tokens_per_rank": 128, "profile": H100, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": []}, "no documents"),
+        ({"lengths": [5, 0]}, "document 1 has length 0"),
+        ({"lengths": [5, -3]}, "document 1 has length -3"),
+        ({"lengths": [5, 2.0]}, "document 1 has length 2.0"),
+        ({"lengths": [5, True]}, "document 1 has length True"),
+        ({"lengths": [5, "7"]}, "document 1 has length '7'"),
+        ({"lengths": [5, 1 << 70]}, "document 1"),
+        (
+            {"lengths": [5, 900, 600]},
+            r"document 1 has 900 tokens: 4 ranks of 128 .*512.*tokens_per_rank to 225, take 8 ranks.*1 more",
+        ),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": 2.5}, "ranks is 2.5"),
+        ({"tokens_per_rank": 0}, "tokens_per_rank is 0"),
+        ({"tokens_per_rank": None}, "tokens_per_rank is None"),
+        ({"mode": "dynamic"}, "mode is 'dynamic'.*auto, static, bins"),
+        ({"degree": 2}, "degree is 2 with mode auto"),
+        ({"mode": "static", "degree": 5}, "degree is 5.*1..4"),
+        ({"mode": "static", "degree": 1}, "document 1 has 200 tokens: 1 ranks of 128.*degree 2"),
+        ({"mode": "static", "bins": {200: 2}}, "bins are given with mode static"),
+        ({"mode": "bins", "bins": {150: 1}}, "document 1 has 200 tokens: the bins end at 150"),
+        ({"mode": "bins", "bins": {200: 1}}, "document 1 has 200 tokens, and its bin's degree 1 holds 128"),
+        ({"mode": "bins", "bins": {200: 5}}, "bin 200: 5 .*1..4"),
+        ({"mode": "bins", "bins": {}}, "bins are empty"),
+        ({"max_remote_tokens": 0}, "max_remote_tokens is 0"),
+    ],
+)
+def test_impossible_requests_say_what_would_do(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make_plan(**request(**change))
+
+
+def test_the_way_out_of_a_document_that_does_not_fit_is_true() -> None:
+    lengths = [100, 901]
+    with pytest.raises(PlanError, match="tokens_per_rank to 226, take 9 ranks"):
+        make_plan(**request(lengths=lengths, tokens_per_rank=113))
+    make_plan(**request(lengths=lengths, tokens_per_rank=226))
+    make_plan(**request(lengths=lengths, tokens_per_rank=113, ranks=9))
+
+
+def test_a_profile_that_asks_for_years_is_refused() -> None:
+    slow = HardwareProfile(**{**H100.__dict__, "linear_s_per_token": 1e6})
+    with pytest.raises(PlanError, match="days by the hardware profile"):
+        make_plan(**request(profile=slow))
+
+
+def test_numpy_lengths_are_taken() -> None:
+    assert make_plan(**request(lengths=np.array([100, 200]))).lengths == (100, 200)
+
+
+def test_auto_leaves_out_bins_that_do_not_hold_the_documents() -> None:
+    assert make_plan(**request(bins={150: 1})).hash == make_plan(**request(bins={120: 1})).hash
+
+
+def test_given_bins_are_followed() -> None:
+    plan = make_plan(**request(lengths=[50, 60, 300, 128, 129], mode="bins", bins={128: 1, 512: 4}))
+    degree = {p.document: p.degree for micro_batch in plan.micro_batches for p in micro_batch}
+    assert degree == {0: 1, 1: 1, 2: 4, 3: 1, 4: 4}
+    assert plan.winner == "bins"
+
+
+def test_ranks_left_over_by_a_static_degree_stay_empty() -> None:
+    plan = make_plan(**request(lengths=[100] * 9, ranks=7, mode="static", degree=3))
+    used = {rank for micro_batch in plan.micro_batches for p in micro_batch for rank in p.ring}
+    assert used == set(range(6))

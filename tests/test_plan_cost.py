@@ -1,0 +1,137 @@
+"""The vectorised cost is the written one: compared with a slow, plain-Python reading of the formulas, rank by rank."""
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.planning.assignment import Assignment
+from longctx.planning.cost import attention_ns, efficiency, log2, lower_bound_ns, score
+from longctx.planning.layout import shard_tokens
+from longctx.planning.profile import HardwareProfile
+from tests.test_plan_properties import H100, profiles
+
+
+def plain_efficiency(profile: HardwareProfile, segment: Fraction) -> float:
+    table = profile.attention_efficiency
+    if segment <= table[0][0]:
+        return table[0][1]
+    for (x0, y0), (x1, y1) in itertools.pairwise(table):
+        if segment <= x1:
+            return y0 + (y1 - y0) * (math.log2(segment) - math.log2(x0)) / (math.log2(x1) - math.log2(x0))
+    return table[-1][1]
+
+
+def plain_attention_s(profile: HardwareProfile, length: int, degree: int) -> float:
+    chunk = Fraction(length) if degree == 1 else Fraction(length, 2 * degree)
+    return profile.attention_s_per_token2 * length**2 / degree / plain_efficiency(profile, chunk)
+
+
+def plain_time_s(
+    profile: HardwareProfile, lengths: list[int], rings: list[tuple[int, int, int, bool]], rank: int
+) -> tuple[float, float]:
+    """(time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
+    tokens, attention, intra, inter, mates = 0, 0.0, 0.0, 0.0, False
+    node = rank // profile.ranks_per_node
+    for document, first, degree, reverse in rings:
+        if first <= rank < first + degree:
+            index = rank - first
+            tokens += shard_tokens(lengths[document], degree, degree - 1 - index if reverse else index)
+            attention += plain_attention_s(profile, lengths[document], degree)
+            others = [r for r in range(first, first + degree) if r != rank]
+            near = sum(r // profile.ranks_per_node == node for r in others)
+            mates |= bool(others)
+            size = lengths[document] / degree * profile.kv_bytes_per_token
+            intra += size * near / profile.intra_node_bytes_per_s
+            inter += size * (len(others) - near) / profile.inter_node_bytes_per_s
+    exchange = profile.latency_s + max(intra, inter) if mates else 0.0
+    exposed = max(0.0, exchange - profile.overlap * attention)
+    return profile.linear_s_per_token * tokens + attention + exposed, exposed
+
+
+@st.composite
+def assignments(draw: st.DrawFn) -> tuple[list[int], int, Assignment]:
+    ranks = draw(st.integers(1, 20))
+    lengths = draw(st.lists(st.one_of(st.integers(1, 50), st.integers(1, 40_000)), min_size=1, max_size=12))
+    rows = []
+    for _ in lengths:
+        degree = draw(st.integers(1, ranks))
+        rows.append((draw(st.integers(0, 2)), draw(st.integers(0, ranks - degree)), degree, draw(st.booleans())))
+    micro_batch, first, degree_, reverse = (np.array(column) for column in zip(*rows, strict=True))
+    return lengths, ranks, Assignment(micro_batch, first, degree_, reverse)
+
+
+@settings(max_examples=150, deadline=None)
+@given(assignments(), profiles())
+def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
+    lengths, ranks, a = case
+    result = score(profile, np.array(lengths), a, ranks)
+    total = profile.step_s
+    for k in range(a.micro_batches):
+        rings = [
+            (i, int(a.first_rank[i]), int(a.degree[i]), bool(a.reversed[i]))
+            for i in range(len(lengths))
+            if a.micro_batch[i] == k
+        ]
+        plain = [plain_time_s(profile, lengths, rings, rank) for rank in range(ranks)]
+        rounding = 1e-9 * (4 + 2 * ranks * len(lengths))  # each document and each mate is rounded up to a nanosecond
+        for rank, (time, exposed) in enumerate(plain):
+            assert result.time[k, rank] / 1e9 == pytest.approx(time, rel=1e-9, abs=rounding)
+            assert result.exposed[k, rank] / 1e9 == pytest.approx(exposed, rel=1e-6, abs=rounding + 1e-9 * time)
+        total += profile.launch_s + max(time for time, _ in plain)
+    assert result.makespan_ns / 1e9 == pytest.approx(total, rel=1e-9, abs=1e-6)
+    assert 0 <= result.idle_share < 1
+    assert 0 <= result.exposed_share < 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=20), st.integers(1, 64), st.integers(1, 20_000), profiles())
+def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget: int, profile: HardwareProfile) -> None:
+    work = 0.0
+    for s in lengths:
+        least = -(-s // budget)
+        work += profile.linear_s_per_token * s + plain_attention_s(profile, s, least) * least
+    expected = profile.step_s + profile.launch_s * -(-sum(lengths) // (ranks * budget)) + work / ranks
+    assert lower_bound_ns(profile, np.array(lengths), ranks, budget) / 1e9 == pytest.approx(expected, rel=1e-9, abs=1e-7)
+
+
+def test_a_worked_example() -> None:
+    """Two ranks, one document of 8192 on both: 4096 each; chunks of 2048 run at 85 %; exchange hides behind attention."""
+    a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
+    result = score(H100, np.array([8192]), a, 2)
+    attention = 2.04e-9 * 8192**2 / 2 / 0.85
+    assert result.makespan_ns == pytest.approx((0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5)
+    assert result.exposed_share == result.idle_share == 0
+
+
+def test_a_ring_across_nodes_pays_the_slow_network() -> None:
+    """Ranks 7 and 8 are on different nodes: 1000 tokens of K and V to one mate at 40 GB/s, not 300."""
+    slow = HardwareProfile(**{**H100.__dict__, "overlap": 0.0})
+    times = []
+    for first in (6, 7):
+        a = Assignment(np.array([0]), np.array([first]), np.array([2]), np.array([False]))
+        times.append(int(score(slow, np.array([2000]), a, 16).exposed.max()))
+    assert times[0] == pytest.approx(2e6 + 1000 * 393216 / 300e9 * 1e9, abs=2)
+    assert times[1] == pytest.approx(2e6 + 1000 * 393216 / 40e9 * 1e9, abs=2)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(1e-6, 1e12))
+def test_log2(x: float) -> None:
+    assert float(log2(np.array(x))) == pytest.approx(math.log2(x), abs=1e-12)
+
+
+def test_efficiency_of_one_point_and_beyond_the_ends() -> None:
+    flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((100, 0.5),)})
+    assert efficiency(flat, np.array([1.0, 1e6])).tolist() == [0.5, 0.5]
+    assert efficiency(H100, np.array([1.0, 64.0, 512.0, 8192.0, 1e6])).tolist() == pytest.approx([0.25, 0.25, 0.6, 1, 1])
+
+
+def test_attention_does_not_fall_when_a_document_is_split_further() -> None:
+    degrees = np.arange(1, 257)
+    total = attention_ns(H100, np.full(256, 131072), degrees) * degrees
+    assert (np.diff(total) >= -2 * degrees[1:]).all()

@@ -1,0 +1,146 @@
+"""Every plan keeps its guarantees, whatever the lengths, ranks, budget and profile; auto is never worse than the others."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.planning.assignment import Assignment, largest_shards
+from longctx.planning.check import check_plan
+from longctx.planning.cost import score
+from longctx.planning.layout import largest_shard
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import least_degrees
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> HardwareProfile:
+    points = draw(st.lists(st.integers(1, 1 << 17), min_size=1, max_size=4, unique=True))
+    values = draw(st.lists(st.floats(0.05, 1.0), min_size=len(points), max_size=len(points)))
+    positive = st.floats(-3, 3).map(lambda exponent: 10.0**exponent)
+    return HardwareProfile(
+        linear_s_per_token=8.9e-5 * draw(positive),
+        attention_s_per_token2=2.04e-9 * draw(positive),
+        attention_efficiency=tuple(zip(sorted(points), sorted(values), strict=True)),
+        kv_bytes_per_token=393216 * draw(positive),
+        intra_node_bytes_per_s=300e9 * draw(positive),
+        inter_node_bytes_per_s=40e9 * draw(positive),
+        ranks_per_node=draw(st.integers(1, 9)),
+        latency_s=draw(st.sampled_from([0.0, 2e-3, 1.0])),
+        overlap=draw(st.sampled_from([0.0, 0.8, 1.0])),
+        launch_s=draw(st.sampled_from([0.0, 0.05, 3.0])),
+        step_s=draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, object]:
+    """Lengths, ranks and budget: some fit, some do not; short, long and exactly full documents among them."""
+    ranks = draw(st.one_of(st.integers(1, 9), st.sampled_from([12, 24, 48, 64])))
+    budget = draw(st.one_of(st.integers(1, 40), st.integers(41, 5000)))
+    length = st.one_of(
+        st.integers(1, budget),
+        st.integers(1, ranks * budget),
+        st.sampled_from([1, budget, ranks * budget, max(1, ranks * budget - 1)]),
+    )
+    lengths = draw(st.lists(length, min_size=1, max_size=40))
+    return {"lengths": lengths, "ranks": ranks, "tokens_per_rank": budget}
+
+
+def plan_or_none(**arguments: object) -> Plan | None:
+    try:
+        return make_plan(**arguments)  # type: ignore[arg-type]
+    except PlanError:
+        return None
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), profiles())
+def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object], profile: HardwareProfile) -> None:
+    auto = plan_or_none(**request, profile=profile)
+    others = {mode: plan_or_none(**request, profile=profile, mode=mode) for mode in ("static", "bins")}
+    if auto is None:
+        assert not any(others.values())
+        return
+    check_plan(auto)
+    assert auto.makespan_s >= auto.lower_bound_s
+    for plan in filter(None, others.values()):
+        check_plan(plan)
+        assert plan.makespan_s >= plan.lower_bound_s == auto.lower_bound_s
+        assert auto.makespan_s <= plan.makespan_s
+        assert plan.hash != auto.hash
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), st.integers(1, 9), profiles())
+def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:
+    one = plan_or_none(**request, profile=profile, mode="static", degree=degree)
+    if one is not None:
+        best = make_plan(**request, profile=profile, mode="static")  # type: ignore[arg-type]
+        assert best.makespan_s <= one.makespan_s
+        assert one.winner == f"static:{degree}"
+        assert set(one.degrees) == {degree}
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), st.one_of(st.none(), st.integers(1, 4000)))
+def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_tokens: int | None) -> None:
+    plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
+    if plan is None:
+        return
+    again = make_plan(**request, profile=H100, max_remote_tokens=max_remote_tokens)  # type: ignore[arg-type]
+    assert again.hash == plan.hash
+    read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
+    assert read == plan
+    assert read.hash == plan.hash
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), st.integers(1, 4000))
+def test_stages_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
+    plan = plan_or_none(**request, profile=H100, max_remote_tokens=most)
+    if plan is None:
+        return
+    for k, micro_batch in enumerate(plan.micro_batches):
+        layouts = [plan.layout(k, rank) for rank in range(plan.ranks)]
+        remote = max(sum(s.length - s.tokens for s in layout.shards if s.degree > 1) for layout in layouts)
+        largest = max(p.degree for p in micro_batch)
+        assert plan.stages[k] <= max(1, largest - 1)
+        assert plan.stages[k] * most >= remote or plan.stages[k] == max(1, largest - 1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 5000), st.integers(1, 70))
+def test_closed_form_of_the_largest_shard(length: int, degree: int) -> None:
+    assert largest_shards(np.array([length]), np.array([degree]))[0] == largest_shard(length, degree)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 30))
+def test_least_degree_is_the_first_that_fits(length: int, ranks: int, budget: int) -> None:
+    fitting = [d for d in range(1, ranks + 1) if largest_shard(length, d) <= budget]
+    assert least_degrees(np.array([length]), ranks, budget)[0] == (fitting[0] if fitting else 0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "static", "bins"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 6, 8, 24, 48, 64])
+def test_a_document_that_fills_the_whole_domain_plans(ranks: int, mode: str) -> None:
+    plan = make_plan([ranks * 4096], ranks=ranks, tokens_per_rank=4096, profile=H100, mode=mode)
+    assert plan.degrees == {ranks: 1}
+
+
+def test_documents_on_one_ring_take_turns_in_direction() -> None:
+    plan = make_plan([1000] * 8, ranks=2, tokens_per_rank=4096, profile=H100, mode="static", degree=2)
+    assert sorted(p.reversed for p in plan.micro_batches[0]) == [False] * 4 + [True] * 4
+
+
+def test_micro_batches_run_longest_first() -> None:
+    plan = make_plan([9000, 500, 8000, 4000, 16000, 100], ranks=2, tokens_per_rank=8192, profile=H100)
+    times = score(H100, np.array(plan.lengths), Assignment.of(plan), plan.ranks).micro_batch_ns.tolist()
+    assert times == sorted(times, reverse=True)
