@@ -11,7 +11,7 @@ SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help train test check format clean
 .DEFAULT_GOAL := help
@@ -48,7 +48,7 @@ $(BIN)/python:
 	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 ..."; exit 1; } >&2
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@"$(PYTHON)" -m venv $(VENV) >/dev/null 2>&1 || { rm -rf $(VENV); "$(PYTHON)" -m venv --without-pip $(VENV) && \
-	  "$(PYTHON)" -m pip --python $(VENV) install --quiet --disable-pip-version-check pip; } || { rm -rf $(VENV); \
+	  "$(PYTHON)" -m pip --python $(VENV) install -qq --disable-pip-version-check pip; } || { rm -rf $(VENV); \
 	  echo "Could not make $(VENV): $(PYTHON) needs its venv module and pip." >&2; exit 1; }
 
 $(VENV)/installed: pyproject.toml | $(BIN)/python
