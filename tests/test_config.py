@@ -116,6 +116,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("train.steps='20'", "valid integer"),
         ("train.steps=1.5", "valid integer"),
         ("train.seed=-1", "greater than or equal to 0"),
+        ("train.seed=4294967296", "less than or equal to 4294967295"),
         ("train.dtype=float16", "'float32' or 'bfloat16'"),
         ("train.recompute=some", "'none', 'selective' or 'full'"),
         ("train.timeout_s=.inf", "finite"),
