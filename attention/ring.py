@@ -67,6 +67,8 @@ class RingAttention:
     ) -> None:
         self.schedule = Schedule.build(layout, stages, device)
         self.group, self.scale, self.kernel = group, scale, kernel
+        self.last = "before the first layer"
+        """Layer and pass that this rank entered last, for error messages."""
         if any(shard.degree > 1 for shard in layout.shards):
             if not dist.is_initialized():
                 raise AttentionInputError("a document is split over ranks, but torch.distributed is not initialised")
@@ -111,7 +113,8 @@ class _Pass:
 
     def __init__(self, call: RingAttention, layer: int | None, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         self.schedule = call.schedule
-        self.exchange = Exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, layer {layer}, {name} pass")
+        call.last = f"layer {layer}, {name} pass"
+        self.exchange = Exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1) if self.schedule.stages else k.new_empty(0, 0)
 

@@ -1,0 +1,145 @@
+"""The one place that makes process groups and reads the launcher's environment. Everything else is given a group or a mesh."""
+
+import os
+import signal
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+AXES = ("pp", "dp_cp", "tp")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun tells a process: its rank, its rank on this node, and the number of processes; 0, 0, 1 without torchrun."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+    @classmethod
+    def read(cls) -> "Launch":
+        return cls(
+            *(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups of a run, from the view of one rank.
+
+    Attributes:
+        device: where this rank computes.
+        domain: one-dimensional mesh over the ranks that share data and context parallelism (`dp_cp`).
+        exchange: communicator of its own for the messages of ring attention (design invariant I5).
+        control: gloo group over all ranks, for flags, hashes and checkpoints.
+    """
+
+    device: torch.device
+    domain: DeviceMesh
+    exchange: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """This rank's number inside the domain."""
+        return self.domain.get_local_rank()
+
+    @property
+    def ranks(self) -> int:
+        """N, the size of the domain."""
+        return self.domain.size()
+
+    def gather(self, values: list[float]) -> torch.Tensor:
+        """Every rank's `values`, float64 [ranks, values], on the CPU of every rank."""
+        rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(dist.get_world_size(self.control))]
+        dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
+        return torch.stack(rows)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's `value` (picklable), on every rank."""
+        values: list[Any] = [None] * dist.get_world_size(self.control)
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def agree(self, digest: str, what: str) -> None:
+        """Raises RuntimeError on every rank unless all ranks hold the same hexadecimal digest."""
+        # 52 bits are exact in float64.
+        numbers = self.gather([float(int(digest[:13], 16))])
+        if (numbers != numbers[0]).any():
+            others = (numbers[:, 0] != numbers[0, 0]).nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"ranks disagree on {what}: ranks {others} differ from rank 0. "
+                "Do all nodes run the same versions of longctx and numpy, on the same store and settings?"
+            )
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto`: this node's GPU number `local_rank` if torch sees GPUs, else the CPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def join(launch: Launch, device: torch.device, *, tensor: int = 1, pipeline: int = 1, timeout_s: float = 600.0) -> Mesh:
+    """Joins the processes that torchrun started (or stands alone) and makes the groups of a run.
+
+    A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
+    ranks, because connections are made lazily and the first batch of messages must be everybody's.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    sizes = (pipeline, launch.world_size // (pipeline * tensor), tensor)
+    whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+    domain = whole["dp_cp"]
+    # Every rank makes every group, in the same order; the domain's own group may be the world's, so the exchange gets another.
+    exchange = None
+    for ranks in whole.mesh.permute(0, 2, 1).reshape(-1, sizes[1]).tolist():
+        group = dist.new_group(ranks, timeout=timeout)
+        if dist.get_rank() in ranks:
+            exchange = group
+    assert exchange is not None
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    mesh = Mesh(device, domain, exchange, control)
+    _warm_up(mesh)
+    return mesh
+
+
+def _warm_up(mesh: Mesh) -> None:
+    if mesh.ranks == 1:
+        return
+    after, before = ((mesh.rank + step) % mesh.ranks for step in (1, -1))
+    numbers = torch.zeros(2, device=mesh.device)
+    peers = [dist.get_global_rank(mesh.exchange, rank) for rank in (after, before)]
+    operations = [
+        dist.P2POp(dist.isend, numbers[:1], peers[0], mesh.exchange),
+        dist.P2POp(dist.irecv, numbers[1:], peers[1], mesh.exchange),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    dist.barrier(mesh.exchange)
+
+
+class StopSignal:
+    """Remembers that SIGTERM came, so that the run can end after the step with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.received = False
+        signal.signal(signal.SIGTERM, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received = True

@@ -1,0 +1,50 @@
+"""Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged) once a step."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from longctx.model.transformer import Transformer
+
+
+def shard(model: Transformer, domain: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shards every block and the rest of the model over `domain`, in place.
+
+    Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. Inputs of
+    blocks are left as they are: the tables of RoPE must stay float32.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.layers:
+        fully_shard(block, mesh=domain, mp_policy=policy)
+    fully_shard(model, mesh=domain, mp_policy=policy)
+    for module in sharded_modules(model):
+        # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@torch.no_grad()
+def initialize_sharded(model: Transformer, seed: int, device: torch.device) -> None:
+    """Gives a sharded model on the meta device its storage and first values: the same whatever the number of ranks.
+
+    Every rank draws one whole parameter at a time and keeps its shard, so nothing is sent and no rank holds the whole model.
+    """
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = model.initial_weight(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)
+        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(mine.to_local())
+
+
+def reduce_gradients(model: Transformer, in_this_backward: bool) -> None:
+    """Gradients stay on their rank, accumulated in float32, until the last micro-batch of the step reduces them."""
+    assert isinstance(model, FSDPModule)
+    model.set_is_last_backward(in_this_backward)
+    model.set_requires_gradient_sync(in_this_backward)

@@ -1,0 +1,135 @@
+"""Checkpoints: sharded by `torch.distributed.checkpoint`, complete or not there at all, loadable on any number of ranks.
+
+A checkpoint is written to `step-000100.partial` and renamed when all of it is on disk, so one cut short by a kill is never
+taken for a good one. `state.json`, written last, holds the step, the place in the data, the model's shape and the size of every
+file, so that a checkpoint damaged later is noticed too.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+
+from longctx.errors import UserError
+
+STATE = "state.json"
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, found or used."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk; `state` is what `save` was given."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def save(
+    run: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    group: dist.ProcessGroup,
+    keep: int | None = None,
+) -> Path:
+    """Writes `checkpoints/step-…` under `run`; all ranks of `group` (a gloo group over all ranks) call it.
+
+    `state` is plain JSON data with the key `step`. `latest` in `run` then links to it, and all but the last `keep` are deleted.
+    """
+    final = run / "checkpoints" / f"step-{state['step']:06d}"
+    partial = final.with_suffix(".partial")
+    first = dist.get_rank(group) == 0
+    if first:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier(group)
+    weights, moments = get_state_dict(model, optimizer)
+    writer = FileSystemWriter(partial, sync_files=True)
+    try:
+        save_sharded({"model": weights, "optimizer": moments}, storage_writer=writer, process_group=group)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(
+            f"could not write {partial}: {error}. Earlier checkpoints are intact; make room and --resume"
+        ) from error
+    if first:
+        _publish(run, partial, final, state)
+        _prune(run, keep)
+    dist.barrier(group)
+    return final
+
+
+def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> None:
+    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    with (partial / STATE).open("w", encoding="utf-8") as stream:
+        json.dump({**state, "files": sizes}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if final.exists():  # a run that went back to an earlier checkpoint comes past this step again
+        shutil.rmtree(final)
+    partial.rename(final)
+    link = run / "latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.relative_to(run))
+    link.replace(run / "latest")
+
+
+def _prune(run: Path, keep: int | None) -> None:
+    folders = sorted((run / "checkpoints").glob("step-??????*[0-9]"))
+    for folder in folders[: -keep if keep else 0]:
+        shutil.rmtree(folder)
+
+
+def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The complete checkpoint with the highest step under `run`, and a sentence on each later one that is not complete."""
+    damaged: list[str] = []
+    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+        problem, state = _examine(folder)
+        if problem is None:
+            return Checkpoint(folder, state), damaged
+        damaged.append(f"{folder} {problem}: not used")
+    return None, damaged
+
+
+def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    if folder.suffix == ".partial":
+        return "was cut short", {}
+    try:
+        state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
+        sizes = state.pop("files")
+    except (OSError, ValueError, KeyError) as error:
+        return f"has no readable {STATE} ({error})", {}
+    for name, size in sizes.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else 0
+        if found != size:
+            return f"is damaged ({name} has {found:,} bytes instead of {size:,})", {}
+    return None, state
+
+
+def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Reads weights and moments into a model and optimizer sharded over any number of ranks; all ranks call it."""
+    weights, moments = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    try:
+        load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"could not read {checkpoint.folder}: {error}") from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -1,0 +1,67 @@
+"""Loss: the sum of token losses, computed in chunks so that `[tokens, vocab]` never exists in float32 at once.
+
+The sum is divided by the number of valid targets of the WHOLE step over the whole domain, which is known before the first
+forward; so loss and gradients do not depend on how the step is planned (design §7).
+"""
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+IGNORE = -100
+CHUNK_TOKENS = 1024
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Computes the gradients chunk by chunk in forward, so that no logits are kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        hidden_gradient = torch.zeros_like(hidden) if needs_gradient else None
+        # Summed over chunks in float32, whatever the dtype of the weight.
+        weight_gradient = (
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs_gradient else None
+        )
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            valid = labels[rows] != IGNORE
+            targets = labels[rows].clamp_min(0).unsqueeze(-1)
+            logits = F.linear(hidden[rows], weight)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            log_total = logits.logsumexp(-1)
+            losses = (log_total - logits.gather(1, targets).squeeze(1)).where(valid, 0)
+            total += losses.sum(dtype=torch.float64)
+            if hidden_gradient is not None and weight_gradient is not None:
+                gradient = (logits - log_total.unsqueeze(-1)).exp_()
+                gradient.scatter_add_(1, targets, gradient.new_full((1, 1), -1.0).expand(targets.shape))
+                gradient = gradient.where(valid.unsqueeze(-1), 0).to(hidden.dtype)
+                hidden_gradient[rows] = gradient @ weight
+                weight_gradient += gradient.T @ hidden[rows]
+        if hidden_gradient is not None:
+            ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))  # type: ignore[union-attr]
+        return total.to(torch.promote_types(hidden.dtype, torch.float32))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_gradient, weight_gradient = ctx.saved_tensors
+        return (
+            hidden_gradient * gradient.to(hidden_gradient.dtype),
+            weight_gradient * gradient.to(weight_gradient.dtype),
+            None,
+            None,
+        )
+
+
+def cross_entropy_sum(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS
+) -> torch.Tensor:
+    """Sum over valid targets of -log p(target), a scalar in float32 (float64 for float64 inputs).
+
+    hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted. No valid target, or
+    no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time.
+    """
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens)  # type: ignore[no-untyped-call]
+    return loss

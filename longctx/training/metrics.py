@@ -1,0 +1,130 @@
+"""Metrics: what a step reports, to the console, to metrics.jsonl and to TensorBoard."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from longctx.data.packing import StepBatch
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of metrics.jsonl. Times are the slowest rank's, counts are sums over the domain.
+
+    Attributes:
+        loss: mean over the valid targets of the step.
+        tokens: of all documents of the step.
+        step_time_s, predicted_s: measured wall-clock time, data wait included, and the plan's makespan.
+        degrees: number of documents at each degree.
+        balance: mean over max of the modelled time of the ranks (1 - the plan's idle share).
+        gap: how far the plan is above its lower bound.
+        padding_share: padded rows as a share of all rows.
+        peak_memory_bytes: the fullest rank's, of the allocator on CUDA, of the process on a CPU.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    target_tokens: int
+    documents: int
+    micro_batches: int
+    step_time_s: float
+    predicted_s: float
+    tokens_per_s_per_rank: float
+    degrees: dict[str, int]
+    winner: str
+    balance: float
+    gap: float
+    padding_share: float
+    data_wait_s: float
+    peak_memory_bytes: int
+
+    @classmethod
+    def of(
+        cls, batch: StepBatch, domain: dict[str, torch.Tensor], grad_norm: float, lr: float, step_time_s: float
+    ) -> "StepMetrics":
+        """Metrics of a step from its batch and what every rank said of it (`loss`, `rows`, ...: float64 [ranks])."""
+        plan, rows = batch.plan, float(domain["rows"].sum())
+        return cls(
+            step=batch.step,
+            loss=float(domain["loss"].sum()),
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=batch.tokens,
+            target_tokens=batch.target_tokens,
+            documents=len(plan.lengths),
+            micro_batches=len(plan.micro_batches),
+            step_time_s=step_time_s,
+            predicted_s=plan.makespan_s,
+            tokens_per_s_per_rank=batch.tokens / step_time_s / plan.ranks,
+            degrees={str(degree): count for degree, count in plan.degrees.items()},
+            winner=plan.winner,
+            balance=1 - plan.idle_share,
+            gap=plan.gap,
+            padding_share=(rows - batch.tokens) / rows,
+            data_wait_s=float(domain["data_wait_s"].max()),
+            peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
+        )
+
+    def console(self) -> str:
+        """One line for a person."""
+        degrees = " ".join(f"{degree}×{count}" for degree, count in self.degrees.items())
+        return (
+            f"step {self.step} loss {self.loss:.3f} grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
+            f"balance {self.balance:.2f} gap {self.gap:.1%} data {self.data_wait_s / self.step_time_s:.1%} "
+            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s)"
+        )
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+class MetricsLog:
+    """Writes every step to the console, metrics.jsonl and, if wanted, TensorBoard. Only rank 0 has one."""
+
+    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
+        """Goes on behind `after_step`: lines of later steps, left by a run that was cut off, are taken out."""
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= after_step]
+        self.path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        self.stream = self.path.open("a", encoding="utf-8")
+        self.events = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        print(metrics.console(), flush=True)
+        self.stream.write(json.dumps(asdict(metrics)) + "\n")
+        self.stream.flush()
+        if self.events is not None:
+            for name, value in asdict(metrics).items():
+                if isinstance(value, (int, float)) and name != "step":
+                    self.events.add_scalar(name, value, metrics.step)
+            for degree, count in metrics.degrees.items():
+                self.events.add_scalar(f"documents_at_degree/{degree}", count, metrics.step)
+
+    def close(self) -> None:
+        self.stream.close()
+        if self.events is not None:
+            self.events.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _lines(self) -> list[str]:
+        """The complete lines of an earlier run; one that was cut short by a kill is left out."""
+        if not self.path.exists():
+            return []
+        return [line.rstrip("\n") for line in self.path.open(encoding="utf-8") if line.endswith("}\n")]

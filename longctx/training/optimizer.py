@@ -1,0 +1,35 @@
+"""AdamW with decoupled weight decay on matrices only, and a learning rate that is a pure function of the step."""
+
+import math
+
+import torch
+from torch import nn
+
+from longctx.config.settings import OptimizerSection
+
+
+def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
+    """AdamW over all parameters; norms (one-dimensional) do not decay. Fused on CUDA."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
+    )
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
+    """The rate of optimizer step `step` (counted from 1) of `steps`: linear warm-up, then cosine to its last value."""
+    if step <= settings.warmup_steps:
+        return settings.learning_rate * step / settings.warmup_steps
+    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    ratio = settings.min_learning_rate_ratio
+    return settings.learning_rate * (ratio + (1 - ratio) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,193 @@
+"""Trainer: the loop from plans to optimizer steps. `Trainer.step` is the whole of training on one screen."""
+
+import math
+import resource
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from longctx.attention import RingAttention
+from longctx.config import Config, ConfigError
+from longctx.data.loader import Loader
+from longctx.data.packing import MicroBatch, StepBatch
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.model.transformer import Transformer
+from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.sharding import reduce_gradients
+from longctx.training import checkpoint
+from longctx.training.checkpoint import Checkpoint, CheckpointError
+from longctx.training.loss import cross_entropy_sum
+from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from longctx.training.setup import build_loader, build_model
+
+
+class NonFiniteLoss(UserError):
+    """Loss or gradient became infinite or NaN. The weights of the last checkpoint are intact."""
+
+
+@dataclass
+class Trainer:
+    """A run on one rank. `Trainer.start` makes one; `train` runs it to its last step."""
+
+    config: Config
+    mesh: Mesh
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    loader: Loader
+    log: MetricsLog | None = None
+    steps_done: int = 0
+    stop: StopSignal = field(default_factory=StopSignal)
+    stopping: bool = False
+
+    @classmethod
+    def start(cls, config: Config, mesh: Mesh, store: Store, resume_from: Checkpoint | None = None) -> "Trainer":
+        """Builds model, optimizer and loader, and goes to a checkpoint if one is given. Writes nothing but the log."""
+        shape = config.model.shape(store.tokenizer.vocab_size)
+        max_length = choose_max_length(config, mesh.ranks, resume_from)
+        model = build_model(shape, config, mesh)
+        optimizer = make_optimizer(model, config.optimizer, mesh.device)
+        trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length))
+        if resume_from is not None:
+            trainer._load(resume_from)
+        if mesh.rank == 0:
+            run_dir = config.train.run_dir
+            (run_dir / "config.yaml").write_text(config.to_yaml(), "utf-8")
+            trainer.log = MetricsLog(run_dir, after_step=trainer.steps_done, tensorboard=config.log.tensorboard)
+        return trainer
+
+    def train(self) -> bool:
+        """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint."""
+        with self.loader, self.log or nullcontext():
+            while self.steps_done < self.config.train.steps:
+                metrics = self.step()
+                if self.log is not None:
+                    self.log.write(metrics)
+                last = self.steps_done == self.config.train.steps
+                if last or self.stopping or self.steps_done % self.config.checkpoint.every == 0:
+                    self.save()
+                if self.stopping and not last:
+                    return False
+        return True
+
+    def step(self) -> StepMetrics:
+        """One optimizer step over the whole domain."""
+        started = time.perf_counter()
+        batch = next(self.loader)
+        self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
+        losses = [self._forward_backward(batch, micro_batch) for micro_batch in batch.micro_batches]
+        grad_norm = clip_gradients(self.model, self.config.optimizer.clip_grad_norm)
+        domain = self._share(batch, losses)
+        self._refuse_non_finite(batch, losses, domain["loss"].sum().item(), grad_norm)
+        rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
+        set_learning_rate(self.optimizer, rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.steps_done = batch.step
+        self.stopping = bool(domain["stop"].any())
+        return StepMetrics.of(batch, domain, grad_norm, rate, time.perf_counter() - started)
+
+    def save(self) -> Path:
+        """Writes a checkpoint of the step that is done."""
+        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.shape.model_dump()}
+        run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
+        return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
+
+    def _forward_backward(self, batch: StepBatch, micro_batch: MicroBatch) -> torch.Tensor:
+        """This rank's part of the step's loss in one micro-batch; gradients are reduced in the last one."""
+        last = micro_batch.index == len(batch.micro_batches) - 1
+        reduce_gradients(self.model, in_this_backward=last)
+        device = self.mesh.device
+        attention = RingAttention(
+            micro_batch.layout, group=self.mesh.exchange, kernel=self.config.context.kernel, device=device
+        )
+        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device))
+        try:
+            total = self.model(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
+            loss: torch.Tensor = total / max(1, batch.target_tokens)
+            loss.backward()
+        except RuntimeError as error:
+            where = f"step {batch.step}, micro-batch {micro_batch.index}, attention last in {attention.last}"
+            error.add_note(f"rank {self.mesh.rank}: {where}")
+            raise
+        return loss.detach()
+
+    def _share(self, batch: StepBatch, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What every rank says of this step, by name: float64 [ranks]."""
+        mine = {
+            "loss": float(torch.stack(losses).double().sum()),
+            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)),
+            "data_wait_s": batch.data_wait_s,
+            "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
+            "stop": float(self.stop.received),
+        }
+        return dict(zip(mine, self.mesh.gather(list(mine.values())).T, strict=True))
+
+    def _refuse_non_finite(self, batch: StepBatch, losses: list[torch.Tensor], loss: float, grad_norm: float) -> None:
+        """Raises NonFiniteLoss on every rank, with the documents of the micro-batches in which a rank's loss is not finite."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        mine = {
+            batch.documents[shard.document]
+            for micro_batch, part in zip(batch.micro_batches, losses, strict=True)
+            if not part.isfinite()
+            for shard in micro_batch.layout.shards
+        }
+        everyones = self.mesh.gather_objects(sorted(mine))
+        named = sorted({name for names in everyones for name in names}) or sorted(batch.documents)
+        more = f" and {len(named) - 20} more" if len(named) > 20 else ""
+        raise NonFiniteLoss(
+            f"step {batch.step}: loss is {loss}, gradient norm {grad_norm}; the last checkpoint is intact. Documents of the "
+            f"micro-batches concerned: {', '.join(named[:20])}{more}. Look at them, or lower optimizer.learning_rate"
+        )
+
+    def _load(self, found: Checkpoint) -> None:
+        here = self.model.shape.model_dump()
+        different = [
+            f"{key} is {here[key]!r}, was {value!r}" for key, value in found.state["model"].items() if here[key] != value
+        ]
+        if different:
+            raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
+        self.loader.load_state_dict(found.state["data"])
+        checkpoint.load(found, self.model, self.optimizer, self.mesh.control)
+        self.steps_done = found.step
+
+
+def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None) -> int:
+    """Tokens of the longest training document: `data.max_length`, or what the run began with, or what the domain can hold.
+
+    A run that resumes on another number of ranks must see the same documents, so the length that it began with stays.
+    Raises ConfigError if this domain cannot hold it.
+    """
+    capacity = config.capacity(world_size)
+    if config.data.max_length is not None or resume_from is None:
+        return config.max_length(world_size)
+    began_with = int(resume_from.state["data"]["max_length"])
+    if began_with > capacity:
+        raise ConfigError(
+            f"{resume_from.folder} was made with documents of up to {began_with} tokens, and {world_size} ranks of "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold {capacity}: raise it, or start more processes"
+        )
+    return began_with
+
+
+def clip_gradients(model: nn.Module, greatest: float | None) -> float:
+    """Scales all gradients so that their norm is at most `greatest` (None: not at all). Returns the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if greatest is None else greatest)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory this process has held so far: of the CUDA allocator, or resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
