@@ -76,10 +76,9 @@ def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_p
         "batch.tokens_per_rnk",
         "train.dtype",
         "context.degree",
-        "context.degree",
         "data.max_length",
     ]
-    assert str(caught.value).startswith(f"6 problems in {path} and the command line:")
+    assert str(caught.value).startswith(f"5 problems in {path} and the command line:")
 
 
 def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
@@ -178,8 +177,8 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "rule"),
     [
-        (["context.mode=static", "context.degree=4"], 2, "context.degree", "at most the 2 ranks of the domain"),
-        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "at most the 2 ranks of the domain"),
+        (["context.mode=static", "context.degree=4"], 2, "context.degree", "the size of the domain, which is 2"),
+        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "the size of the domain, which is 2"),
         (["context.mode=bins", "context.bins={8193: 1}"], 2, "context.bins", "degree 1 holds 8192 tokens"),
         (["data.max_length=16385"], 2, "data.max_length", "2 processes hold documents of up to 16384 tokens"),
         (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "up to 16380 tokens"),

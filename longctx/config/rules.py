@@ -106,18 +106,21 @@ def _domain(config: Config, world_size: int) -> Iterator[Problem]:
     """What the domain of so many processes cannot do."""
     context, budget, domain = config.context, config.batch.tokens_per_rank, config.domain(world_size)
     wanted, longest = config.data.max_length, config.capacity(world_size)
-    largest = {"context.degree": context.degree or 0, "context.bins": max((context.bins or {}).values(), default=0)}
-    for key, degree in largest.items():
-        if degree > domain:
-            rule = f"a document is split over at most the {domain} ranks of the domain"
-            value = context.bins if key == "context.bins" else degree
-            yield Problem(key, value, rule, f"give degrees of {domain} or less, or start more processes")
-    for length, degree in (context.bins or {}).items():
+    bins = context.bins or {} if context.mode == "bins" else {}
+    rule, fix = (
+        f"a degree is at most the size of the domain, which is {domain}",
+        f"give {domain} or less, or start more processes",
+    )
+    if context.mode == "static" and (context.degree or 1) > domain:
+        yield Problem("context.degree", context.degree, rule, fix)
+    if max(bins.values(), default=1) > domain:
+        yield Problem("context.bins", bins, rule, fix)
+    for length, degree in bins.items():
         holds = longest_document(degree, budget)
         if min(length, wanted or length) > holds:
             rule = f"degree {degree} holds {holds} tokens with batch.tokens_per_rank {budget}, and its bin goes to {length}"
             fix = "raise its degree or batch.tokens_per_rank, or end the bin earlier"
-            yield Problem("context.bins", context.bins, rule, fix, ("batch.tokens_per_rank",))
+            yield Problem("context.bins", bins, rule, fix, ("batch.tokens_per_rank",))
     if wanted is not None and wanted > longest:
         rule = f"in context.mode {context.mode}, {world_size} processes hold documents of up to {longest} tokens"
         fix = f"give {longest} or less, raise batch.tokens_per_rank, the degree or the last bin, or start more processes"
