@@ -107,10 +107,8 @@ def _domain(config: Config, world_size: int) -> Iterator[Problem]:
     context, budget, domain = config.context, config.batch.tokens_per_rank, config.domain(world_size)
     wanted, longest = config.data.max_length, config.capacity(world_size)
     bins = context.bins or {} if context.mode == "bins" else {}
-    rule, fix = (
-        f"a degree is at most the size of the domain, which is {domain}",
-        f"give {domain} or less, or start more processes",
-    )
+    rule = f"a degree is at most the size of the domain, which is {domain}"
+    fix = f"give {domain} or less, or start more processes"
     if context.mode == "static" and (context.degree or 1) > domain:
         yield Problem("context.degree", context.degree, rule, fix)
     if max(bins.values(), default=1) > domain:
