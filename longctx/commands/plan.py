@@ -1,0 +1,145 @@
+"""`longctx plan`: the plan of one step for given lengths, drawn in the terminal, as a picture, or as JSON."""
+
+import argparse
+import json
+from pathlib import Path
+
+from longctx.errors import UserError
+
+SUMMARY = "Plan one step from document lengths, without training"
+PICTURES = (".png", ".svg", ".pdf")
+DEFAULT_MICRO_BATCHES = 4
+"""Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        required=True,
+        metavar="FILE|STORE",
+        help="a text file with the length of one document a line, or a store made by `longctx prepare`",
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
+    parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
+    parser.add_argument("--profile", default="h100-nvlink-ib", help="hardware profile: a shipped name, or a YAML or JSON file")
+    parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
+    parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
+    parser.add_argument(
+        "--bins",
+        type=parse_bins,
+        metavar="LENGTH:DEGREE,..",
+        help='for mode bins, as in "8192:1,32768:4" (default: derived from the profile)',
+    )
+    parser.add_argument(
+        "--max-remote-tokens", type=int, metavar="R", help="most tokens of other ranks held at once; gives the exchange stages"
+    )
+    store = parser.add_argument_group("with a store")
+    store.add_argument(
+        "--global-tokens", type=int, help=f"tokens of the step (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)"
+    )
+    store.add_argument("--seed", type=int, help="which step: the first one that training with this seed takes (default: 0)")
+    store.add_argument(
+        "--long-documents",
+        choices=("split", "drop", "error"),
+        help="documents longer than ranks × tokens per rank (default: split)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--png", type=Path, metavar="F", help="draw the plan into this file (.png, .svg or .pdf)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from longctx.planning.planner import make_plan
+    from longctx.planning.profile import HardwareProfile
+
+    if arguments.png and arguments.png.suffix not in PICTURES:
+        raise UserError(f"--png is {arguments.png}: its name must end in {', '.join(PICTURES)}")
+    profile = HardwareProfile.load(arguments.profile)
+    lengths, source = _lengths(arguments)
+    plan = make_plan(
+        lengths,
+        ranks=arguments.ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
+        profile=profile,
+        mode=arguments.mode,
+        degree=arguments.degree,
+        bins=arguments.bins,
+        max_remote_tokens=arguments.max_remote_tokens,
+    )
+    if arguments.png:
+        from longctx.report.plots import save_plan
+
+        save_plan(plan, arguments.png)
+    if arguments.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        from rich.console import Console
+
+        from longctx.report.terminal import draw_plan
+
+        draw_plan(plan, Console(), source)
+    return 0
+
+
+def parse_bins(text: str) -> dict[int, int]:
+    """`8192:1,32768:4` → {8192: 1, 32768: 4}."""
+    bins: dict[int, int] = {}
+    for part in text.split(","):
+        length, colon, degree = part.partition(":")
+        if not colon or not length.strip().isdecimal() or not degree.strip().isdecimal():
+            raise argparse.ArgumentTypeError(f"{part!r} is not LENGTH:DEGREE, as in 8192:1,32768:4")
+        if int(length) in bins:
+            raise argparse.ArgumentTypeError(f"bin {int(length)} is given twice")
+        bins[int(length)] = int(degree)
+    return bins
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Reads one whole number a line; empty lines are passed over. Raises UserError naming the line, or for an empty file."""
+    lengths: list[int] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not text: give a file with one length a line, or a store") from error
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text:
+            continue
+        if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) < 1:
+            raise UserError(f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number ≥ 1 a line")
+        lengths.append(int(text))
+    if not lengths:
+        raise UserError(f"{path} holds no lengths: write one whole number ≥ 1 a line")
+    return lengths
+
+
+def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
+    """Lengths of the step's documents, and in words where they come from."""
+    path: Path = arguments.lengths
+    if path.is_dir():
+        return _first_step(arguments)
+    for name in ("global_tokens", "seed", "long_documents"):
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option} belongs to a store, and {path} is a file, of which every line is planned: leave it out")
+    return read_lengths(path), str(path)
+
+
+def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
+    """The documents of the first step that training on this store would take."""
+    from longctx.data.sampler import Sampler
+    from longctx.data.store import Store
+
+    capacity = arguments.ranks * arguments.tokens_per_rank
+    seed = arguments.seed or 0
+    store = Store.open(arguments.lengths)
+    sampler = Sampler(
+        store.lengths,
+        global_tokens=DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens,
+        seed=seed,
+        max_length=capacity,
+        long_documents=arguments.long_documents or "split",
+        name=store.name,
+    )
+    pieces, _ = sampler.step(0)
+    return [piece.length for piece in pieces], f"the first step of {arguments.lengths}, {len(store):,} documents (seed {seed})"

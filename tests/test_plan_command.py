@@ -1,0 +1,145 @@
+"""`longctx plan` from the command line: drawing, JSON, picture, stores, and what it says about bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from longctx.cli import main
+from longctx.commands.plan import parse_bins
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.report.terminal import MOST_ROWS, draw_plan
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.txt"
+    path.write_text("30000\n\n500\n 700 \n12000\n40\n")
+    return path
+
+
+def plan(lengths: Path, *more: str, ranks: int = 4, tokens: int = 8192) -> int:
+    return main(["plan", "--lengths", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens), *more])
+
+
+def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    made = make_plan([30000, 500, 700, 12000, 40], ranks=4, tokens_per_rank=8192, profile=H100)
+    assert data.pop("planning_ms") > 0
+    expected = made.to_json()
+    del expected["planning_ms"]
+    assert data == expected
+    assert Plan.from_json({**data, "planning_ms": 0.0}).hash == made.hash
+
+
+def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths, "--mode", "static", "--degree", "4") == 0
+    out = capsys.readouterr().out
+    assert "static → static:4" in out
+    assert "gap" in out
+    rows = [line for line in out.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 4
+    assert all("AAA" in row for row in rows)
+
+
+def test_drawing_groups_many_ranks() -> None:
+    made = make_plan([20000, 3000] * 50, ranks=100, tokens_per_rank=8192, profile=H100)
+    console = Console(width=60)
+    with console.capture() as captured:
+        draw_plan(made, console)
+    lines = captured.get().splitlines()
+    rows = [line for line in lines if line.strip().startswith("rank ")]
+    assert len(rows) == 25 <= MOST_ROWS
+    assert max(map(len, lines)) <= 60
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_picture(lengths: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / f"plan.{suffix}"
+    assert plan(lengths, "--png", str(picture)) == 0
+    content = picture.read_bytes()
+    assert content.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in content
+    assert len(content) > 5000
+
+
+def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths, "--png", str(tmp_path / "plan.doc")) == 2
+    assert "plan.doc: its name must end in .png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no lengths"),
+        ("\n \n", "holds no lengths"),
+        ("5\nseven\n", "line 2: 'seven' is not a length"),
+        ("5\n\n7.5\n", "line 3: '7.5'"),
+        ("0\n", "line 1: '0'"),
+        ("-4\n", "line 1: '-4'"),
+        ("99999\n", "document 0 has 99999 tokens: 4 ranks of 8192"),
+    ],
+)
+def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_text(text)
+    assert plan(path) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--profile", "h900"], "no hardware profile 'h900'"),
+        (["--degree", "2"], "degree is 2 with mode auto"),
+        (["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
+        (["--global-tokens", "100"], "--global-tokens belongs to a store"),
+    ],
+)
+def test_contradictions_are_named(lengths: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths, *more) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_binary_or_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
+    assert plan(tmp_path / "bin") == 2
+    assert "is not text" in capsys.readouterr().err
+    assert plan(tmp_path / "missing") == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_bins_are_parsed() -> None:
+    assert parse_bins("8192:1, 32768:4") == {8192: 1, 32768: 4}
+
+
+@pytest.mark.parametrize("text", ["", "8192", "8192:x", "a:1", "1:1,1:2", "-4:1"])
+def test_malformed_bins_are_refused(lengths: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan(lengths, "--mode", "bins", f"--bins={text}")
+    assert "--bins" in capsys.readouterr().err
+
+
+def test_a_store_gives_the_documents_of_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(12):
+        (texts / f"{i}.txt").write_text("word " * (10 + 40 * i))
+    store = tmp_path / "store"
+    assert main(["prepare", "--source", str(texts), "--out", str(store), "--tokenizer", "bytes"]) == 0
+    capsys.readouterr()
+    assert plan(store, "--json", "--global-tokens", "3000", ranks=2, tokens=400) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert 3000 <= sum(data["lengths"]) < 3800
+    assert max(data["lengths"]) <= 800
+    assert plan(store, "--long-documents", "error", ranks=2, tokens=400) == 2
+    assert "have more than the 800 that fit" in capsys.readouterr().err
+    assert plan(store, ranks=2, tokens=400) == 0
+    assert "the first step of" in capsys.readouterr().out

@@ -1,0 +1,57 @@
+"""The timeline says what the cost says: blocks and waits fill each rank up to its modelled time, and never overlap."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from longctx.planning.assignment import Assignment
+from longctx.planning.cost import score
+from longctx.planning.plan import Plan
+from longctx.planning.timeline import timeline
+from longctx.report.degrees import by_class, class_name, degree_class
+from tests.test_plan_properties import H100, plan_or_none, requests
+
+
+def busy_on(plan: Plan, micro_batch: int, rank: int) -> list[tuple[float, float]]:
+    times = timeline(plan)
+    spans = [(w.start_s, w.stop_s) for w in times.waits if (w.micro_batch, w.rank) == (micro_batch, rank)]
+    for block in times.blocks:
+        if block.micro_batch == micro_batch and 0 <= rank - block.first_rank < block.degree:
+            spans.append((block.start_s[rank - block.first_rank], block.stop_s[rank - block.first_rank]))
+    return sorted(spans)
+
+
+@settings(max_examples=30, deadline=None)
+@given(requests())
+def test_every_rank_is_busy_for_its_modelled_time(request: dict[str, object]) -> None:
+    plan = plan_or_none(**request, profile=H100)
+    if plan is None or plan.ranks > 9:
+        return
+    times = timeline(plan)
+    assert times.makespan_s == plan.makespan_s
+    assert sorted(block.document for block in times.blocks) == list(range(len(plan.lengths)))
+    result = score(plan.profile, np.array(plan.lengths), Assignment.of(plan), plan.ranks)
+    for k, (start_s, stop_s) in enumerate(times.micro_batches):
+        for rank in range(plan.ranks):
+            spans = busy_on(plan, k, rank)
+            edges = [start_s, *(edge for span in spans for edge in span)]
+            assert edges == pytest.approx(sorted(edges), abs=1e-12)
+            assert sum(b - a for a, b in spans) == pytest.approx(result.time[k, rank] / 1e9, abs=1e-8 * (1 + len(spans)))
+            assert edges[-1] <= stop_s + 1e-8 * (1 + len(spans))
+
+
+def test_a_ring_starts_together() -> None:
+    plan = plan_or_none(lengths=[8000, 900, 800], ranks=2, tokens_per_rank=8192, profile=H100, mode="static", degree=2)
+    assert plan is not None
+    block = timeline(plan).blocks[0]
+    assert block.document == 0
+    assert block.start_s == (0.05, 0.05)
+    assert timeline(plan).micro_batches[0][0] == 0.05
+
+
+def test_degree_classes() -> None:
+    names = [class_name(degree_class(degree)) for degree in (1, 2, 3, 4, 5, 8, 9, 64)]
+    assert names == ["1", "2", "3–4", "3–4", "5–8", "5–8", "9–16", "33–64"]
+    plan = plan_or_none(lengths=[8000, 900, 800], ranks=2, tokens_per_rank=8192, profile=H100, mode="static", degree=2)
+    assert plan is not None
+    assert by_class(plan) == {1: (3, 9700)}
