@@ -54,6 +54,7 @@ def prepare(
     tokenizer: str = "bpe",
     vocab_size: int = 4096,
     end_of_document: str | None = None,
+    workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
     part_tokens: int = PART_TOKENS,
@@ -64,6 +65,7 @@ def prepare(
         tokenizer: `bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json.
         vocab_size: most tokens of a trained tokenizer.
         end_of_document: the token of a given tokenizer.json that ends a document; None looks for a well-known one.
+        workers: threads that tokenise; None: one per core.
         overwrite: replace a store at `out` that answers another request. Anything that is not a store is never replaced.
 
     Raises:
@@ -87,7 +89,7 @@ def prepare(
     with _partial_folder(out, request) as folder:
         used = _tokenizer(folder, corpus, given, vocab_size, progress)
         skipped = Skipped()
-        parts = write_parts(folder, corpus, used, skipped, part_tokens, progress)
+        parts = write_parts(folder, corpus, used, skipped, workers=workers, part_tokens=part_tokens, progress=progress)
         if not parts:
             raise CorpusError(
                 f"source {corpus.source!r} has no document with text: {skipped.empty} are empty, "

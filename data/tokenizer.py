@@ -7,7 +7,9 @@ loaded and then encoded by NumPy alone.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -115,14 +117,19 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """Token ids `[tokens]` of a text, without special tokens."""
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text], workers=1)[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Token ids of several texts, in parallel threads."""
+    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[TokenArray]:
+        """Token ids of several texts, tokenised in `workers` threads (None: one per core)."""
         if self.is_bytes:
             return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
-        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        # One text a call: the library's own pool can be sized only by an environment variable. It lets go of Python's lock.
+        with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
+            return list(threads.map(self._encode_one, texts))
+
+    def _encode_one(self, text: str) -> TokenArray:
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, self.dtype)
 
     def encode_markup(self, text: str) -> TokenArray:
         """Token ids of a text of ours, in which special tokens of the vocabulary are meant as such."""

@@ -7,6 +7,7 @@ to the tokenizer in one call, which spreads them over its threads.
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of it that is done (0 … 1)."""
 
 
+Row = tuple[TokenArray, npt.NDArray[np.bool_] | None]
+"""Tokens of a document, and which of them may be targets; None: all."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A finished Arrow file, as the journal lists it."""
@@ -43,12 +48,19 @@ class Part:
 
 
 def write_parts(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, skipped: Skipped, part_tokens: int, progress: Progress
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    skipped: Skipped,
+    *,
+    workers: int | None,
+    part_tokens: int,
+    progress: Progress,
 ) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all of them."""
     parts = finished_parts(folder)
     documents = islice(corpus.documents(skipped), sum(part.documents for part in parts), None)
-    template = Template(tokenizer)
+    encode = partial(_encode, tokenizer=tokenizer, template=Template(tokenizer), workers=workers)
     read = sum(part.source_bytes for part in parts)
     writer: _PartWriter | None = None
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
@@ -60,7 +72,7 @@ def write_parts(
 
         for batch in _batches(documents):
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", tokenizer)
-            writer.write(batch, template)
+            writer.write(batch, encode(batch))
             read += sum(document.source_bytes for document in batch)
             progress("tokenising", min(1.0, read / max(1, corpus.bytes)))
             if writer.tokens >= part_tokens:
@@ -104,7 +116,6 @@ class _PartWriter:
 
     def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
         self._file = file
-        self._tokenizer = tokenizer
         self._schema = store_schema(tokenizer)
         self._sink = pyarrow.OSFile(str(file), "wb")
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
@@ -112,8 +123,7 @@ class _PartWriter:
         self._source_bytes = 0.0
         self._longest_name = ""
 
-    def write(self, documents: Sequence[Document], template: Template) -> None:
-        rows = _encode(documents, self._tokenizer, template)
+    def write(self, documents: Sequence[Document], rows: Sequence[Row]) -> None:
         lengths = np.array([len(tokens) for tokens, _ in rows], np.int64)
         targets = np.array([len(tokens) - 1 if mask is None else mask[1:].sum() for tokens, mask in rows], np.int64)
         columns = [
@@ -150,12 +160,9 @@ class _PartWriter:
         )
 
 
-Row = tuple[TokenArray, npt.NDArray[np.bool_] | None]
-
-
-def _encode(documents: Sequence[Document], tokenizer: Tokenizer, template: Template) -> list[Row]:
-    """Tokens and mask of possible targets of each document; None where all are. All texts go to the tokenizer in one call."""
-    encoded = iter(tokenizer.encode_batch([text for document in documents for text in document.texts]))
+def _encode(documents: Sequence[Document], tokenizer: Tokenizer, template: Template, workers: int | None) -> list[Row]:
+    """Tokens of each document, its end included. All texts go to the tokenizer in one call."""
+    encoded = iter(tokenizer.encode_batch([text for document in documents for text in document.texts], workers=workers))
     end = np.array([tokenizer.end_of_document], tokenizer.dtype)
     rows: list[Row] = []
     for document in documents:

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -50,11 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.data.prepare import prepare
     from longctx.errors import UserError
 
-    if arguments.workers is not None:
-        if arguments.workers < 1:
-            raise UserError(f"--workers is {arguments.workers}: at least one thread must tokenise")
-        # The `tokenizers` library takes the size of its pool from here when it is first used, and from nowhere else.
-        os.environ["RAYON_NUM_THREADS"] = str(arguments.workers)
+    if arguments.workers is not None and arguments.workers < 1:
+        raise UserError(f"--workers is {arguments.workers}: at least one thread must tokenise")
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column)
     with _progress_bar() as progress:
@@ -64,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             tokenizer=arguments.tokenizer,
             vocab_size=arguments.vocab_size,
             end_of_document=arguments.end_of_document,
+            workers=arguments.workers,
             overwrite=arguments.overwrite,
             progress=progress,
         )

@@ -1,0 +1,66 @@
+"""Small sources, stores and plans for the data tests."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from longctx.data.corpus import open_corpus
+from longctx.data.prepare import prepare
+from longctx.data.store import Store
+from longctx.planning.plan import Placement, Plan
+from longctx.planning.profile import HardwareProfile
+
+PROFILE = HardwareProfile.load("h100-nvlink-ib")
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße? <|im_end|>"},
+    {"role": "assistant", "content": "Grüße."},
+    {"role": "user", "content": "Again"},
+    {"role": "assistant", "content": "And again, and again."},
+]
+
+
+def text_of(length: int, seed: int = 0) -> str:
+    """Letters in an order that the seed decides."""
+    return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz \n", k=length))
+
+
+def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), "utf-8")
+    return path
+
+
+def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store") -> Store:
+    """A store of plain bytes with documents of `lengths` tokens (their ends included), then conversations."""
+    records: list[Any] = [{"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)]
+    records += [{"messages": CONVERSATION}] * conversations
+    source = write_jsonl(folder / f"{name}.jsonl", records)
+    prepare(open_corpus(str(source)), folder / name, tokenizer="bytes")
+    return Store.open(folder / name)
+
+
+def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:
+    """Documents on random rings of random micro-batches: any plan that I1 allows, sensible or not."""
+    random = Random(seed)
+    micro_batches: list[list[Placement]] = [[] for _ in range(random.randint(1, 3))]
+    for document in range(len(lengths)):
+        degree = random.randint(1, ranks)
+        placement = Placement(document, random.randint(0, ranks - degree), degree, reversed=random.random() < 0.5)
+        random.choice(micro_batches).append(placement)
+    return Plan(
+        mode="static",
+        winner="random",
+        ranks=ranks,
+        tokens_per_rank=sum(lengths),
+        lengths=tuple(lengths),
+        micro_batches=tuple(map(tuple, micro_batches)),
+        stages=(1,) * len(micro_batches),
+        profile=PROFILE,
+        makespan_s=1.0,
+        lower_bound_s=1.0,
+        exposed_share=0.0,
+        idle_share=0.0,
+    )

@@ -1,0 +1,294 @@
+"""However a step is planned, its ranks hold every token once, with the labels and positions of one rank alone."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.data.loader import Loader, LoaderError
+from longctx.data.packing import MicroBatch, StepBatch, pack
+from longctx.data.sampler import Piece, SamplerError
+from longctx.data.store import IGNORED_LABEL, Store
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planner import make_plan
+from tests.data_cases import PROFILE, byte_store, random_plan
+
+LENGTHS = (2, 3, 5, 8, 13, 40, 100, 257)
+
+Rows = Counter[tuple[int, int, int, int]]
+"""(document, position, token, label) of buffer rows."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return byte_store(tmp_path_factory.mktemp("loader"), LENGTHS, conversations=2)
+
+
+def rows_of(micro_batch: MicroBatch) -> Rows:
+    """The rows of a buffer, each under the document that the layout says it belongs to."""
+    rows: Rows = Counter()
+    for shard in micro_batch.layout.shards:
+        for row in range(shard.offset, shard.offset + shard.tokens):
+            values = (micro_batch.positions[row], micro_batch.tokens[row], micro_batch.labels[row])
+            rows[(shard.document, *(int(value) for value in values))] += 1
+    return rows
+
+
+def rows_of_one_rank(store: Store, pieces: Sequence[Piece]) -> Rows:
+    """The same of whole documents, straight from the store."""
+    rows: Rows = Counter()
+    for document, piece in enumerate(pieces):
+        tokens, labels = store.read(piece.document, piece.start, piece.stop, end=piece.stop)
+        rows.update((document, p, int(token), int(label)) for p, (token, label) in enumerate(zip(tokens, labels, strict=True)))
+    return rows
+
+
+@given(data=st.data())
+def test_every_token_once_with_its_label_and_position(store: Store, data: st.DataObject) -> None:
+    pieces = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        document = data.draw(st.integers(0, len(store) - 1))
+        start = data.draw(st.integers(0, int(store.lengths[document]) - 1))
+        pieces.append(Piece(document, start, data.draw(st.integers(start + 1, int(store.lengths[document])))))
+    ranks = data.draw(st.integers(1, 6))
+    multiple = data.draw(st.integers(1, 8))
+    plan = random_plan([piece.length for piece in pieces], ranks, data.draw(st.integers(0, 1000)))
+    rows: Rows = Counter()
+    for index in range(len(plan.micro_batches)):
+        for rank in range(ranks):
+            micro_batch = pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=multiple)
+            rows += rows_of(micro_batch)
+            held = micro_batch.layout.tokens
+            assert micro_batch.index == index
+            for tensor, filler in [(micro_batch.tokens, 0), (micro_batch.labels, IGNORED_LABEL), (micro_batch.positions, 0)]:
+                assert tensor.dtype == torch.int64
+                assert tensor.shape == (-(-held // multiple) * multiple,)
+                assert (tensor[held:] == filler).all()
+    assert rows == rows_of_one_rank(store, pieces)
+
+
+def planner(ranks: int, mode: str = "auto", tokens_per_rank: int = 120) -> Callable[[Sequence[int]], Plan]:
+    def plan(lengths: Sequence[int]) -> Plan:
+        return make_plan(lengths, ranks=ranks, tokens_per_rank=tokens_per_rank, profile=PROFILE, mode=mode)
+
+    return plan
+
+
+def loader(store: Store, rank: int = 0, ranks: int = 1, **options: object) -> Loader:
+    arguments = {"planner": planner(ranks), "global_tokens": 200, "seed": 3, "max_length": 100, **options}
+    return Loader(store, rank=rank, ranks=ranks, **arguments)  # type: ignore[arg-type]
+
+
+def take(source: Loader, steps: int) -> list[StepBatch]:
+    return [next(source) for _ in range(steps)]
+
+
+def step_rows(batches: Sequence[StepBatch]) -> Counter[tuple[str, int, int, int]]:
+    """Rows of one step over all ranks, under the documents' names."""
+    rows: Counter[tuple[str, int, int, int]] = Counter()
+    for batch in batches:
+        for micro_batch in batch.micro_batches:
+            for (document, *row), count in rows_of(micro_batch).items():
+                rows[(batch.documents[document], row[0], row[1], row[2])] += count
+    return rows
+
+
+def same(left: StepBatch, right: StepBatch) -> bool:
+    """Whether two batches are equal in all but the time that they took."""
+    return (
+        (left.step, left.plan.hash, left.documents, left.tokens, left.target_tokens)
+        == (right.step, right.plan.hash, right.documents, right.tokens, right.target_tokens)
+    ) and all(
+        torch.equal(a.tokens, b.tokens) and torch.equal(a.labels, b.labels) and torch.equal(a.positions, b.positions)
+        for a, b in zip(left.micro_batches, right.micro_batches, strict=True)
+    )
+
+
+@settings(max_examples=20)
+@given(ranks=st.integers(1, 4), mode=st.sampled_from(["static", "bins", "auto"]), multiple=st.integers(1, 8))
+def test_steps_do_not_depend_on_ranks_or_plans(store: Store, ranks: int, mode: str, multiple: int) -> None:
+    with loader(store) as alone:
+        expected = take(alone, 3)
+    loaders = [loader(store, rank, ranks, planner=planner(ranks, mode), pad_to_multiple_of=multiple) for rank in range(ranks)]
+    for reference in expected:
+        batches = [next(each) for each in loaders]
+        assert step_rows(batches) == step_rows([reference])
+        assert len({batch.plan.hash for batch in batches}) == 1
+        for batch in batches:
+            assert (batch.step, batch.documents, batch.tokens) == (reference.step, reference.documents, reference.tokens)
+            assert batch.target_tokens == reference.target_tokens
+        labels = torch.cat([micro_batch.labels for batch in batches for micro_batch in batch.micro_batches])
+        assert int((labels != IGNORED_LABEL).sum()) == reference.target_tokens
+    states = [each.state_dict() for each in loaders]
+    assert all(state == states[0] for state in states)
+    for each in loaders:
+        each.close()
+
+
+def test_steps_are_numbered_and_documents_named(store: Store) -> None:
+    with loader(store) as source:
+        batches = take(source, 8)
+    assert [batch.step for batch in batches] == list(range(1, 9))
+    names = {name for batch in batches for name in batch.documents}
+    assert {"store.jsonl:1", "store.jsonl:8[0:100]", "store.jsonl:8[200:257]"} <= names
+    assert all(batch.tokens == sum(batch.plan.lengths) >= 200 for batch in batches)
+    assert all(batch.data_wait_s >= 0 for batch in batches)
+
+
+@given(before=st.integers(0, 5), ranks=st.integers(1, 3))
+@settings(max_examples=12)
+def test_resuming_gives_the_same_batches(store: Store, before: int, ranks: int) -> None:
+    with loader(store, ranks - 1, ranks) as whole:
+        batches = take(whole, before + 3)
+    with loader(store, ranks - 1, ranks) as first:
+        take(first, before)
+        state = json.loads(json.dumps(first.state_dict()))
+    with loader(store, ranks - 1, ranks) as second:
+        take(second, 2)  # a position of its own, and a step prepared ahead, are forgotten
+        second.load_state_dict(state)
+        assert second.state_dict() == state
+        assert all(map(same, take(second, 3), batches[before:]))
+
+
+def test_resuming_on_other_ranks_gives_the_same_documents(store: Store) -> None:
+    with loader(store) as alone:
+        take(alone, 2)
+        state = alone.state_dict()
+        expected = take(alone, 2)
+    pair = [loader(store, rank, 2, planner=planner(2, "static")) for rank in range(2)]
+    for each in pair:
+        each.load_state_dict(state)
+    for reference in expected:
+        assert step_rows([next(each) for each in pair]) == step_rows([reference])
+    for each in pair:
+        each.close()
+
+
+def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
+    with loader(store) as source:
+        assert (source.state_dict()["step"], source.state_dict()["cursor"]) == (0, 0)
+        cursor = 0
+        for step in range(1, 6):
+            cursor += len(next(source).documents)
+            state = source.state_dict()
+            assert (state["step"], state["cursor"], state["epoch"]) == (step, cursor, cursor // source.sampler.pieces)
+    assert state == {
+        "fingerprint": store.fingerprint,
+        "seed": 3,
+        "max_length": 100,
+        "long_documents": "split",
+        "step": 5,
+        "cursor": cursor,
+        "epoch": cursor // source.sampler.pieces,
+    }
+
+
+def test_state_of_another_run_is_refused(store: Store, tmp_path: Path) -> None:
+    with loader(store) as source:
+        state = source.state_dict()
+    with loader(store, seed=4, max_length=50, long_documents="drop") as other:
+        with pytest.raises(LoaderError) as caught:
+            other.load_state_dict(state)
+        for says in ("seed is 4, and was 3: set train.seed", "max_length is 50, and was 100: set data.max_length"):
+            assert says in str(caught.value)
+        assert "long_documents is 'drop', and was 'split': set data.long_documents" in str(caught.value)
+        with pytest.raises(LoaderError, match="lacks cursor"):
+            other.load_state_dict({key: value for key, value in state.items() if key != "cursor"})
+    with (
+        loader(byte_store(tmp_path, [50])) as other,
+        pytest.raises(LoaderError, match=r"fingerprint is .*, and was .*: give the data\.store that the run began with"),
+    ):
+        other.load_state_dict(state)
+
+
+def test_the_next_step_is_prepared_while_one_is_used(store: Store) -> None:
+    planned: list[str] = []
+    ready = threading.Event()
+
+    def watched(lengths: Sequence[int]) -> Plan:
+        planned.append(threading.current_thread().name)
+        if len(planned) == 2:
+            ready.set()
+        return planner(1)(lengths)
+
+    with loader(store, planner=watched) as source:
+        assert not planned
+        next(source)
+        assert ready.wait(timeout=10)  # nobody has asked for the second step
+    assert len(planned) == 2  # and one step ahead is enough
+    assert all(name.startswith("longctx-loader") for name in planned)
+
+
+def test_what_goes_wrong_is_raised_by_the_step_that_it_belongs_to(store: Store) -> None:
+    calls = 0
+
+    def failing(lengths: Sequence[int]) -> Plan:
+        nonlocal calls
+        calls += 1
+        if calls >= 3:
+            raise PlanError("no room")
+        return planner(1)(lengths)
+
+    with loader(store, planner=failing) as source:
+        assert [batch.step for batch in take(source, 2)] == [1, 2]
+        for _ in range(2):
+            with pytest.raises(PlanError, match="no room"):
+                next(source)
+        assert source.state_dict()["step"] == 2
+
+
+def test_waiting_is_measured(store: Store) -> None:
+    release = threading.Event()
+
+    def slow(lengths: Sequence[int]) -> Plan:
+        release.wait(timeout=0.3)
+        return planner(1)(lengths)
+
+    with loader(store, planner=slow) as source:
+        assert next(source).data_wait_s > 0.2
+        release.set()
+
+
+def test_plans_of_something_else_are_refused(store: Store) -> None:
+    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, and the domain has 1"):
+        next(source)
+    with (
+        loader(store, planner=lambda lengths: planner(1)(lengths[1:])) as source,
+        pytest.raises(PlanError, match="other lengths"),
+    ):
+        next(source)
+
+
+def test_long_document_under_error_is_refused_before_training(store: Store) -> None:
+    with pytest.raises(SamplerError, match=r"document 'store\.jsonl:8' has 257 tokens"):
+        loader(store, long_documents="error")
+
+
+def test_close_ends_the_thread(store: Store) -> None:
+    before = threading.active_count()
+    source = loader(store)
+    next(source)
+    assert threading.active_count() == before + 1
+    source.close()
+    assert threading.active_count() == before
+
+
+def test_targets_of_conversations_are_counted(store: Store) -> None:
+    with loader(store, max_length=300, planner=planner(1, tokens_per_rank=300)) as source:
+        batches = take(source, 10)
+    counted = 0
+    for batch in batches:
+        labels = torch.cat([micro_batch.labels for micro_batch in batch.micro_batches])
+        assert int((labels != IGNORED_LABEL).sum()) == batch.target_tokens
+        conversations = [name for name in batch.documents if name in ("store.jsonl:9", "store.jsonl:10")]
+        assert batch.target_tokens < batch.tokens - len(batch.documents) or not conversations
+        counted += len(conversations)
+    assert counted >= 2
+    assert np.all(store.trained_tokens[8:] < store.lengths[8:] / 2)

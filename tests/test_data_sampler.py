@@ -1,0 +1,125 @@
+"""A step is a function of the cursor alone; an epoch holds every token once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.data.sampler import Sampler, SamplerError
+
+lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+def sampler(lengths: list[int], **options: int | str) -> Sampler:
+    settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
+    return Sampler(np.array(lengths, np.int64), **settings)  # type: ignore[arg-type]
+
+
+@given(lengths=lengths_strategy, max_length=st.integers(1, 45), seed=st.integers(0, 9))
+def test_an_epoch_holds_every_token_once(lengths: list[int], max_length: int, seed: int) -> None:
+    subject = sampler(lengths, global_tokens=1, max_length=max_length, seed=seed)
+    seen: Counter[tuple[int, int]] = Counter()
+    for cursor in range(subject.pieces):
+        (piece,), following = subject.step(cursor)
+        assert following == cursor + 1
+        assert 1 <= piece.length <= max_length
+        seen.update((piece.document, token) for token in range(piece.start, piece.stop))
+    assert seen == Counter((document, token) for document, length in enumerate(lengths) for token in range(length))
+    assert subject.pieces == sum(-(-length // max_length) for length in lengths)
+
+
+@given(lengths=lengths_strategy, global_tokens=st.integers(1, 500), seed=st.integers(0, 9))
+def test_a_step_takes_whole_pieces_until_it_is_full(lengths: list[int], global_tokens: int, seed: int) -> None:
+    subject = sampler(lengths, global_tokens=global_tokens, seed=seed)
+    cursor, flat = 0, []
+    for _ in range(3):
+        pieces, following = subject.step(cursor)
+        assert following == cursor + len(pieces)
+        total = sum(piece.length for piece in pieces)
+        assert total - pieces[-1].length < global_tokens <= total
+        flat += pieces
+        cursor = following
+    one_by_one = sampler(lengths, global_tokens=1, seed=seed)
+    assert flat == [one_by_one.step(place)[0][0] for place in range(cursor)]
+
+
+@given(lengths=lengths_strategy, steps=st.integers(0, 6), seed=st.integers(0, 9))
+def test_any_cursor_can_be_gone_on_from(lengths: list[int], steps: int, seed: int) -> None:
+    running = sampler(lengths, seed=seed)
+    cursor = 0
+    for _ in range(steps):
+        _, cursor = running.step(cursor)
+    fresh = sampler(lengths, seed=seed)
+    assert fresh.step(cursor) == running.step(cursor)
+    assert fresh.epoch(cursor) == cursor // fresh.pieces
+    assert fresh.step(0) == running.step(0)  # and back again
+
+
+def test_small_store_goes_round_within_a_step() -> None:
+    pieces, cursor = sampler([3, 4], global_tokens=20).step(0)
+    assert cursor == len(pieces) == 6  # 7 + 7 + 3 or 4, and then one more
+    assert Counter(piece.document for piece in pieces) == {0: 3, 1: 3}
+
+
+def test_every_epoch_and_seed_has_its_own_order() -> None:
+    lengths = [1] * 50
+
+    def order(seed: int, epoch: int) -> list[int]:
+        return [piece.document for piece in sampler(lengths, global_tokens=50, seed=seed).step(50 * epoch)[0]]
+
+    orders = [order(seed, epoch) for seed in range(3) for epoch in range(3)]
+    assert all(sorted(each) == list(range(50)) for each in orders)
+    assert len(set(map(tuple, orders))) == 9
+
+
+def test_the_order_is_the_one_of_earlier_versions() -> None:
+    # A run goes on with the documents that it would have had, also after NumPy or this file has changed.
+    pieces, _ = sampler([10] * 8, global_tokens=80, seed=7).step(8)
+    assert [piece.document for piece in pieces] == [6, 7, 2, 3, 5, 0, 1, 4]
+
+
+def test_long_documents_are_split_into_full_pieces_and_a_rest() -> None:
+    subject = sampler([25, 10, 11], global_tokens=1)
+    pieces = [subject.step(cursor)[0][0] for cursor in range(subject.pieces)]
+    assert sorted((piece.document, piece.start, piece.stop) for piece in pieces) == [
+        (0, 0, 10),
+        (0, 10, 20),
+        (0, 20, 25),
+        (1, 0, 10),
+        (2, 0, 10),
+        (2, 10, 11),
+    ]
+    assert (subject.long, subject.dropped) == (2, 0)
+
+
+def test_long_documents_are_dropped_with_a_count() -> None:
+    subject = sampler([25, 10, 11, 3], global_tokens=13, long_documents="drop")
+    assert (subject.long, subject.dropped, subject.dropped_tokens, subject.pieces) == (2, 2, 36, 2)
+    assert {piece.document for piece in subject.step(0)[0]} == {1, 3}
+
+
+def test_long_documents_are_refused() -> None:
+    with pytest.raises(SamplerError) as caught:
+        sampler([9, 25, 11], long_documents="error")
+    assert "document '1' has 25 tokens, and 2 of 3 documents have more than the 10 that fit" in str(caught.value)
+    assert "data.long_documents" in str(caught.value)
+    assert sampler([9, 10], long_documents="error").pieces == 2
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "says"),
+    [
+        ([], {}, "there are no documents"),
+        ([25, 11], {"long_documents": "drop"}, "all 2 have more than 10 tokens"),
+        ([5], {"long_documents": "cut"}, "long_documents is 'cut': it must be one of split, drop, error"),
+        ([5], {"global_tokens": 0}, "global_tokens is 0"),
+        ([5], {"max_length": 0}, "max_length 0"),
+        ([5], {"seed": -1}, "seed is -1"),
+        ([5], {"seed": 1 << 32}, "seed is 4294967296"),
+    ],
+)
+def test_impossible_settings(lengths: list[int], options: dict[str, int | str], says: str) -> None:
+    with pytest.raises(SamplerError, match=says):
+        sampler(lengths, **options)

@@ -1,0 +1,384 @@
+"""Preparing is all or nothing, and what a store gives back is what went in."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longctx.cli import main
+from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.prepare import prepare
+from longctx.data.store import IGNORED_LABEL, Store, StoreError
+from longctx.data.tokenizer import Tokenizer, TokenizerError
+from tests.data_cases import CONVERSATION, byte_store, text_of, write_jsonl
+
+LENGTHS = (1 + 1, 17, 300, 2, 64)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """Five texts and two conversations, as bytes."""
+    return byte_store(tmp_path_factory.mktemp("store"), LENGTHS, conversations=2)
+
+
+def expected_labels(store: Store, document: int, end: int) -> list[int]:
+    """Labels of a document cut at `end`, from the definition: the next token if it may be a target, else -100."""
+    tokens = store.read(document, 0, int(store.lengths[document]))[0]
+    if document < len(LENGTHS):
+        targets = [True] * len(tokens)
+    else:
+        targets = []
+        for message in CONVERSATION:
+            assistant = message["role"] == "assistant"
+            targets += [False] * len(f"<|im_start|>{message['role']}\n")
+            targets += [assistant] * len(f"{message['content']}<|im_end|>".encode()) + [False]
+        targets.append(False)
+    return [int(tokens[i + 1]) if i + 1 < end and targets[i + 1] else IGNORED_LABEL for i in range(end)]
+
+
+def test_what_went_in_comes_out(store: Store) -> None:
+    assert store.lengths[: len(LENGTHS)].tolist() == list(LENGTHS)
+    assert store.lengths.dtype == store.trained_tokens.dtype == np.int64
+    for document, length in enumerate(LENGTHS):
+        tokens, labels = store.read(document, 0, length)
+        assert tokens.dtype == labels.dtype == np.int64
+        assert tokens[-1] == store.tokenizer.end_of_document == 256
+        assert store.tokenizer.decode(tokens[:-1]) == text_of(length - 1, document)
+    assert store.names[:2] == ["store.jsonl:1", "store.jsonl:2"]
+    assert store.name(6) == "store.jsonl:7"
+    assert len(store) == 7
+
+
+def test_trained_tokens_count_the_labels(store: Store) -> None:
+    for document in range(len(store)):
+        labels = store.read(document, 0, int(store.lengths[document]))[1]
+        assert store.trained_tokens[document] == (labels != IGNORED_LABEL).sum()
+    learnt = sum(len(f"{m['content']}<|im_end|>".encode()) for m in CONVERSATION if m["role"] == "assistant")
+    assert store.trained_tokens.tolist() == [length - 1 for length in LENGTHS] + [learnt] * 2
+    assert store.manifest.trained_tokens == store.trained_tokens.sum()
+    assert store.manifest.tokens == store.lengths.sum()
+
+
+@given(data=st.data())
+def test_any_span_is_that_part_of_the_whole(store: Store, data: st.DataObject) -> None:
+    document = data.draw(st.integers(0, len(store) - 1))
+    end = data.draw(st.integers(1, int(store.lengths[document])))
+    start = data.draw(st.integers(0, end))
+    stop = data.draw(st.integers(start, end))
+    tokens, labels = store.read(document, start, stop, end=end)
+    assert tokens.tolist() == store.read(document, 0, int(store.lengths[document]))[0][start:stop].tolist()
+    assert labels.tolist() == expected_labels(store, document, end)[start:stop]
+    piece = store.read(document, start, end, end=end)[1]
+    assert store.target_tokens(document, start, end) == (piece != IGNORED_LABEL).sum()
+
+
+def test_spans_outside_a_document_are_refused(store: Store) -> None:
+    for span in [(-1, 3), (5, 4), (0, 18)]:
+        with pytest.raises(IndexError, match="document 1 has 17 tokens"):
+            store.read(1, *span)
+    with pytest.raises(IndexError):
+        store.read(1, 0, 10, end=9)
+
+
+def test_it_is_a_dataset_of_the_datasets_library(store: Store) -> None:
+    import datasets
+
+    dataset = datasets.load_from_disk(str(store.path))
+    assert dataset["length"][:] == store.lengths.tolist()
+    assert dataset[1]["tokens"] == store.read(1, 0, 17)[0].tolist()
+    assert dataset[1]["trained"] is None
+
+
+def test_reading_a_store_needs_neither_torch_nor_datasets(store: Store) -> None:
+    code = f"import sys; from longctx.data.store import Store; Store.open({str(store.path)!r}).read(0, 0, 1)"
+    check = "; assert not {'torch', 'datasets', 'pydantic'} & set(sys.modules), sorted(sys.modules)"
+    subprocess.run([sys.executable, "-c", code + check], check=True)
+
+
+def test_second_call_does_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in store.path.iterdir()}
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)  # tokenising would fail
+    again = prepare(open_corpus(str(store.path) + ".jsonl"), store.path, tokenizer="bytes")
+    assert not again.made
+    assert again.manifest == store.manifest
+    assert {file.name: file.stat().st_mtime_ns for file in store.path.iterdir()} == before
+
+
+def test_another_request_is_refused_unless_overwritten(tmp_path: Path) -> None:
+    old = byte_store(tmp_path, [20])
+    source = open_corpus(str(write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])))
+    for options in ({"tokenizer": "bytes"}, {"tokenizer": "bpe", "vocab_size": 300}):
+        with pytest.raises(StoreError, match=r"holds a store of another source or other settings .*--overwrite"):
+            prepare(source, old.path, **options)
+    assert Store.open(old.path).fingerprint == old.fingerprint
+    assert prepare(source, old.path, tokenizer="bytes", overwrite=True).made
+    new = Store.open(old.path)
+    assert new.fingerprint != old.fingerprint
+    assert new.lengths.tolist() == [301]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.jsonl", "store", "store.jsonl"]
+
+
+def test_what_is_not_a_store_is_never_replaced(tmp_path: Path) -> None:
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text('{"name": "an app"}', "utf-8")
+    (tmp_path / "file").write_text("mine", "utf-8")
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "thesis.txt").write_text("mine", "utf-8")
+    for name, says in [("mine", "is not a store"), ("file", "is not a store"), ("new", "was not made by `longctx prepare`")]:
+        with pytest.raises(StoreError, match=says):
+            prepare(source, tmp_path / name, tokenizer="bytes", overwrite=True)
+    assert (tmp_path / "mine" / "manifest.json").is_file()
+    assert (tmp_path / "file").read_text("utf-8") == "mine"
+    assert (tmp_path / "new.partial" / "thesis.txt").is_file()
+    (tmp_path / "empty").mkdir()
+    assert prepare(source, tmp_path / "empty", tokenizer="bytes").made
+
+
+def test_store_inside_its_source_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])
+    with pytest.raises(StoreError, match="lies inside the source"):
+        prepare(open_corpus(str(tmp_path)), tmp_path / "stores" / "s", tokenizer="bytes")
+
+
+def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "empty.txt").write_bytes(b"")
+    (tmp_path / "texts" / "photo.jpg").write_bytes(b"\xff\xd8\x00")
+    for tokenizer in ("bytes", "bpe"):
+        with pytest.raises(CorpusError, match=r"no document with text: 1 are empty, 1 files are not UTF-8 text \(photo.jpg\)"):
+            prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
+
+
+def test_bad_line_leaves_nothing(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "s.jsonl", [{"text": "fine"}, {"text": None}])
+    with pytest.raises(CorpusError, match=r"s\.jsonl:2: 'text' is of type NoneType"):
+        prepare(open_corpus(str(file)), tmp_path / "out", tokenizer="bytes")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.jsonl"]
+
+
+@pytest.fixture
+def copy(store: Store, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(store.path, tmp_path / "copy"))
+
+
+def test_truncated_store_is_refused(copy: Path) -> None:
+    part = copy / "data-00000.arrow"
+    size = part.stat().st_size
+    os.truncate(part, size - 1)
+    with pytest.raises(StoreError, match=rf"data-00000\.arrow has {size - 1:,} bytes, and should have {size:,}.*--overwrite"):
+        Store.open(copy)
+    part.unlink()
+    with pytest.raises(StoreError, match=r"data-00000\.arrow is missing"):
+        Store.open(copy)
+
+
+def test_damaged_store_is_refused(copy: Path) -> None:
+    part = copy / "data-00000.arrow"
+    part.write_bytes(b"x" * part.stat().st_size)
+    with pytest.raises(StoreError, match="is damaged"):
+        Store.open(copy)
+    (copy / "tokenizer.json").write_bytes(b"x" * (copy / "tokenizer.json").stat().st_size)
+    with pytest.raises(StoreError, match="is damaged"):
+        Store.open(copy)
+
+
+def test_damaged_store_can_be_made_again(copy: Path, store: Store) -> None:
+    os.truncate(copy / "data-00000.arrow", 10)
+    source = open_corpus(str(store.path) + ".jsonl")
+    with pytest.raises(StoreError, match="is damaged"):
+        prepare(source, copy, tokenizer="bytes")
+    assert prepare(source, copy, tokenizer="bytes", overwrite=True).made
+    assert Store.open(copy).fingerprint == store.fingerprint
+
+
+def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
+    manifest = copy / "manifest.json"
+    content = json.loads(manifest.read_text("utf-8"))
+    manifest.write_text(json.dumps({**content, "version": 99}), "utf-8")
+    with pytest.raises(StoreError, match="has format longctx-store 99, and this longctx reads longctx-store 1"):
+        Store.open(copy)
+    del content["fingerprint"]
+    for text in (json.dumps(content), "{", "[]", "{}"):
+        manifest.write_text(text, "utf-8")
+        with pytest.raises(StoreError, match="damaged"):
+            Store.open(copy)
+    manifest.unlink()
+    with pytest.raises(StoreError, match="is not a store: it has no manifest"):
+        Store.open(copy)
+    with pytest.raises(StoreError, match=r"there is no store at .*longctx prepare --out"):
+        Store.open(tmp_path / "nowhere")
+
+
+def test_wrong_tokenizer_for_the_store_is_refused(store: Store, tmp_path: Path) -> None:
+    assert Store.open(store.path, tokenizer=store.path / "tokenizer.json").fingerprint == store.fingerprint
+    Tokenizer.train(["some text"], 260).save(tmp_path / "tokenizer.json")
+    with pytest.raises(StoreError, match=r"was made with another tokenizer than .*tokenizer\.json"):
+        Store.open(store.path, tokenizer=tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("no", "utf-8")
+    with pytest.raises(TokenizerError, match=r"not a tokenizer\.json"):
+        Store.open(store.path, tokenizer=tmp_path / "tokenizer.json")
+
+
+def test_given_tokenizer_and_its_fingerprint(store: Store, tmp_path: Path) -> None:
+    given = Tokenizer.train([text_of(500)], 270)
+    given.save(tmp_path / "tokenizer.json")
+    source = open_corpus(str(store.path) + ".jsonl")
+    made = prepare(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    new = Store.open(tmp_path / "out")
+    assert new.tokenizer.fingerprint == given.fingerprint == made.manifest.tokenizer_fingerprint
+    assert new.tokenizer.decode(new.read(2, 0, int(new.lengths[2]) - 1)[0]) == text_of(LENGTHS[2] - 1, 2)
+
+
+def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as TokenizerJson
+    from tokenizers import models, pre_tokenizers
+
+    words = {f"w{index}": index for index in range(70_000)}
+    inner = TokenizerJson(models.WordLevel({**words, "<eos>": 70_000}, unk_token="w0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "w1 w69999 w65536"}])))
+    prepare(source, tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert Store.open(tmp_path / "out").read(0, 0, 4)[0].tolist() == [1, 69_999, 65_536, 70_000]
+
+
+# --- interruption
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from longctx.data import writer
+from longctx.data.corpus import open_corpus
+from longctx.data.prepare import prepare
+
+writer.BATCH_DOCUMENTS = 2
+source, out, stage, share = sys.argv[1:]
+
+def progress(now, done):
+    if now == stage and done >= float(share):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+prepare(open_corpus(source), Path(out), vocab_size=300, part_tokens=50, progress=progress)
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "share", "finished"), [("training the tokenizer", 0.3, 0), ("tokenising", 0.6, 6), ("tokenising", 1.0, 10)]
+)
+def test_killed_preparation_leaves_no_store_and_can_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, share: float, finished: int
+) -> None:
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(12)])
+    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    command = [sys.executable, "-c", KILLED, str(source), str(out), stage, str(share)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    with pytest.raises(StoreError, match="there is no store"):
+        Store.open(out)
+    with pytest.raises(StoreError, match="is not a store"):
+        Store.open(tmp_path / "out.partial")
+
+    encoded: list[str] = []
+    encode_batch = Tokenizer.encode_batch
+
+    def counting(self: Tokenizer, texts: list[str], **options: Any) -> Any:
+        encoded.extend(texts)
+        return encode_batch(self, texts, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", counting)
+    settings: dict[str, Any] = {"vocab_size": 300, "part_tokens": 50}
+    assert prepare(open_corpus(str(source)), out, **settings).made
+    assert 12 - len(encoded) == finished  # documents of finished parts are not tokenised again
+    assert not (tmp_path / "out.partial").exists()
+
+    prepare(open_corpus(str(source)), whole, **settings)  # in one go, for comparison
+    assert sorted(file.name for file in out.iterdir()) == sorted(file.name for file in whole.iterdir())
+    assert len(list(out.glob("*.arrow"))) == 6
+    for file in whole.iterdir():
+        assert (out / file.name).read_bytes() == file.read_bytes(), file.name
+    assert len(Store.open(out)) == 12
+
+
+def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(4)])
+
+    def stop(stage: str, share: float) -> None:
+        if stage == "tokenising":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(open_corpus(str(source)), tmp_path / "out", vocab_size=300, part_tokens=1, progress=stop)
+    assert (tmp_path / "out.partial" / "tokenizer.json").is_file()
+    write_jsonl(source, [{"text": "quite another"}])
+    prepare(open_corpus(str(source)), tmp_path / "out", tokenizer="bytes")
+    assert Store.open(tmp_path / "out").lengths.tolist() == [14]
+
+
+def test_two_preparations_of_one_store_do_not_meet(tmp_path: Path) -> None:
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])))
+
+    def meet(stage: str, share: float) -> None:
+        if stage == "tokenising":
+            with pytest.raises(StoreError, match="another process is preparing"):
+                prepare(source, tmp_path / "out", tokenizer="bytes")
+
+    assert prepare(source, tmp_path / "out", tokenizer="bytes", progress=meet).made
+    assert len(Store.open(tmp_path / "out")) == 1
+
+
+# --- the command
+
+
+def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("twelve bytes", "utf-8")
+    (texts / "b.bin").write_bytes(b"\xff")
+    command = ["prepare", "--source", str(texts), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "2"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert "made in" in out
+    assert "13, of which 12 are targets" in out
+    assert "1 files that are not UTF-8 text: b.bin" in out
+    assert main(command) == 0
+    assert "is there already, nothing to do" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["made"], summary["documents"], summary["tokens"]) == (False, 1, 13)
+    assert (summary["longest_name"], summary["longest_length"], summary["skipped_names"]) == ("a.txt", 13, ["b.bin"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--source", "nowhere"], "source 'nowhere' does not exist"),
+        (["--source", "x.txt", "--tokenizer", "nowhere.json"], "nowhere.json cannot be read"),
+        (["--source", "x.txt", "--vocab-size", "9"], "vocabulary size is 9"),
+        (["--source", "x.txt", "--workers", "0"], "--workers is 0"),
+    ],
+)
+def test_command_refuses_in_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("text", "utf-8")
+    assert main(["prepare", "--out", "out", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("longctx prepare: error: ")
+    assert says in error
+    assert not (tmp_path / "out").exists()

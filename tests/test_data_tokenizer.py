@@ -1,0 +1,126 @@
+"""Every tokenizer gives the text back, and never takes text for a special token."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as TokenizerJson
+from tokenizers import models
+
+from longctx.data.chat import Template, parse_messages
+from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint
+from tests.data_cases import CONVERSATION, text_of
+
+TEXTS = [text_of(400, seed) + " the theory of the thing" for seed in range(20)]
+BPE = Tokenizer.train(TEXTS, 320)
+BYTES = Tokenizer.bytes()
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+@given(text=st.text())
+def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.end_of_document not in tokens
+    assert tokens.dtype == np.uint16
+    assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+
+
+@given(text=st.text())
+def test_bytes_are_bytes_and_agree_with_the_tokenizers_library(text: str) -> None:
+    assert BYTES.encode(text).tolist() == list(text.encode())
+    assert TokenizerJson.from_str(BYTES._text).encode(text).ids == list(text.encode())
+
+
+def test_plain_bytes() -> None:
+    assert (BYTES.vocab_size, BYTES.end_of_document, BYTES.is_bytes) == (257, 256, True)
+    assert not BPE.is_bytes
+
+
+def test_text_never_becomes_a_special_token() -> None:
+    for tokenizer in (BPE, BYTES):
+        assert tokenizer.end_of_document not in tokenizer.encode(f"a{END_OF_DOCUMENT}b")
+        assert tokenizer.end_of_document in tokenizer.encode_markup(f"a{END_OF_DOCUMENT}b")
+        assert tokenizer.decode(tokenizer.encode(f"a{END_OF_DOCUMENT}b")) == f"a{END_OF_DOCUMENT}b"
+
+
+def test_training_is_deterministic_and_compresses() -> None:
+    again = Tokenizer.train(TEXTS, 320)
+    assert again.fingerprint == BPE.fingerprint
+    assert BPE.vocab_size == 320
+    assert len(BPE.encode("the theory of the thing")) < len("the theory of the thing") / 2
+    assert Tokenizer.train(TEXTS, 321).fingerprint != BPE.fingerprint
+
+
+def test_little_text_gives_a_small_vocabulary() -> None:
+    assert Tokenizer.train(["ab"], 4096).vocab_size < 300
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.json")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert (loaded.vocab_size, loaded.end_of_document) == (tokenizer.vocab_size, tokenizer.end_of_document)
+    assert loaded.is_bytes == tokenizer.is_bytes
+    assert loaded.encode("some text").tolist() == tokenizer.encode("some text").tolist()
+
+
+def test_given_tokenizer_json(tmp_path: Path) -> None:
+    inner = TokenizerJson(models.WordLevel({"a": 0, "b": 7, "stop": 3}, unk_token="b"))
+    inner.enable_truncation(1)
+    inner.enable_padding(length=9)
+    file = tmp_path / "tokenizer.json"
+    inner.save(str(file))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: none of <\|endoftext\|>.*--end-of-document TOKEN"):
+        Tokenizer.load(file)
+    tokenizer = Tokenizer.load(file, "stop")
+    assert tokenizer.end_of_document == 3
+    assert tokenizer.vocab_size == 8  # ids may have holes
+    assert tokenizer.encode("a").tolist() == [0]  # neither cut nor padded
+    with pytest.raises(TokenizerError, match="none of end is in the vocabulary"):
+        Tokenizer.load(file, "end")
+
+
+def test_fingerprint_ignores_formatting_padding_and_truncation() -> None:
+    content = json.loads(BPE._text)
+    assert fingerprint(json.dumps(content, indent=7)) == BPE.fingerprint
+    assert fingerprint(json.dumps({**content, "truncation": {"max_length": 3}})) == BPE.fingerprint
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    assert fingerprint(json.dumps(content)) != BPE.fingerprint
+
+
+def test_unusable_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="vocabulary size is 256: byte-level BPE needs at least 257"):
+        Tokenizer.train(TEXTS, 256)
+    with pytest.raises(TokenizerError, match=r"nowhere.* cannot be read as a tokenizer.json"):
+        Tokenizer.load(tmp_path / "nowhere")
+    for name, content in [("text", b"not JSON"), ("list", b"[]"), ("binary", b"\xff\xfe")]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TokenizerError, match=name):
+            Tokenizer.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
+    messages = parse_messages(CONVERSATION)
+    tokens, trained = Template(tokenizer).join(messages, tokenizer.encode_batch([m.content for m in messages]))
+    expected = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+    assert tokenizer.decode(tokens) == expected
+    learnt = "".join(f"{m.content}<|im_end|>" for m in messages if m.role == "assistant")
+    assert tokenizer.decode(tokens[trained]) == learnt
+
+
+def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
+    inner = TokenizerJson.from_str(BPE._text)
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = Tokenizer(inner.to_str())
+    messages = parse_messages(CONVERSATION)
+    tokens, trained = Template(tokenizer).join(messages, tokenizer.encode_batch([m.content for m in messages]))
+    stop = tokenizer.encode_markup("<|im_end|>")
+    assert len(stop) == 1
+    assert (tokens == stop).sum() == len(messages)  # the user's own "<|im_end|>" is only text
+    assert (tokens[trained] == stop).sum() == 2
