@@ -37,7 +37,8 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
     for shard in micro_batch.layout.shards:
         for row in range(shard.offset, shard.offset + shard.tokens):
             values = (micro_batch.positions[row], micro_batch.tokens[row], micro_batch.labels[row])
-            rows[(shard.document, *(int(value) for value in values))] += 1
+            position, token, label = (int(value) for value in values)
+            rows[(shard.document, position, token, label)] += 1
     return rows
 
 

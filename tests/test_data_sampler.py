@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longctx.data.sampler import Sampler, SamplerError
+from longctx.data.sampler import Piece, Sampler, SamplerError
 
 lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
@@ -33,7 +33,8 @@ def test_an_epoch_holds_every_token_once(lengths: list[int], max_length: int, se
 @given(lengths=lengths_strategy, global_tokens=st.integers(1, 500), seed=st.integers(0, 9))
 def test_a_step_takes_whole_pieces_until_it_is_full(lengths: list[int], global_tokens: int, seed: int) -> None:
     subject = sampler(lengths, global_tokens=global_tokens, seed=seed)
-    cursor, flat = 0, []
+    cursor = 0
+    flat: list[Piece] = []
     for _ in range(3):
         pieces, following = subject.step(cursor)
         assert following == cursor + len(pieces)
