@@ -7,7 +7,7 @@ from pathlib import Path
 from longctx.config import Config, describe, load
 from longctx.errors import UserError
 
-SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document."
+SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
 OVERRIDES = True
 
 
@@ -52,14 +52,12 @@ def _dry_run(config: Config, ranks: int) -> int:
 def _train(config: Config, resume: bool) -> int:
     from longctx.data.store import Store
     from longctx.parallel import mesh
-    from longctx.training.checks import check_store
     from longctx.training.run_folder import open_run_folder
     from longctx.training.trainer import Trainer
 
     launch = mesh.Launch.read()
     device = mesh.choose_device(config.train.device, launch.local_rank)
-    store = Store.open(config.data.store)
-    check_store(config, store)
+    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
     # Weights and two moments, in float32.
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())

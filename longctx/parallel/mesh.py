@@ -90,11 +90,7 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def join(launch: Launch, device: torch.device, *, tensor: int = 1, pipeline: int = 1, timeout_s: float = 600.0) -> Mesh:
-    """Joins the processes that torchrun started (or stands alone) and makes the groups of a run.
-
-    A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
-    ranks, because connections are made lazily and the first batch of messages must be everybody's.
-    """
+    """Joins the processes that torchrun started (or stands alone) and makes the groups of a run; see `make_groups`."""
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -103,7 +99,17 @@ def join(launch: Launch, device: torch.device, *, tensor: int = 1, pipeline: int
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    sizes = (pipeline, launch.world_size // (pipeline * tensor), tensor)
+    return make_groups(device, tensor=tensor, pipeline=pipeline, timeout_s=timeout_s)
+
+
+def make_groups(device: torch.device, *, tensor: int = 1, pipeline: int = 1, timeout_s: float = 600.0) -> Mesh:
+    """Makes the groups of a run out of all processes of the default group.
+
+    A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
+    ranks, because connections are made lazily and the first batch of messages must be everybody's.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    sizes = (pipeline, dist.get_world_size() // (pipeline * tensor), tensor)
     whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     domain = whole["dp_cp"]
     # Every rank makes every group, in the same order; the domain's own group may be the world's, so the exchange gets another.

@@ -92,7 +92,7 @@ def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> No
 
 
 def _prune(run: Path, keep: int | None) -> None:
-    folders = sorted((run / "checkpoints").glob("step-??????*[0-9]"))
+    folders = sorted(folder for folder in (run / "checkpoints").glob("step-*") if folder.suffix != ".partial")
     for folder in folders[: -keep if keep else 0]:
         shutil.rmtree(folder)
 

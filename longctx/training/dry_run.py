@@ -1,16 +1,11 @@
 """Dry run: everything that `train` checks, and the plans of some steps, without processes, GPUs or a run folder."""
 
 from dataclasses import dataclass
-from itertools import islice
-
-from rich.console import Console
-from rich.table import Table
 
 from longctx.config import Config
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.planning.plan import Plan
-from longctx.training.checks import check_store
 from longctx.training.setup import make_planner
 
 STEPS = 5
@@ -46,38 +41,28 @@ def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[Pla
 
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what the run itself would refuse."""
-    store = Store.open(config.data.store)
-    check_store(config, store)
+    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
-    console = Console()
-    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     states_gib = 16 * shape.parameters() / ranks / 2**30
-    console.print(
-        f"[bold]dry run[/bold] on {ranks} ranks: {shape.parameters() / 1e9:.3f}B parameters; weights, gradients and two moments "
-        f"in float32 take {states_gib:.2f} GiB a rank; documents of up to {config.max_length(ranks):,} tokens "
-        f"(longer ones: {config.data.long_documents}); profile {config.context.profile}",
-        highlight=False,
+    print(
+        f"dry run on {ranks} ranks, profile {config.context.profile}\n"
+        f"model      {shape.parameters() / 1e9:.3f}B parameters; weights, gradients and two moments in float32: "
+        f"{states_gib:.2f} GiB a rank\n"
+        f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
+        f"from {config.data.store}"
     )
-    table = Table(
-        "step", "documents", "tokens", "micro-batches", "degrees", "predicted", "gap", "idle", "exposed", "best static"
+    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
+    print(
+        "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
     )
-    for number, step in enumerate(islice(planned, STEPS), start=1):
-        plan = step.plan
-        table.add_row(
-            str(number),
-            f"{len(plan.lengths):,}",
-            f"{sum(plan.lengths):,}",
-            str(len(plan.micro_batches)),
-            " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items()),
-            f"{plan.makespan_s:.3f} s",
-            f"{plan.gap:.1%}",
-            f"{plan.idle_share:.1%}",
-            f"{plan.exposed_share:.1%}",
-            f"{step.static.makespan_s:.3f} s ({step.static.winner})",
+    for number, step in enumerate(planned, start=1):
+        plan, static = step.plan, step.static
+        degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
+        print(
+            f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  {len(plan.micro_batches):13}  "
+            f"{plan.makespan_s:7.3f} s  {plan.gap:4.1%}  {plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  "
+            f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
+            + f"  {degrees}"
         )
-    console.print(table)
-    ours, static = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
-    console.print(
-        f"mode {config.context.mode}: {static / ours:.2f}× as fast as the best static degree, by the cost model",
-        highlight=False,
-    )
+    ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
+    print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as each step's best static degree, by the cost model")

@@ -68,7 +68,11 @@ class Trainer:
         """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint."""
         with self.loader, self.log or nullcontext():
             while self.steps_done < self.config.train.steps:
-                metrics = self.step()
+                try:
+                    metrics = self.step()
+                except RuntimeError as error:
+                    error.add_note(f"rank {self.mesh.rank}: the last step that was finished is {self.steps_done}")
+                    raise
                 if self.log is not None:
                     self.log.write(metrics)
                 last = self.steps_done == self.config.train.steps

@@ -1,0 +1,151 @@
+"""The decoder and the chunked loss against plain PyTorch in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from longctx.attention import reference_attention
+from longctx.config.settings import OptimizerSection
+from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.rope import rope_tables, rotate
+from longctx.model.transformer import Transformer
+from longctx.training.loss import cross_entropy_sum
+from longctx.training.optimizer import learning_rate, make_optimizer
+
+SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})
+
+
+def model(shape: ModelShape = SHAPE) -> Transformer:
+    made = Transformer(shape).double()
+    made.initialize(seed=1)
+    return made
+
+
+def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(lengths))
+    tokens = torch.randint(0, 50, (sum(lengths),), generator=generator)
+    return tokens, torch.cat([torch.arange(length) for length in lengths])
+
+
+def logits_of(made: Transformer, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    return made(tokens, positions, lambda q, k, v, layer: reference_attention(q, k, v, lengths))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_packed_documents_equal_each_alone(tied: bool) -> None:
+    made = model(SHAPE.model_copy(update={"tie_word_embeddings": tied}))
+    lengths = [7, 1, 20]
+    tokens, positions = packed(lengths)
+    together = logits_of(made, tokens, positions, lengths)
+    alone = [logits_of(made, t, p, [len(t)]) for t, p in zip(tokens.split(lengths), positions.split(lengths), strict=True)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
+
+
+def test_block_equals_a_plain_llama() -> None:
+    """Written out once more with F.scaled_dot_product_attention and complex rotations, from the weights by name."""
+    made = model()
+    tokens, positions = packed([23])
+    weight = dict(made.named_parameters())
+    x = weight["embed_tokens.weight"][tokens]
+
+    def normed(x: torch.Tensor, name: str) -> torch.Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + SHAPE.rms_norm_eps).sqrt() * weight[name]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.complex(x[..., :4], x[..., 4:])
+        angles = positions[:, None].double() * SHAPE.rope_theta ** (-torch.arange(4).double() / 4)
+        spun = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([spun.real, spun.imag], -1)
+
+    for layer in range(SHAPE.num_hidden_layers):
+        prefix = f"layers.{layer}."
+        h = normed(x, prefix + "input_layernorm.weight")
+        q, k, v = ((h @ weight[f"{prefix}self_attn.{name}_proj.weight"].T).view(23, -1, 8) for name in ("q", "k", "v"))
+        out = F.scaled_dot_product_attention(
+            turned(q).transpose(0, 1)[None],
+            turned(k).transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        x = x + out[0].transpose(0, 1).reshape(23, -1) @ weight[prefix + "self_attn.o_proj.weight"].T
+        h = normed(x, prefix + "post_attention_layernorm.weight")
+        gate, up = (h @ weight[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (F.silu(gate) * up) @ weight[prefix + "mlp.down_proj.weight"].T
+    wanted = normed(x, "norm.weight") @ weight["embed_tokens.weight"].T
+    # cos and sin are float32 tables.
+    torch.testing.assert_close(logits_of(made, tokens, positions, [23]), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rope_is_exact_far_out() -> None:
+    """At position 2,000,000 the angles of the fast pairs keep float32 accuracy, and scores depend on distance alone."""
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
+    near, far = [
+        (rotate(q, *rope_tables(torch.tensor([p + 5]), 16, 5e5)) * rotate(k, *rope_tables(torch.tensor([p]), 16, 5e5))).sum()
+        for p in (0, 2_000_000)
+    ]
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_are_counted_right() -> None:
+    for tied in (True, False):
+        shape = SHAPE.model_copy(update={"tie_word_embeddings": tied})
+        assert shape.parameters() == sum(p.numel() for p in Transformer(shape).parameters())
+    assert PRESETS["8b"].model_copy(update={"vocab_size": 128256}).parameters() == 8_030_261_248
+
+
+def test_first_weights_depend_on_seed_and_name_alone() -> None:
+    one, two, other = (Transformer(SHAPE) for _ in range(3))
+    one.initialize(3)
+    two.initialize(3)
+    other.initialize(4)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.embed_tokens.weight, other.embed_tokens.weight)
+    assert not torch.equal(one.layers[0].self_attn.q_proj.weight, one.layers[1].self_attn.q_proj.weight)
+
+
+@given(
+    tokens=st.integers(0, 40),
+    chunk=st.integers(1, 50),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    seed=st.integers(0, 100),
+)
+@settings(deadline=None)
+def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    hidden = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 11, (tokens,)).where(torch.rand(tokens) >= ignored, -100)
+    loss = cross_entropy_sum(hidden, weight, labels, chunk)
+    wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(loss, wanted)
+    ours = torch.autograd.grad(loss / 7, (hidden, weight))
+    for a, b in zip(ours, torch.autograd.grad(wanted / 7, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_cross_entropy_in_bfloat16_sums_in_float32() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 16).bfloat16(), torch.randn(40, 16).bfloat16()
+    labels = torch.randint(0, 40, (300,))
+    loss = cross_entropy_sum(hidden, weight, labels, 64)
+    wanted = F.cross_entropy(hidden.double() @ weight.double().T, labels, reduction="sum")
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), wanted, rtol=2e-3, atol=0)
+
+
+def test_learning_rate() -> None:
+    section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_steps=4)
+    rates = [learning_rate(step, 10, section) for step in range(1, 11)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1)
+    assert learning_rate(1, 1, OptimizerSection(warmup_steps=0)) == pytest.approx(3e-5)
+
+
+def test_norms_do_not_decay() -> None:
+    optimizer = make_optimizer(Transformer(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu"))
+    decay = {parameter.dim(): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decay == {2: 0.3, 1: 0.0}

@@ -1,0 +1,276 @@
+"""Training does not depend on how the work is split, resumes exactly, and stops with an error one can act on."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longctx.cli import main
+from longctx.training import checkpoint
+from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.run_folder import RunFolderError, open_run_folder
+from tests import training_cases
+from tests.training_cases import SMALL, make_store, train, train_and_save
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    """Ten steps of one process."""
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
+
+
+SPLITS = {
+    "2 static": (2, ["context.mode=static", "context.degree=2"]),
+    "2 auto": (2, ["batch.tokens_per_rank=1000"]),
+    "4 static": (4, ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=500"]),
+    "4 bins": (4, ["context.mode=bins", "context.bins={300: 1, 800: 2, 1500: 4}", "batch.tokens_per_rank=500"]),
+    "4 auto": (4, ["batch.tokens_per_rank=501"]),
+    "3 auto": (3, ["batch.tokens_per_rank=500"]),
+    "another token budget": (2, ["batch.tokens_per_rank=750"]),
+    "padded, in stages": (3, ["batch.tokens_per_rank=512", "batch.pad_to_multiple_of=64", "context.max_remote_tokens=150"]),
+    "recompute selective": (2, ["train.recompute=selective", "batch.tokens_per_rank=750"]),
+    "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_split_does_not_change_the_result(
+    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str
+) -> None:
+    ranks, settings = SPLITS[name]
+    split = workers.run(train, ranks, store, tmp_path, settings)[0]
+    assert [metrics.tokens for metrics in split] == [metrics.tokens for metrics in alone]
+    assert [metrics.target_tokens for metrics in split] == [metrics.target_tokens for metrics in alone]
+    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
+    assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in alone], rel=1e-4)
+    assert any(int(degree) > 1 for metrics in split for degree in metrics.degrees)
+
+
+def test_one_process_learns(alone: list[StepMetrics]) -> None:
+    assert alone[-1].loss < 0.8 * alone[0].loss
+    assert [metrics.step for metrics in alone] == list(range(1, 11))
+
+
+def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path) -> None:
+    split = workers.run(train, 2, store, tmp_path, ["train.dtype=bfloat16", "batch.tokens_per_rank=750"])[0]
+    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone], rel=2e-2)
+    assert [metrics.loss for metrics in split] != pytest.approx([metrics.loss for metrics in alone], rel=1e-6)
+
+
+def test_two_runs_are_bit_identical(workers: Workers, store: Path, tmp_path: Path) -> None:
+    runs = [workers.run(train, 3, store, tmp_path / name, ["batch.tokens_per_rank=500"], 4)[0] for name in "ab"]
+    assert [(m.loss, m.grad_norm) for m in runs[0]] == [(m.loss, m.grad_norm) for m in runs[1]]
+
+
+def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """Bit-identical on the same number of ranks; the same documents, and losses to 1e-5, on others."""
+    settings = ["batch.tokens_per_rank=750"]
+    whole = workers.run(train, 2, store, tmp_path / "whole", settings)[0]
+    assert (
+        workers.run(train_and_save, 2, store, tmp_path / "saved", [*settings, "train.steps=10", "checkpoint.every=4"])
+        == [True] * 2
+    )
+    shutil.rmtree(tmp_path / "saved" / "checkpoints" / "step-000010")
+    again = workers.run(train, 2, store, tmp_path / "saved", settings, 2, True)[0]
+    assert again[0].step == 9
+    assert [(m.loss, m.grad_norm) for m in again] == [(m.loss, m.grad_norm) for m in whole[8:]]
+    for ranks, budget in ((1, 1500), (3, 500), (4, 500)):
+        other = workers.run(train, ranks, store, tmp_path / "saved", [f"batch.tokens_per_rank={budget}"], 2, True)[0]
+        assert [(m.step, m.tokens, m.target_tokens) for m in other] == [(m.step, m.tokens, m.target_tokens) for m in again]
+        assert [m.loss for m in other] == pytest.approx([m.loss for m in again], rel=1e-5)
+
+
+def command(store: Path, run: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "longctx"]
+    settings = [f"--{setting}" for setting in [*SMALL, f"data.store={store}", f"train.run_dir={run}"]]
+    return [*launcher, "train", *settings, "--batch.tokens_per_rank=750", *arguments]
+
+
+def steps_in(run: Path) -> list[dict[str, object]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while len(steps_in(run)) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run made no progress"
+        time.sleep(0.02)
+
+
+def start_process(arguments: list[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def children(pid: int) -> list[int]:
+    """All processes below `pid`: torchrun's workers are in sessions of their own and outlive a killed agent."""
+    found = [int(line) for line in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]
+    return [*found, *(grandchild for child in found for grandchild in children(child))]
+
+
+def test_kill_and_resume(store: Path, tmp_path: Path) -> None:
+    """torchrun on two processes; kill -9 of everything in the middle; what follows after --resume is bit-identical."""
+    more = ["--train.steps=16", "--checkpoint.every=2"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start_process(command(store, killed, *more))
+    wait_for_step(process, killed, 5)
+    for pid in [process.pid, *children(process.pid)]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    found, _ = checkpoint.newest(killed)
+    assert found is not None
+    assert 4 <= found.step < 16
+    for run, resume in ((killed, ["--resume"]), (whole, [])):
+        finished = subprocess.run(command(store, run, *more, *resume), capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        assert (f"from step {found.step}" in finished.stdout) == bool(resume)
+    assert [(step["step"], step["loss"], step["grad_norm"]) for step in steps_in(killed)] == [
+        (step["step"], step["loss"], step["grad_norm"]) for step in steps_in(whole)
+    ]
+    assert len(steps_in(whole)) == 16
+
+
+def test_sigterm_saves(store: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start_process(
+        command(store, run, "--train.steps=2000", "--checkpoint.every=1000", "--batch.tokens_per_rank=1500", ranks=1)
+    )
+    wait_for_step(process, run, 3)
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    found, damaged = checkpoint.newest(run)
+    assert found is not None
+    assert found.step >= 3
+    assert not damaged
+    assert (run / "latest").resolve() == found.folder.resolve()
+
+
+def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(train_and_save, 2, store, tmp_path, ["train.steps=3", "checkpoint.every=1", "batch.tokens_per_rank=750"])
+    folders = sorted((tmp_path / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step-000001", "step-000002", "step-000003"]
+    shutil.copytree(folders[2], folders[2].with_name("step-000004.partial"))  # as a kill in the middle of saving leaves it
+    assert checkpoint.newest(tmp_path)[0].step == 3  # type: ignore[union-attr]
+    shard = next(folders[2].glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    found, damaged = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    assert len(damaged) == 2
+    assert "is damaged" in damaged[1]
+    (folders[1] / "state.json").unlink()
+    assert checkpoint.newest(tmp_path)[0].step == 1  # type: ignore[union-attr]
+    (folders[0] / "state.json").write_text("{")
+    with pytest.raises(RunFolderError, match="nothing to resume from"):
+        open_run_folder(tmp_path, resume=True, checkpoint_bytes=1)
+
+
+def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
+    workers.run(train_and_save, 1, store, tmp_path, settings)
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+    assert os.readlink(tmp_path / "latest") == "checkpoints/step-000004"
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
+    answers = workers.run(training_cases.with_loss_of_rank_1_not_finite, 2, store, tmp_path)
+    assert answers[0] == answers[1]
+    assert "step 2: loss is nan" in answers[0]
+    assert ".py" in answers[0]
+
+
+@pytest.mark.parametrize("how", ["dies", "stays silent"])
+def test_a_rank_that_fails_in_training(workers: Workers, store: Path, tmp_path: Path, how: str) -> None:
+    """The others end with an error that names rank, step, micro-batch and layer, within the timeout."""
+    began = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        workers.run(training_cases.with_rank_1_failing, 2, store, tmp_path, how)
+    assert time.monotonic() - began < 30
+    assert "rank 0: step 2, micro-batch 0, attention last in layer 1, forward pass" in str(caught.value)
+
+
+def test_metrics_of_a_resumed_run_have_no_step_twice(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    MetricsLog(tmp_path, after_step=3, tensorboard=False).close()
+    assert [step["step"] for step in steps_in(tmp_path)] == [1, 2, 3]
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["train", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_run_folders_that_cannot_be_used(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = f"--data.store={store}"
+    assert "nothing to resume from" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'new'}", "--resume")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "metrics.jsonl").write_text("")
+    assert "holds a run without a checkpoint" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
+    assert "make room" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
+
+
+def test_stores_that_cannot_be_used(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"--train.run_dir={tmp_path / 'run'}"
+    assert "there is no store" in refusal(capsys, run, f"--data.store={tmp_path / 'none'}")
+    shutil.copytree(store, tmp_path / "cut")
+    arrow = next((tmp_path / "cut").glob("*.arrow"))
+    arrow.write_bytes(arrow.read_bytes()[:1000])
+    assert "is damaged" in refusal(capsys, run, f"--data.store={tmp_path / 'cut'}")
+    tokenizer = tmp_path / "tokenizer.json"
+    content = json.loads((store / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 257, "content": "<another>"})
+    tokenizer.write_text(json.dumps(content))
+    said = refusal(capsys, run, f"--data.store={store}", f"--data.tokenizer={tokenizer}")
+    assert "another tokenizer" in said
+    assert "an embedding" in refusal(capsys, run, f"--data.store={store}", "--model.vocab_size=100")
+    assert not (tmp_path / "run").exists()
+
+
+def test_long_documents_under_error(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["--data.long_documents=error", "--data.max_length=100", "--batch.tokens_per_rank=100"]
+    said = refusal(capsys, f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}", *settings)
+    assert ".py" in said
+    assert "split" in said
+
+
+def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--data.store={store}", "--batch.global_tokens=100000", "--batch.tokens_per_rank=1024", "--dry-run"]
+    assert main(["train", *arguments, "--ranks", "64", "--context.profile=h100-nvlink-ib"]) == 0
+    said = capsys.readouterr().out
+    assert "dry run on 64 ranks" in said
+    assert "best static" in said
+    assert "--ranks goes with --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
+
+
+def test_mistakes_are_told_once_a_node_and_before_any_group(store: Path, tmp_path: Path) -> None:
+    """Two mistakes at once, on two processes: both named, by one process, with a non-zero exit."""
+    process = subprocess.run(
+        command(store, tmp_path / "run", "--train.stepps=3", "--context.degree=2"), capture_output=True, text=True
+    )
+    assert process.returncode != 0
+    assert process.stderr.count("train.stepps") == 1
+    assert "did you mean train.steps?" in process.stderr
+    assert "only mode static has one degree" in process.stderr
+    assert not (tmp_path / "run").exists()
