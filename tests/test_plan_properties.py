@@ -77,6 +77,15 @@ def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object]
         assert plan.hash != auto.hash
 
 
+def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
+    """Reversing documents moves single tokens between ranks; candidates must be scored as they will run."""
+    flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((1, 1.0),), "ranks_per_node": 1, "overlap": 0.0})
+    plans = [
+        make_plan([1, 1, 1, 1745], ranks=24, tokens_per_rank=77, profile=flat, mode=mode) for mode in ("auto", "static", "bins")
+    ]
+    assert plans[0].makespan_s == min(plan.makespan_s for plan in plans)
+
+
 @settings(max_examples=60, deadline=None)
 @given(requests(), st.integers(1, 9), profiles())
 def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:

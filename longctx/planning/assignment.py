@@ -31,6 +31,18 @@ class Assignment:
         return int(self.micro_batch.max()) + 1
 
     @classmethod
+    def alternating(cls, micro_batch: Integers, first_rank: Integers, degree: Integers) -> "Assignment":
+        """Reverses every other document of those that share a ring: low ring indices receive most, and this evens it out."""
+        rings = np.flatnonzero(degree > 1)
+        order = rings[np.lexsort((degree[rings], first_rank[rings], micro_batch[rings]))]
+        key = np.stack([micro_batch[order], first_rank[order], degree[order]])
+        new = np.append(True, (np.diff(key, axis=1) != 0).any(axis=0))[: len(order)]
+        place = np.arange(len(order)) - np.flatnonzero(new)[np.cumsum(new) - 1]
+        reverse = np.zeros(len(degree), dtype=bool)
+        reverse[order] = place % 2 == 1
+        return cls(micro_batch, first_rank, degree, reverse)
+
+    @classmethod
     def of(cls, plan: Plan) -> "Assignment":
         """The arrays of a plan in which every document stands exactly once (see `check_plan`)."""
         rows = [(p.document, k, p.first_rank, p.degree, p.reversed) for k, mb in enumerate(plan.micro_batches) for p in mb]

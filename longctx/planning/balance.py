@@ -8,14 +8,11 @@ import numpy as np
 
 from longctx.planning.assignment import Integers
 
-ROUNDS = 24
 TRIED = 10
 """Documents of a slot that a round looks at."""
 
 
-def balance(
-    slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, rounds: int = ROUNDS
-) -> Integers:
+def balance(slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, rounds: int) -> Integers:
     """Improves `slots` [documents], where each document of degree 1 stands.
 
     `room` and `free` [slots] are time under the height and tokens free in every slot without these documents.

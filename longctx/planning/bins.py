@@ -12,26 +12,37 @@ from longctx.planning.assignment import Integers, largest_shards
 from longctx.planning.cost import alone_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import least_degrees
 
 
 def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> dict[int, int]:
     """The table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
     one = np.ones(1, dtype=np.int64)
     limit = int(alone_ns(profile, one * tokens_per_rank, one)[0])
-    degrees = [1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks]
+    degrees = np.array([1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks], dtype=np.int64)
+    low, high = np.zeros_like(degrees), degrees * tokens_per_rank  # the longest document of each bin lies in [low, high]
+    while (low < high).any():
+        middle = (low + high + 1) // 2
+        fits = largest_shards(middle, degrees) <= tokens_per_rank
+        fits &= (alone_ns(profile, np.maximum(1, middle), degrees) <= limit) | (degrees == ranks)
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
     bins: dict[int, int] = {}
-    for degree in degrees:
-        low, high = max(bins, default=0), degree * tokens_per_rank  # longest that fits lies in [low, high]
-        while low < high:
-            middle = np.array([(low + high + 1) // 2], dtype=np.int64)
-            fits = int(largest_shards(middle, one * degree)[0]) <= tokens_per_rank
-            if fits and (degree == ranks or int(alone_ns(profile, middle, one * degree)[0]) <= limit):
-                low = int(middle[0])
-            else:
-                high = int(middle[0]) - 1
-        if low > max(bins, default=0):
-            bins[low] = degree
+    for longest, degree in zip(low.tolist(), degrees.tolist(), strict=True):
+        if longest > max(bins, default=0):
+            bins[longest] = degree
     return bins
+
+
+def derived_degrees(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
+    """The degree of every document by the derived table. Every document must fit at some degree.
+
+    An odd budget of few tokens holds some lengths only at odd degrees: these documents take the smallest one that does.
+    """
+    bins = derived_bins(profile, ranks, tokens_per_rank)
+    bounds, table = np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
+    degrees = table[np.minimum(np.searchsorted(bounds, lengths), len(table) - 1)]
+    fits = largest_shards(lengths, degrees) <= tokens_per_rank
+    return np.where(fits, degrees, least_degrees(lengths, ranks, tokens_per_rank))
 
 
 def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:

@@ -4,22 +4,25 @@
 the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.bins import degrees_by_bins, derived_bins
+from longctx.planning.bins import degrees_by_bins, derived_degrees
 from longctx.planning.check import check_plan
 from longctx.planning.columns import plan_columns
 from longctx.planning.cost import NANOSECONDS, lower_bound_ns, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import check_lengths, check_settings, least_degrees
-from longctx.planning.shelves import pack
-from longctx.planning.static import plan_static, static_bound_ns
+from longctx.planning.shelves import Step, even_out, fill, place_rings
+from longctx.planning.static import plan_static, static_bounds_ns
 
+BIN_ROUNDS = 64
+"""Rounds of evening out a plan by bins."""
 Candidate = tuple[int, str, Assignment]
 """Makespan in nanoseconds, winner's name, assignment."""
 
@@ -62,12 +65,11 @@ def make_plan(
     if mode == "static":
         best = _static(profile, sizes, ranks, tokens_per_rank, degree)
     elif mode == "bins":
-        table = derived_bins(profile, ranks, tokens_per_rank) if bins is None else bins
-        best = _by_bins(profile, sizes, ranks, tokens_per_rank, table)
+        best = _by_bins(profile, sizes, ranks, tokens_per_rank, bins)
     else:
         best = _best_of_all(profile, sizes, ranks, tokens_per_rank, bins)
     _, winner, assignment = best
-    assignment = _alternate(_longest_first(profile, sizes, assignment, ranks))
+    assignment = _longest_first(profile, sizes, assignment, ranks)
     result = score(profile, sizes, assignment, ranks)
     plan = Plan(
         mode=mode,
@@ -91,13 +93,10 @@ def make_plan(
 def _best_of_all(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
 ) -> Candidate:
-    assignment, makespan = plan_columns(profile, lengths, ranks, tokens_per_rank)
+    assignment, makespan = plan_columns(Step.of(profile, lengths, ranks, tokens_per_rank))
     best: Candidate = makespan, "columns", assignment
-    try:
-        table = derived_bins(profile, ranks, tokens_per_rank) if bins is None else bins
-        best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, table), key=_makespan)
-    except PlanError:
-        pass  # the given table does not hold these documents; auto does not depend on it
+    with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
+        best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, bins), key=_makespan)
     static = _best_static(profile, lengths, ranks, tokens_per_rank, range(1, ranks + 1), below=best[0])
     return best if static is None else min(best, static, key=_makespan)
 
@@ -107,14 +106,22 @@ def _makespan(candidate: Candidate) -> int:
 
 
 def _by_bins(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int]
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
 ) -> Candidate:
-    """The same packing as `columns`, with degrees from the table, in the fewest micro-batches that can be packed."""
-    degrees = degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
-    micro_batches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    while (assignment := pack(profile, lengths, degrees, ranks, tokens_per_rank, micro_batches)) is None:
+    """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
+    if bins is None:
+        degrees = derived_degrees(profile, lengths, ranks, tokens_per_rank)
+    else:
+        degrees = degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
+    step = Step.of(profile, lengths, ranks, tokens_per_rank)
+    micro_batches = step.fewest_micro_batches
+    while True:
+        rings = place_rings(step, degrees, micro_batches, micro_batches)
+        assignment = fill(rings, ranks) if rings else None
+        if rings and assignment:
+            assignment = even_out(rings, assignment, BIN_ROUNDS)
+            return score(profile, lengths, assignment, ranks).makespan_ns, "bins", assignment
         micro_batches += max(1, micro_batches // 8)
-    return score(profile, lengths, assignment, ranks).makespan_ns, "bins", assignment
 
 
 def _static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int | None) -> Candidate:
@@ -129,9 +136,20 @@ def _static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_
 def _best_static(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: range, below: int | None = None
 ) -> Candidate | None:
-    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried."""
+    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
+
+    Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
+    """
+    bounds = []
+    for degree in degrees:
+        if degree * tokens_per_rank < int(lengths.max()):
+            continue
+        on_all_ranks, on_groups = static_bounds_ns(profile, lengths, ranks, tokens_per_rank, degree)
+        if below is not None and on_all_ranks >= below:
+            break
+        bounds.append((on_groups, degree))
     best: Candidate | None = None
-    for bound, degree in sorted((static_bound_ns(profile, lengths, ranks, tokens_per_rank, d), d) for d in degrees):
+    for bound, degree in sorted(bounds):
         limit = best[0] if best else below
         if limit is not None and bound >= limit:
             break
@@ -161,18 +179,6 @@ def _longest_first(profile: HardwareProfile, lengths: Integers, assignment: Assi
     turn = np.empty(len(used), dtype=np.int64)
     turn[np.argsort(-times, kind="stable")] = np.arange(len(used))
     return Assignment(turn[row], assignment.first_rank, assignment.degree, assignment.reversed)
-
-
-def _alternate(assignment: Assignment) -> Assignment:
-    """Reverses every other document of those that share a ring: low ring indices receive most, and this evens it out."""
-    a = assignment
-    order = np.lexsort((a.degree, a.first_rank, a.micro_batch))
-    key = np.stack([a.micro_batch, a.first_rank, a.degree])[:, order]
-    new = np.append(True, (np.diff(key, axis=1) != 0).any(axis=0))
-    place = np.arange(len(order)) - np.flatnonzero(new)[np.cumsum(new) - 1]
-    reverse = np.zeros(len(order), dtype=bool)
-    reverse[order] = place % 2 == 1
-    return Assignment(a.micro_batch, a.first_rank, a.degree, reverse & (a.degree > 1))
 
 
 def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_tokens: int | None) -> tuple[int, ...]:

@@ -1,50 +1,118 @@
 """Shelves: packs documents whose degrees are known into K micro-batches, each a shelf of N ranks.
 
-Rings first, longest document first, each on the shelf and the run of ranks that leave most room under the shelf's height; then
-documents of degree 1, longest first, each on the rank with most room, of whatever shelf, within the token budget (list
-scheduling, Graham 1969). All shelves aim at the same height, work / (N·K), unless a ring makes one taller.
+Three steps. Rings first, and with them whatever takes more than half a shelf: longest document first, each on the run of ranks
+that is least loaded so far. Then heights: how tall each shelf must become to take the rest, as if this were a fluid, within the
+token budget. Then the rest, longest first, each on the rank with most room under its shelf's height (list scheduling, Graham
+1969). The sum of the heights estimates the makespan before the last step: many layouts are compared, and few are filled.
 """
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.balance import balance
 from longctx.planning.cost import alone_ns
 from longctx.planning.profile import HardwareProfile
 
+NEVER = np.iinfo(np.int64).max
 
-class Shelves:
-    """Loads and tokens of every rank of every micro-batch while documents are being placed (arrays [micro-batches, ranks])."""
 
-    def __init__(self, micro_batches: int, ranks: int, tokens_per_rank: int, height: int, node: int) -> None:
-        self.load = np.zeros((micro_batches, ranks), dtype=np.int64)
-        self.free = np.full((micro_batches, ranks), tokens_per_rank, dtype=np.int64)
-        self.height = np.full(micro_batches, height, dtype=np.int64)
-        self.node = node
+@dataclass(frozen=True)
+class Step:
+    """What is to be planned: the documents of a step, and what each would take on one rank alone (arrays [documents])."""
 
-    def best_run(self, degree: int, tokens: int) -> tuple[int, int] | None:
-        """Shelf and first rank of the run of `degree` ranks with most room under its shelf's height, if tokens fit anywhere.
+    profile: HardwareProfile
+    lengths: Integers
+    ranks: int
+    tokens_per_rank: int
+    single_ns: Integers
 
-        A ring no larger than a node stays inside one where it can: crossing the edge moves its exchange to the slow network.
-        """
-        room = _sliding_min(self.height[:, None] - self.load, degree)
-        fits = _sliding_min(self.free, degree) >= tokens
-        if not fits.any():
+    @classmethod
+    def of(cls, profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> "Step":
+        return cls(profile, lengths, ranks, tokens_per_rank, alone_ns(profile, lengths, np.ones_like(lengths)))
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """No plan has fewer: all tokens over all ranks' budgets."""
+        return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
+
+
+@dataclass(frozen=True)
+class Rings:
+    """A layout of the rings and of other large documents, before the rest is placed.
+
+    Attributes:
+        degree, time, tokens: of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents]).
+        placed: which documents have their place already; the others are of degree 1.
+        shelf, first_rank: where these stand.
+        load, free: nanoseconds of them and free tokens on every rank (arrays [micro-batches, ranks]).
+        height: nanoseconds of every shelf once the rest is in, as a fluid.
+    """
+
+    degree: Integers
+    time: Integers
+    tokens: Integers
+    placed: NDArray[np.bool_]
+    shelf: Integers
+    first_rank: Integers
+    load: Integers
+    free: Integers
+    height: Integers
+
+    @property
+    def estimate_ns(self) -> int:
+        return int(self.height.sum())
+
+
+def place_rings(
+    step: "Step",
+    degrees: Integers,
+    micro_batches: int,
+    ring_shelves: int,
+) -> Rings | None:
+    """Places rings and large documents on the first `ring_shelves` micro-batches; None if tokens do not fit this way."""
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    time, tokens = step.single_ns.copy(), lengths.copy()
+    load = np.zeros((micro_batches, ranks), dtype=np.int64)
+    free = np.full((micro_batches, ranks), tokens_per_rank, dtype=np.int64)
+    shelf, first_rank = np.zeros_like(lengths), np.zeros_like(lengths)
+    rings = np.flatnonzero(degrees > 1)
+    time[rings] = alone_ns(profile, lengths[rings], degrees[rings])
+    tokens[rings] = largest_shards(lengths[rings], degrees[rings])
+    mean = int((time * degrees).sum()) // load.size
+    placed = (degrees > 1) | (time > mean // 2)
+    early = np.flatnonzero(placed)
+    for document in early[np.argsort(-lengths[early], kind="stable")].tolist():
+        degree, shard = int(degrees[document]), int(tokens[document])
+        run = _least_loaded_run(load[:ring_shelves], free[:ring_shelves], degree, shard, profile.ranks_per_node)
+        if run is None:
             return None
-        if degree <= self.node:
-            first = np.arange(room.shape[1])
-            inside = fits & (first // self.node == (first + degree - 1) // self.node)
-            fits = inside if inside.any() else fits
-        shelf, first_rank = divmod(int(np.where(fits, room, np.iinfo(np.int64).min).argmax()), room.shape[1])
-        return shelf, first_rank
+        row, first = run
+        load[row, first : first + degree] += time[document]
+        free[row, first : first + degree] -= shard
+        shelf[document], first_rank[document] = run
+    height = _fluid_heights(load, free, int(time[~placed].sum()), int(tokens[~placed].sum()))
+    return None if height is None else Rings(degrees, time, tokens, placed, shelf, first_rank, load, free, height)
 
-    def put(self, shelf: int, first_rank: int, degree: int, tokens: int, time: int) -> None:
-        run = slice(first_rank, first_rank + degree)
-        self.load[shelf, run] += time
-        self.free[shelf, run] -= tokens
-        self.height[shelf] = max(int(self.height[shelf]), int(self.load[shelf, run].max()))
+
+def _least_loaded_run(load: Integers, free: Integers, degree: int, tokens: int, node: int) -> tuple[int, int] | None:
+    """Shelf and first rank of the run of `degree` ranks whose busiest rank has least to do, if tokens fit anywhere.
+
+    A ring no larger than a node stays inside one where it can: crossing the edge moves its exchange to the slow network.
+    """
+    busiest = -_sliding_min(-load, degree)
+    fits = _sliding_min(free, degree) >= tokens
+    if degree <= node:
+        first = np.arange(busiest.shape[1])
+        inside = fits & (first // node == (first + degree - 1) // node)
+        fits = inside if inside.any() else fits
+    candidates = np.where(fits, busiest, NEVER)
+    best = int(candidates.argmin())
+    row, first_rank = divmod(best, busiest.shape[1])
+    return (row, first_rank) if fits[row, first_rank] else None
 
 
 def _sliding_min(values: Integers, width: int) -> Integers:
@@ -57,56 +125,80 @@ def _sliding_min(values: Integers, width: int) -> Integers:
     return result
 
 
-def pack(
-    profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int, micro_batches: int
-) -> Assignment | None:
-    """Packs every document at its degree into that many micro-batches; None if tokens do not fit this way."""
-    time = alone_ns(profile, lengths, degrees)
-    tokens = largest_shards(lengths, degrees)
-    height = int((time * degrees).sum()) // (ranks * micro_batches)
-    shelves = Shelves(micro_batches, ranks, tokens_per_rank, height, profile.ranks_per_node)
-    longest_first = np.argsort(-lengths, kind="stable")
-    shelf, first_rank = np.zeros_like(lengths), np.zeros_like(lengths)
-    for document in longest_first[degrees[longest_first] > 1].tolist():
-        degree, shard = int(degrees[document]), int(tokens[document])
-        run = shelves.best_run(degree, shard)
-        if run is None:
-            return None
-        shelves.put(*run, degree, shard, int(time[document]))
-        shelf[document], first_rank[document] = run
-    singles = longest_first[degrees[longest_first] == 1]
-    slots = _emptiest_rank_first(singles, time, tokens, shelves)
+def _fluid_heights(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
+    """The heights with the smallest sum that take `work` more nanoseconds, holding `tokens`; None if tokens do not fit.
+
+    A rank takes work up to the height of its shelf or until its tokens are used up, at the mean time per token. Raising a shelf
+    fills as many ranks as have tokens left, so the shelf where most have is raised first.
+    """
+    if tokens > int(free.sum()):
+        return None
+    start = load.max(axis=1)
+    full = load + np.floor(free * (work / max(1, tokens))).astype(np.int64)
+    missing = work - int((np.minimum(full, start[:, None]) - load).sum())
+    steps = np.sort(np.maximum(full, start[:, None]), axis=1)
+    width = np.diff(steps, axis=1, prepend=start[:, None])
+    slope = np.broadcast_to(np.arange(load.shape[1], 0, -1), width.shape)
+    order = np.lexsort((np.broadcast_to(np.arange(len(load))[:, None], width.shape).ravel(), -slope.ravel()))
+    taken = (width * slope).ravel()[order]
+    before = np.cumsum(taken) - taken
+    use = np.clip(-(-(missing - before) // slope.ravel()[order]), 0, width.ravel()[order])
+    height: Integers = start + np.bincount(order // load.shape[1], use, len(load)).astype(np.int64)
+    return height
+
+
+def fill(rings: Rings, ranks: int) -> Assignment | None:
+    """Adds the documents that are not placed yet; None if their tokens do not fit this way."""
+    rest = np.flatnonzero(~rings.placed)
+    slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
     if slots is None:
         return None
-    room = (shelves.height[:, None] - shelves.load).ravel()
-    slots = balance(slots, time[singles], tokens[singles], room, shelves.free.ravel())
-    shelf[singles], first_rank[singles] = np.divmod(slots, ranks)
-    return Assignment(shelf, first_rank, degrees, np.zeros(len(lengths), dtype=bool))
+    return _with_slots(rings, np.where(rings.placed, rings.shelf * ranks + rings.first_rank, slots), ranks)
 
 
-def _emptiest_rank_first(documents: Integers, time: Integers, tokens: Integers, shelves: Shelves) -> Integers | None:
-    """Documents in the given order, each to the (shelf, rank) slot with most room whose free tokens hold it.
+def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
+    """Moves and swaps documents of degree 1 until no round helps, or for that many rounds."""
+    ranks = rings.load.shape[1]
+    singles = np.flatnonzero(rings.degree == 1)
+    slots = plan.micro_batch * ranks + plan.first_rank
+    early = singles[rings.placed[singles]]
+    load = rings.load.ravel() - np.bincount(slots[early], rings.time[early], rings.load.size).astype(np.int64)
+    free = rings.free.ravel() + np.bincount(slots[early], rings.tokens[early], rings.load.size).astype(np.int64)
+    room = np.repeat(rings.height, ranks) - load
+    slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, rounds)
+    return _with_slots(rings, slots, ranks)
+
+
+def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
+    """A slot is a rank in a micro-batch: micro-batch · N + rank."""
+    shelf, first_rank = np.divmod(slots, ranks)
+    return Assignment.alternating(shelf, first_rank, rings.degree)
+
+
+def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
+    """Slots of these documents, taken in this order: each goes to the one with most room whose free tokens hold it.
 
     A slot without tokens for the document at hand waits aside until the documents, ever shorter, fit it again.
     """
-    room = (shelves.load - shelves.height[:, None]).ravel().tolist()  # negative room: heaps give the smallest
-    free = shelves.free.ravel().tolist()
-    ready = [(value, slot) for slot, value in enumerate(room)]
+    excess = (rings.load - rings.height[:, None]).ravel().tolist()  # negative room: heaps give the smallest
+    free = rings.free.ravel().tolist()
+    ready = [(value, slot) for slot, value in enumerate(excess)]
     heapq.heapify(ready)
     waiting: list[tuple[int, int]] = []  # (-free tokens, slot)
-    slots = np.zeros(len(documents), dtype=np.int64)
-    for i, (cost, need) in enumerate(zip(time[documents].tolist(), tokens[documents].tolist(), strict=True)):
+    slots = np.zeros(len(rings.time), dtype=np.int64)
+    todo = zip(documents.tolist(), rings.time[documents].tolist(), rings.tokens[documents].tolist(), strict=True)
+    for document, cost, need in todo:
         while waiting and -waiting[0][0] >= need:
             slot = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (room[slot], slot))
+            heapq.heappush(ready, (excess[slot], slot))
         while ready and free[ready[0][1]] < need:
             slot = heapq.heappop(ready)[1]
             heapq.heappush(waiting, (-free[slot], slot))
         if not ready:
             return None
         slot = ready[0][1]
-        room[slot] += cost
+        excess[slot] += cost
         free[slot] -= need
-        heapq.heapreplace(ready, (room[slot], slot))
-        slots[i] = slot
+        heapq.heapreplace(ready, (excess[slot], slot))
+        slots[document] = slot
     return slots

@@ -36,13 +36,20 @@ def plan_static(
     return plans[best], makespan
 
 
-def static_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int) -> int:
-    """Time that no static plan of this degree can beat: its work evenly spread over its groups, on a free network."""
+def static_bounds_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
+) -> tuple[int, int]:
+    """Times that no static plan of this degree can beat: its work evenly spread on a free network.
+
+    The first spreads it over all ranks, and holds for higher degrees as well; the second over this degree's groups.
+    """
     degrees, groups = np.full_like(lengths, degree), ranks // degree
-    work = int(attention_ns(profile, lengths, degrees).sum()) + int(linear_ns(profile, lengths // degree).sum())
-    launches = -(-int(lengths.sum()) // (groups * degree * tokens_per_rank))
-    rounding = 2 * len(lengths)  # shares were rounded up; never let that lift the bound
-    return nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s) + max(0, work - rounding) // groups
+    rounding = 2 * len(lengths)  # shares were rounded up; never let that lift a bound
+    work = int(attention_ns(profile, lengths, degrees).sum()) + int(linear_ns(profile, lengths // degree).sum()) - rounding
+    total, fewest = int(lengths.sum()), nanoseconds(profile.step_s)
+    on_all_ranks = fewest + -(-total // (ranks * tokens_per_rank)) * nanoseconds(profile.launch_s)
+    on_groups = fewest + -(-total // (groups * degree * tokens_per_rank)) * nanoseconds(profile.launch_s)
+    return on_all_ranks + max(0, work) * degree // ranks, on_groups + max(0, work) // groups
 
 
 def _best_fit(weights: Integers, capacity: int) -> Integers:
@@ -82,4 +89,4 @@ def _run_longest_first(group: Integers, work: Integers, groups: int, degree: int
     turn = np.empty(len(total), dtype=np.int64)
     turn[np.argsort(-total, kind="stable")] = np.arange(len(total))
     slot = turn[group]
-    return Assignment(slot // groups, slot % groups * degree, np.full_like(group, degree), np.zeros(len(group), dtype=bool))
+    return Assignment.alternating(slot // groups, slot % groups * degree, np.full_like(group, degree))
