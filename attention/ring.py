@@ -64,8 +64,11 @@ class RingAttention:
         kernel: str = "auto",
         stages: int | None = None,
         device: torch.device | str = "cpu",
+        exchange: type[Exchange] = Exchange,
     ) -> None:
+        """As `ring_attention`; `device` is where index tensors live, and another `exchange` moves the rows in another way."""
         self.schedule = Schedule.build(layout, stages, device)
+        self.exchange = exchange
         self.group, self.scale, self.kernel = group, scale, kernel
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
@@ -114,7 +117,7 @@ class _Pass:
     def __init__(self, call: RingAttention, layer: int | None, name: str, k: torch.Tensor, v: torch.Tensor) -> None:
         self.schedule = call.schedule
         call.last = f"layer {layer}, {name} pass"
-        self.exchange = Exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1) if self.schedule.stages else k.new_empty(0, 0)
 
