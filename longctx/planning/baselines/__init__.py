@@ -1,0 +1,101 @@
+"""Baselines: how other systems would plan the same documents, each turned into a checked `Plan` and scored by the same cost.
+
+What is compared is scheduling alone: every baseline gets our ring attention, our exchange and our packing of a rank's
+documents into one micro-batch. `BASELINES` says of each what is its authors' and what is our reading. Static plans at every
+degree, the baseline that everyone knows, come from `make_plan(mode="static")`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.baselines.bytescale import place_bytescale
+from longctx.planning.baselines.flexsp import place_flexsp
+from longctx.planning.baselines.megatron_dev import place_megatron_dev
+from longctx.planning.baselines.megatron_main import MissingBaseline, load_scheduler, place_megatron_main
+from longctx.planning.check import check_plan
+from longctx.planning.cost import NANOSECONDS, lower_bound_ns, score
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import check_lengths, check_settings
+
+__all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline"]
+
+Place = Callable[[HardwareProfile, Integers, int, int], Assignment]
+"""(profile, lengths, ranks, tokens_per_rank) → where every document stands. Raises PlanError if the system cannot hold them."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Another system's scheduler. `about` says in a sentence or two what is theirs and what is our reading."""
+
+    title: str
+    about: str
+    place: Place
+    load: Callable[[], object] = lambda: None  # what it needs from elsewhere; not part of planning time
+
+
+BASELINES: dict[str, Baseline] = {
+    "megatron-main": Baseline(
+        "Megatron main",
+        "Theirs: the class BalancedCPScheduler out of the megatron-core wheel, unchanged. Ours: documents that it lets a rank "
+        "run one after another within a group are packed into micro-batches of the token budget.",
+        place_megatron_main,
+        load_scheduler,
+    ),
+    "megatron-dev": Baseline(
+        "Megatron dev",
+        "Our reading of the packing-aware scheduler of Megatron's dev branch, written anew from its description: powers of "
+        "two, work = length² / degree.",
+        place_megatron_dev,
+    ),
+    "flexsp": Baseline(
+        "FlexSP-like",
+        "Our reading of FlexSP (ASPLOS 2025): sorted documents cut into micro-batches of equal tokens, in each the "
+        "power-of-two groups that finish first. A bisection with greedy placement stands in for its integer program.",
+        place_flexsp,
+    ),
+    "bytescale": Baseline(
+        "ByteScale-like",
+        "Our reading of ByteScale (SIGCOMM 2025): ⌈length / budget⌉ ranks for a long document, short ones packed by best fit, "
+        "units of similar time side by side. Without its offloading; its ranks may run ahead of each other, which "
+        "is not modelled.",
+        place_bytescale,
+    ),
+}
+
+
+def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Plan:
+    """Plans the documents as the baseline of that name would.
+
+    Raises:
+        PlanError: for malformed input, and where the baseline cannot hold the documents (the text says why).
+        MissingBaseline: where the baseline needs a package that is not installed.
+    """
+    check_settings(ranks, tokens_per_rank, "auto", None, None, None)
+    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
+    if name not in BASELINES:
+        raise PlanError(f"no baseline {name!r}: choose one of {', '.join(BASELINES)}")
+    BASELINES[name].load()
+    began = time.perf_counter()
+    assignment = BASELINES[name].place(profile, sizes, ranks, tokens_per_rank)
+    planning_ms = (time.perf_counter() - began) * 1e3
+    result = score(profile, sizes, assignment, ranks)
+    plan = Plan(
+        mode="auto",
+        winner=name,
+        ranks=ranks,
+        tokens_per_rank=tokens_per_rank,
+        lengths=tuple(sizes.tolist()),
+        micro_batches=assignment.placements(),
+        stages=(1,) * assignment.micro_batches,
+        profile=profile,
+        makespan_s=result.makespan_ns / NANOSECONDS,
+        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank) / NANOSECONDS,
+        exposed_share=result.exposed_share,
+        idle_share=result.idle_share,
+        planning_ms=planning_ms,
+    )
+    check_plan(plan)
+    return plan

@@ -1,0 +1,65 @@
+"""Mixes: how long documents are in three published corpora, as histograms from which steps are drawn for comparisons.
+
+`mixes/NAME.csv` has one bin a line: low_inclusive, high_exclusive, documents, tokens (empty where not published). Sources:
+`wikipedia` counts one million articles; `wlb_128k` counts the 99,519 documents that were published with DistCA for the mix of
+WLB-LLM (OSDI 2025, context of 128k tokens); `magi_192k` counts the 13.5 million documents of MagiAttention's benchmark
+(context of 192k tokens). A drawn step takes a bin by its documents and a length inside the bin log-uniformly, so lengths are
+those of the corpus to within a bin's width.
+"""
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from longctx.errors import UserError
+
+FOLDER = Path(__file__).parent / "mixes"
+MOST_DOCUMENTS = 10_000_000
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A histogram of document lengths: bin i holds `documents[i]` documents of low[i] ≤ length < high[i] tokens."""
+
+    name: str
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    documents: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """No drawn document is longer than this."""
+        return self.high[-1] - 1
+
+    def draw(self, documents: int, seed: int) -> list[int]:
+        """Lengths of that many documents, in drawn order; the same for the same seed on every machine."""
+        if not 1 <= documents <= MOST_DOCUMENTS:
+            raise UserError(f"documents is {documents}: must be a whole number in 1..{MOST_DOCUMENTS}")
+        if seed < 0:
+            raise UserError(f"seed is {seed}: must be a whole number ≥ 0")
+        random = np.random.Generator(np.random.PCG64(seed))
+        upto = np.cumsum(self.documents)
+        chosen = np.searchsorted(upto, random.integers(0, upto[-1], documents), side="right")
+        low, high = np.array(self.low, dtype=np.float64)[chosen], np.array(self.high, dtype=np.float64)[chosen]
+        lengths = np.floor(low * (high / low) ** random.random(documents)).astype(np.int64)
+        result: list[int] = np.clip(lengths, low.astype(np.int64), high.astype(np.int64) - 1).tolist()
+        return result
+
+
+def mix_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.csv")))
+
+
+@cache
+def load_mix(name: str) -> Mix:
+    """The mix of that name. Raises UserError listing the names there are."""
+    if name not in mix_names():
+        raise UserError(f"no length mix {name!r}: choose one of {', '.join(mix_names())}")
+    with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if int(row["documents"])]
+    columns = ("low_inclusive", "high_exclusive", "documents")
+    low, high, documents = (tuple(int(row[column]) for row in rows) for column in columns)
+    return Mix(name, low, high, documents)

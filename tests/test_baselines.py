@@ -1,0 +1,130 @@
+"""Baselines: each plans the same documents into a plan that passes the checker, follows its own rules, and says what it cannot
+do.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline
+from longctx.planning.baselines.flexsp import _even_cuts
+from longctx.planning.baselines.groups import best_fit
+from longctx.planning.baselines.megatron_main import unsynchronised_s
+from longctx.planning.check import check_plan
+from longctx.planning.mixes import load_mix
+from longctx.planning.plan import PlanError
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import least_degrees
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+OURS_TO_READ = [name for name in BASELINES if name != "megatron-main"]
+
+
+def is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(OURS_TO_READ),
+    st.sampled_from([1, 2, 4, 6, 8, 24, 64]),
+    st.lists(st.one_of(st.integers(1, 4096), st.integers(1, 40_000)), min_size=1, max_size=60),
+)
+def test_every_plan_is_sound(name: str, ranks: int, lengths: list[int]) -> None:
+    lengths = [min(length, 4096 * (1 << (ranks.bit_length() - 1))) for length in lengths]
+    plan = plan_baseline(name, lengths, ranks=ranks, tokens_per_rank=4096, profile=H100)
+    check_plan(plan)
+    assert plan.lengths == tuple(lengths)
+    assert plan.makespan_s >= plan.lower_bound_s
+    if name != "bytescale":
+        assert all(is_power_of_two(degree) or degree == ranks for degree in plan.degrees)
+
+
+@pytest.mark.parametrize("name", OURS_TO_READ)
+def test_a_real_mix_is_planned_with_a_sensible_gap(name: str) -> None:
+    lengths = load_mix("wlb_128k").draw(256, seed=0)
+    plan = plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100)
+    assert plan.winner == name
+    assert plan.gap < 0.5
+    assert plan.planning_ms > 0
+
+
+def test_megatron_main_is_the_real_class() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    lengths = load_mix("wlb_128k").draw(256, seed=0)
+    plan = plan_baseline("megatron-main", lengths, ranks=16, tokens_per_rank=16384, profile=H100)
+    check_plan(plan)
+    assert all(is_power_of_two(degree) for degree in plan.degrees)
+    free = unsynchronised_s(H100, lengths, ranks=16, tokens_per_rank=16384)
+    assert plan.lower_bound_s * 0.9 < free <= plan.makespan_s * 1.001
+
+
+def test_megatron_main_says_what_it_cannot_plan() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    with pytest.raises(PlanError, match="Megatron main cannot plan this"):
+        plan_baseline("megatron-main", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100)
+
+
+def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron", None)  # what Python does for a package that is not there
+    with pytest.raises(MissingBaseline, match=r"megatron-core: pip install 'longctx\[bench\]'"):
+        plan_baseline("megatron-main", [100], ranks=2, tokens_per_rank=4096, profile=H100)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_documents_that_fit_no_degree_are_named(name: str) -> None:
+    with pytest.raises(PlanError, match="document 1 has 99999 tokens: 4 ranks of 8192"):
+        plan_baseline(name, [5, 99999], ranks=4, tokens_per_rank=8192, profile=H100)
+
+
+def test_powers_of_two_do_not_hold_what_six_ranks_do() -> None:
+    with pytest.raises(PlanError, match="FlexSP cannot hold document 0 of 24576 tokens: its largest degree here is 4"):
+        plan_baseline("flexsp", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100)
+    assert plan_baseline("megatron-dev", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100).degrees == {6: 1}
+
+
+def test_an_unknown_baseline_is_refused() -> None:
+    with pytest.raises(PlanError, match="no baseline 'magic': choose one of megatron-main"):
+        plan_baseline("magic", [5], ranks=1, tokens_per_rank=8, profile=H100)
+
+
+def test_bytescale_takes_the_fewest_ranks_and_packs_the_rest() -> None:
+    lengths = [40_000, 17_000, 9_000, 7_000, 3_000, 16_000]
+    plan = plan_baseline("bytescale", lengths, ranks=8, tokens_per_rank=16384, profile=H100)
+    degree = {p.document: p.degree for mb in plan.micro_batches for p in mb}
+    assert [degree[i] for i in range(6)] == least_degrees(np.array(lengths), 8, 16384).tolist() == [3, 2, 1, 1, 1, 1]
+    assert len(plan.micro_batches) == 1
+
+
+def test_best_fit_takes_the_fullest_pack_with_room() -> None:
+    assert best_fit([0, 1, 2, 3], [6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 8))
+def test_flexsp_cuts_keep_the_order_and_the_fullest_small(lengths: list[int], number: int) -> None:
+    sizes = np.array(sorted(lengths, reverse=True))
+    runs = _even_cuts(np.arange(len(sizes)), sizes, number)
+    assert [document for run in runs for document in run] == list(range(len(sizes)))
+    assert len(runs) <= number
+    fullest = max(int(sizes[run].sum()) for run in runs)
+    assert fullest <= sizes.sum() / min(number, len(sizes)) + sizes.max()
+
+
+def test_megatron_dev_widens_until_no_rank_is_empty() -> None:
+    plan = plan_baseline("megatron-dev", [4000, 3000, 100], ranks=8, tokens_per_rank=4096, profile=H100)
+    ranks = {rank for p in plan.micro_batches[0] for rank in p.ring}
+    assert ranks == set(range(8))
+
+
+def test_auto_is_ahead_of_every_baseline_where_documents_are_many() -> None:
+    lengths = load_mix("wlb_128k").draw(256, seed=0)
+    auto = make_plan(lengths, ranks=16, tokens_per_rank=16384, profile=H100)
+    for name in OURS_TO_READ:
+        assert auto.makespan_s < plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100).makespan_s, name
