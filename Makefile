@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= examples/quickstart.yaml
 PROCESSES ?= 2
+RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
 PYTEST_ARGS ?= -m "not slow and not gpu"
 
 # The first Python >= 3.11 on the path, unless PYTHON says which one.
@@ -19,11 +20,11 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
-	@echo '  Variables: PYTHON=python3.12  PROCESSES=2  CONFIG=examples/quickstart.yaml  PYTEST_ARGS="tests/test_config.py -v"'
+	@echo '  Variables: PYTHON=python3.12  PROCESSES=2  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/test_config.py -v"'
 
 train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on two processes
 	$(BIN)/longctx prepare
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx train $(CONFIG)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx train $(CONFIG) --train.run_dir $(RUN)
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
