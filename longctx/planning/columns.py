@@ -8,6 +8,7 @@ work on inefficiency and exposed exchange. Layouts are ranked by their estimated
 filled with the documents of degree 1, the best of these are evened out (`balance.py`), and the exact cost decides.
 """
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,9 +31,9 @@ SHORT = 0.3
 """Documents that take less of the ideal height than this are left on one rank."""
 TIGHT = 0.9
 """Share of the token budget from which one more micro-batch is searched as thoroughly as the fewest."""
-IMPROVED = 3
+IMPROVED = 2
 """How many of the best layouts are evened out."""
-BRIEFLY, THOROUGHLY = 32, 160
+BRIEFLY, THOROUGHLY = 24, 128
 """Rounds of evening out: to choose between layouts, and for the one that was chosen."""
 
 
@@ -89,7 +90,8 @@ def _best_filled(step: Step, layouts: list[Rings]) -> tuple[Assignment, int] | N
     launch_ns = nanoseconds(step.profile.launch_s)
     layouts = sorted(layouts, key=lambda rings: rings.estimate_ns + len(rings.height) * launch_ns)
     enough = max(3, min(20, 4096 // len(step.lengths)))
-    filled = [(rings, plan) for rings in layouts[: 2 * enough] if (plan := fill(rings, step.ranks)) is not None][:enough]
+    attempts = ((rings, fill(rings, step.ranks)) for rings in layouts[: 2 * enough])
+    filled = list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), enough))
     if not filled:
         return None
     filled.sort(key=lambda item: makespan(item[1]))

@@ -103,24 +103,23 @@ def _least_loaded_run(load: Integers, free: Integers, degree: int, tokens: int, 
 
     A ring no larger than a node stays inside one where it can: crossing the edge moves its exchange to the slow network.
     """
-    busiest = -_sliding_min(-load, degree)
-    fits = _sliding_min(free, degree) >= tokens
-    if degree <= node:
+    busiest = _sliding_max(np.where(free >= tokens, load, NEVER), degree)
+    if 1 < degree <= node and busiest.shape[1] > node - degree + 1:
         first = np.arange(busiest.shape[1])
-        inside = fits & (first // node == (first + degree - 1) // node)
-        fits = inside if inside.any() else fits
-    candidates = np.where(fits, busiest, NEVER)
-    best = int(candidates.argmin())
-    row, first_rank = divmod(best, busiest.shape[1])
-    return (row, first_rank) if fits[row, first_rank] else None
+        first = first[first % node <= node - degree]
+        row, place = divmod(int(busiest[:, first].argmin()), len(first))
+        if busiest[row, first[place]] < NEVER:
+            return row, int(first[place])
+    row, first_rank = divmod(int(busiest.argmin()), busiest.shape[1])
+    return (row, first_rank) if busiest[row, first_rank] < NEVER else None
 
 
-def _sliding_min(values: Integers, width: int) -> Integers:
-    """Minimum over every run of `width` columns, by doubling."""
+def _sliding_max(values: Integers, width: int) -> Integers:
+    """Maximum over every run of `width` columns, by doubling."""
     result, covered = values, 1
     while covered < width:
         step = min(covered, width - covered)
-        result = np.minimum(result[:, : result.shape[1] - step], result[:, step:])
+        result = np.maximum(result[:, : result.shape[1] - step], result[:, step:])
         covered += step
     return result
 

@@ -8,11 +8,12 @@ first, so that equals share a micro-batch. The better packing by the exact cost 
 
 import bisect
 import heapq
+import math
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost import alone_ns, attention_ns, linear_ns, nanoseconds, score
+from longctx.planning.cost import alone_ns, attention_ns, linear_ns, mate_ns, nanoseconds, score
 from longctx.planning.profile import HardwareProfile
 
 
@@ -39,17 +40,22 @@ def plan_static(
 def static_bounds_ns(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
 ) -> tuple[int, int]:
-    """Times that no static plan of this degree can beat: its work evenly spread on a free network.
+    """Times that no static plan of this degree can beat: its work evenly spread, its exchange hidden as well as can be.
 
-    The first spreads it over all ranks, and holds for higher degrees as well; the second over this degree's groups.
+    The first spreads it over all ranks, and holds for higher degrees as well: neither attention nor exchange gets less with the
+    degree. The second spreads it over this degree's groups.
     """
     degrees, groups = np.full_like(lengths, degree), ranks // degree
-    rounding = 2 * len(lengths)  # shares were rounded up; never let that lift a bound
-    work = int(attention_ns(profile, lengths, degrees).sum()) + int(linear_ns(profile, lengths // degree).sum()) - rounding
-    total, fewest = int(lengths.sum()), nanoseconds(profile.step_s)
-    on_all_ranks = fewest + -(-total // (ranks * tokens_per_rank)) * nanoseconds(profile.launch_s)
-    on_groups = fewest + -(-total // (groups * degree * tokens_per_rank)) * nanoseconds(profile.launch_s)
-    return on_all_ranks + max(0, work) * degree // ranks, on_groups + max(0, work) // groups
+    rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
+    linear = int(linear_ns(profile, lengths // degree).sum())
+    attention = int(attention_ns(profile, lengths, degrees).sum())
+    far_mates = max(0, degree - profile.ranks_per_node)  # a rank has at least so many in other nodes
+    exchange = far_mates * int(mate_ns(profile, lengths, degrees)[1].sum()) - degree * len(lengths)
+    exposed = max(0, exchange - math.ceil(profile.overlap * attention))
+    work = max(0, linear + attention + exposed - rounding)
+    total, launch, step = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
+    on_all_ranks = step + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
+    return on_all_ranks, step + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
 
 
 def _best_fit(weights: Integers, capacity: int) -> Integers:
