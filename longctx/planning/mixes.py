@@ -18,6 +18,7 @@ from longctx.errors import UserError
 
 FOLDER = Path(__file__).parent / "mixes"
 MOST_DOCUMENTS = 10_000_000
+LARGEST_SEED = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Mix:
         """Lengths of that many documents, in drawn order; the same for the same seed on every machine."""
         if not 1 <= documents <= MOST_DOCUMENTS:
             raise UserError(f"documents is {documents}: must be a whole number in 1..{MOST_DOCUMENTS}")
-        if seed < 0:
-            raise UserError(f"seed is {seed}: must be a whole number ≥ 0")
-        random = np.random.Generator(np.random.PCG64(seed))
+        if not 0 <= seed <= LARGEST_SEED:
+            raise UserError(f"seed is {seed}: must be a whole number in 0..{LARGEST_SEED}")
+        random = np.random.RandomState(seed)  # NumPy promises never to change its streams (NEP 19)
         upto = np.cumsum(self.documents)
-        chosen = np.searchsorted(upto, random.integers(0, upto[-1], documents), side="right")
+        chosen = np.searchsorted(upto, random.randint(0, int(upto[-1]), documents, dtype=np.int64), side="right")
         low, high = np.array(self.low, dtype=np.float64)[chosen], np.array(self.high, dtype=np.float64)[chosen]
-        lengths = np.floor(low * (high / low) ** random.random(documents)).astype(np.int64)
+        lengths = np.floor(low * (high / low) ** random.random_sample(documents)).astype(np.int64)
         result: list[int] = np.clip(lengths, low.astype(np.int64), high.astype(np.int64) - 1).tolist()
         return result
 

@@ -23,16 +23,21 @@ def save_plan(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(12, 5.6), dpi=160, facecolor="white")
     FigureCanvasAgg(figure)  # draws without a display
     axes = figure.add_axes((0.055, 0.105, 0.93, 0.70))
-    edge = min(0.9, 30 / plan.ranks)
+    draw_timeline(axes, times)
+    _words(figure, plan, bool(times.waits))
+    figure.savefig(path)
+
+
+def draw_timeline(axes: Axes, times: Timeline, span_s: float | None = None) -> None:
+    """Draws ranks over time; the axis ends at `span_s` (default: the makespan), so that several drawings can share a scale."""
+    edge = min(0.9, 30 / times.ranks)
     for face in dict.fromkeys(colour(block.degree) for block in times.blocks):
         shapes = [_outline(block) for block in times.blocks if colour(block.degree) == face]
         axes.add_collection(PolyCollection(shapes, facecolors=face, edgecolors="white", linewidths=edge))
     waits = [_box(wait.start_s, wait.stop_s, wait.rank, wait.rank + 1) for wait in times.waits]
     axes.add_collection(PolyCollection(waits, facecolors=WAIT, edgecolors="none"))
     _fixed_costs(axes, times)
-    _frame(axes, times)
-    _words(figure, plan, bool(waits))
-    figure.savefig(path)
+    _frame(axes, times, times.makespan_s if span_s is None else span_s)
 
 
 def _outline(block: Block) -> Polygon:
@@ -56,8 +61,8 @@ def _fixed_costs(axes: Axes, times: Timeline) -> None:
         axes.axvline(stop, color=INK, linewidth=0.9)
 
 
-def _frame(axes: Axes, times: Timeline) -> None:
-    axes.set_xlim(0, times.makespan_s)
+def _frame(axes: Axes, times: Timeline, span_s: float) -> None:
+    axes.set_xlim(0, span_s)
     axes.set_ylim(times.ranks, 0)
     axes.set_xlabel("seconds (modelled)", color=QUIET, fontsize=10)
     axes.set_ylabel("rank", color=QUIET, fontsize=10)

@@ -1,0 +1,222 @@
+"""`longctx compare`: the same documents under dynamic and static degrees and under other systems' planning, by one cost model.
+
+Lengths come from a named mix, a file or a store. Nothing is trained: plans are made and scored.
+"""
+
+import argparse
+import csv
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.commands.plan import DEFAULT_MICRO_BATCHES, read_lengths
+from longctx.errors import UserError
+from longctx.planning.mixes import mix_names
+
+if TYPE_CHECKING:
+    from longctx.planning.plan import Plan
+    from longctx.planning.profile import HardwareProfile
+    from longctx.report.compare import Case, Row
+    from longctx.report.compare_steps import Source
+
+SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
+DEFAULT_RANKS = (8, 64, 256, 1024)
+DOCUMENTS_A_RANK = 4
+DEFAULT_STEPS = 3
+DETAILED = 64
+"""The number of ranks that is shown in detail, or the nearest one given."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
+    lengths.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE|STORE",
+        help="a text file with the length of one document a line, or a store made by `longctx prepare`",
+    )
+    default_ranks = ",".join(map(str, DEFAULT_RANKS))
+    parser.add_argument(
+        "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: {default_ranks}, those that fit)"
+    )
+    parser.add_argument("--tokens-per-rank", type=int, default=16384, metavar="T", help="most tokens on a rank at once")
+    parser.add_argument("--profile", default="h100-nvlink-ib", help="hardware profile: a shipped name, or a YAML or JSON file")
+    parser.add_argument(
+        "--long-documents",
+        choices=("split", "drop", "error"),
+        help="documents longer than ranks × tokens per rank (default: split; for a file: error)",
+    )
+    steps = parser.add_argument_group("with a mix or a store")
+    steps.add_argument(
+        "--documents", type=int, metavar="D", help=f"documents of a step, mix only (default: {DOCUMENTS_A_RANK} a rank)"
+    )
+    steps.add_argument(
+        "--global-tokens",
+        type=int,
+        help=f"tokens of a step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
+    )
+    steps.add_argument("--seed", type=int, help="which documents (default: 0)")
+    steps.add_argument("--steps", type=int, help=f"steps that are planned; figures are their mean (default: {DEFAULT_STEPS})")
+    output = parser.add_argument_group("output")
+    output.add_argument("--html", type=Path, metavar="F", help="write a page with figures, which also vary budget and length")
+    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner a line")
+    output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """`8,64` → (8, 64)."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdecimal() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers ≥ 1, as in 8,64,256")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from longctx.planning.profile import HardwareProfile
+    from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
+    from longctx.report.compare_steps import make_cases, sweeps
+
+    for path in (arguments.html, arguments.csv):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+    profile = HardwareProfile.load(arguments.profile)
+    long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
+    source = _source(arguments, long_documents)
+    budget = arguments.tokens_per_rank
+    ranks = arguments.ranks or DEFAULT_RANKS
+    cases, changed = make_cases(source, ranks, budget, profile, long_documents, all_must_fit=arguments.ranks is not None)
+    detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
+    here = [case for case in cases if case.ranks == detailed]
+    if arguments.html:
+        cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
+    rows, plans = _compare(cases, profile, here[0])
+    means = mean_rows(rows)
+    if arguments.csv:
+        _write_csv(rows, arguments.csv)
+    if arguments.html:
+        _write_page(arguments, profile, source, means, here, plans, changed)
+    if arguments.json:
+        print(json.dumps({"version": 1, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
+    else:
+        from rich.console import Console
+
+        from longctx.report.compare_table import print_comparison
+
+        print_comparison(means, detailed, f"{source.words}{''.join(f'; {words}' for words in changed)}", Console())
+    return 0
+
+
+def _is_file(arguments: argparse.Namespace) -> bool:
+    return arguments.lengths is not None and not arguments.lengths.is_dir()
+
+
+def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
+    """Where the lengths come from. Raises UserError for options that do not belong to it."""
+    from longctx.report.compare_steps import list_source, mix_source, store_source
+
+    kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
+    belongs = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "store"), "steps": ("mix", "store")}
+    for name, kinds in belongs.items():
+        if getattr(arguments, name) is not None and kind not in kinds:
+            raise UserError(
+                f"--{name.replace('_', '-')} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out"
+            )
+    seed = arguments.seed or 0
+    steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
+    if steps < 1:
+        raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
+    if kind == "mix":
+        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_A_RANK, seed, steps)
+    if kind == "file":
+        return list_source(read_lengths(arguments.lengths), f"the documents of {arguments.lengths}")
+
+    def global_tokens(ranks: int) -> int:
+        given: int | None = arguments.global_tokens
+        return DEFAULT_MICRO_BATCHES * ranks * int(arguments.tokens_per_rank) if given is None else given
+
+    return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
+
+
+def _compare(cases: Sequence["Case"], profile: "HardwareProfile", shown: "Case") -> tuple[list["Row"], dict[str, "Plan"]]:
+    """All rows, and the plans of one case. Shows progress on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from longctx.report.compare import PLANNERS, TITLES, compare_case
+
+    rows: list[Row] = []
+    plans: dict[str, Plan] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(cases) * len(PLANNERS))
+        for case in cases:
+
+            def started(planner: str, case: "Case" = case) -> None:
+                progress.update(task, description=f"{case.ranks} ranks: {TITLES[planner]}")
+
+            outcome = compare_case(case, profile, started=started, finished=lambda: progress.advance(task))
+            rows += outcome.rows
+            if case is shown:
+                plans.update(outcome.plans)
+    return rows, plans
+
+
+def _write_csv(rows: Sequence["Row"], path: Path) -> None:
+    from longctx.report.compare import COLUMNS
+
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def _write_page(
+    arguments: argparse.Namespace,
+    profile: "HardwareProfile",
+    source: "Source",
+    means: Sequence["Row"],
+    here: Sequence["Case"],
+    plans: dict[str, "Plan"],
+    changed: Sequence[str],
+) -> None:
+    from longctx.report.compare import static_curve
+    from longctx.report.page import Comparison, render
+
+    comparison = Comparison(
+        source=source.words,
+        profile_name=str(arguments.profile),
+        profile=profile,
+        ranks=here[0].ranks,
+        tokens_per_rank=arguments.tokens_per_rank,
+        steps=len(here),
+        rows=means,
+        plans=plans,
+        static_curve=static_curve(here[0], profile),
+        about=_about(),
+        changed="; ".join(changed),
+    )
+    arguments.html.write_text(render(comparison), encoding="utf-8")
+
+
+def _about() -> dict[str, str]:
+    """What a reader needs to make the page again."""
+    versions = []
+    for package in ("longctx", "numpy", "megatron-core"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            versions.append(f"{package} not installed")
+    command = shlex.join(["longctx", "compare", *sys.argv[2:]])
+    return {
+        "made with": command,
+        "on": f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "versions": ", ".join(versions),
+    }

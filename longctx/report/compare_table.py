@@ -1,0 +1,71 @@
+"""The comparison on a terminal: speedups by ranks, and what is behind them on one number of ranks."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from longctx.report.compare import PLANNERS, TITLES, Row
+
+
+def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Console) -> None:
+    """Prints mean rows of the ranks sweep; details are those on `ranks` ranks."""
+    swept = [row for row in rows if row.sweep == "ranks"]
+    console.print(f"{source}   {swept[0].tokens_per_rank:,} tokens a rank", highlight=False, markup=False)
+    everywhere = sorted({row.ranks for row in swept})
+    if len(everywhere) > 1:
+        console.print(_speedups(swept, everywhere))
+    console.print(_details([row for row in swept if row.ranks == ranks], ranks))
+    notes = dict.fromkeys((TITLES[row.planner], f"{row.ranks} ranks", row.note) for row in swept if row.note)
+    for title, where, note in notes:
+        console.print(f"{title}, {where}: {note}", style="dim", highlight=False, markup=False)
+
+
+def _speedups(rows: Sequence[Row], everywhere: Sequence[int]) -> Table:
+    table = Table(title="speedup over the best static degree, by ranks", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for ranks in everywhere:
+        table.add_column(f"{ranks:,}", justify="right")
+    for planner in PLANNERS:
+        found = {row.ranks: row for row in rows if row.planner == planner}
+        cells = [_times(found[ranks].speedup) if ranks in found else "" for ranks in everywhere]
+        if any(cells):
+            table.add_row(TITLES[planner], *cells, style="bold" if planner == "auto" else None)
+    bound = {row.ranks: row for row in rows if row.planner == "static" and row.makespan_s}
+    table.add_row("no plan can pass", *[_bound(bound.get(ranks)) for ranks in everywhere], style="dim")
+    return table
+
+
+def _details(rows: Sequence[Row], ranks: int) -> Table:
+    first = rows[0]
+    title = f"{ranks:,} ranks: {first.documents:,} documents, {first.tokens:,} tokens, the longest {first.longest:,}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+    for name in ("", "seconds", "speedup", "gap", "waits", "idle", "padding", "batches", "planning"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)):
+        if row.makespan_s is None:
+            continue
+        name = (
+            f"{TITLES[row.planner]} ({row.winner.removeprefix('static:')})" if row.planner == "static" else TITLES[row.planner]
+        )
+        table.add_row(
+            name,
+            f"{row.makespan_s:.4g}",
+            _times(row.speedup),
+            f"{row.gap:.1%}",
+            f"{row.exchange_share:.1%}",
+            f"{row.idle_share:.1%}",
+            f"{row.padding_share:.1%}",
+            str(row.micro_batches),
+            f"{row.planning_ms:,.0f} ms",
+            style="bold" if row.planner == "auto" else None,
+        )
+    return table
+
+
+def _bound(static: Row | None) -> str:
+    return "" if static is None else _times((static.makespan_s or 0) / (static.lower_bound_s or 1))
+
+
+def _times(speedup: float | None) -> str:
+    return "—" if speedup is None else f"{speedup:.2f}×"

@@ -1,0 +1,330 @@
+"""Page: a comparison as one HTML file that needs nothing else: no network, no script; pictures and numbers are inside.
+
+Every figure is followed by a sentence that says what it shows and how it was computed, and all its numbers stand in the table
+at the end, so that a reader who doubts one can follow it.
+"""
+
+import html
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from longctx.planning.baselines import BASELINES
+from longctx.planning.plan import Plan
+from longctx.planning.profile import HardwareProfile
+from longctx.report import page_figures as figures
+from longctx.report.compare import PLANNERS, TITLES, Row
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that a page shows. `rows` are means over the steps; `plans` and `static_curve` belong to the first step on `ranks` ranks.
+
+    Attributes:
+        source: where the lengths come from, in words.
+        about: facts about the run, such as the command, versions and the machine: name → value.
+        changed: what was done to documents that do not fit, in words; empty if nothing.
+        static_curve: (degree, makespan in seconds or None if a document does not fit).
+    """
+
+    source: str
+    profile_name: str
+    profile: HardwareProfile
+    ranks: int
+    tokens_per_rank: int
+    steps: int
+    rows: Sequence[Row]
+    plans: dict[str, Plan]
+    static_curve: Sequence[tuple[int, float | None]]
+    about: dict[str, str]
+    changed: str = ""
+
+    def reference(self) -> list[Row]:
+        """The rows of the ranks sweep on `ranks` ranks, in the order of PLANNERS."""
+        rows = [row for row in self.rows if row.sweep == "ranks" and row.ranks == self.ranks]
+        return sorted(rows, key=lambda row: PLANNERS.index(row.planner))
+
+    def sweep(self, name: str) -> list[Row]:
+        return [row for row in self.rows if row.sweep == name]
+
+
+def render(comparison: Comparison) -> str:
+    """The page as HTML text."""
+    c = comparison
+    sections = [_summary(c), _setting(c), _at_reference(c), _timelines(c), _sweeps(c), _documents(c), _method(c), _all_rows(c)]
+    style = files("longctx.report").joinpath("page.css").read_text(encoding="utf-8")
+    title = f"Dynamic against static context parallelism: {c.source}"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _summary(c: Comparison) -> str:
+    rows = {row.planner: row for row in c.reference()}
+    auto, static = rows["auto"], rows.get("static")
+    cards = [(f"{auto.gap:.1%}", "above the lower bound: no plan of any kind can be faster by more than this")]
+    if static and static.makespan_s and auto.speedup:
+        cards.insert(0, (f"{auto.speedup:.2f}×", f"auto over the best static degree ({_winner(static)})"))
+        others = [row for row in rows.values() if row.planner in BASELINES and row.speedup]
+        if others:
+            best = max(others, key=lambda row: row.speedup or 0)
+            cards.append((f"{best.speedup:.2f}×", f"the best of the other systems here, {TITLES[best.planner]}"))
+    cards.append((f"{auto.planning_ms:,.0f} ms", "to plan the step, while the one before it trains"))
+    lead = (
+        f"How long would one training step take if every document had the same context-parallel degree, and how long if each has its "
+        f"own? {_text(c.source)}; {c.ranks:,} ranks with {c.tokens_per_rank:,} tokens each, hardware profile {_text(c.profile_name)}"
+        f"{f'; mean of {c.steps} steps' if c.steps > 1 else ''}. All times are modelled, by the cost model at the end of this page."
+    )
+    boxes = "".join(f"<div class=card><b>{value}</b><span>{_text(words)}</span></div>" for value, words in cards)
+    return f"<h1>Dynamic against static context parallelism</h1>\n<p class=lead>{lead}</p>\n<div class=cards>{boxes}</div>"
+
+
+def _setting(c: Comparison) -> str:
+    row = next(row for row in c.reference() if row.planner == "auto")
+    facts = {
+        "documents a step": f"{row.documents:,}, {row.tokens:,} tokens, the longest {row.longest:,}",
+        **({"long documents": c.changed} if c.changed else {}),
+        **c.about,
+    }
+    lines = "".join(f"<tr><th>{_text(name)}</th><td>{_text(value)}</td></tr>" for name, value in facts.items())
+    return f"<table class=facts>{lines}</table>"
+
+
+def _at_reference(c: Comparison) -> str:
+    rows = c.reference()
+    auto = next(row for row in rows if row.planner == "auto")
+    static = next((row for row in rows if row.planner == "static" and row.makespan_s), None)
+    parts = [f"<h2>One step on {c.ranks:,} ranks</h2>"]
+    if static:
+        bound = (static.makespan_s or 0) / (static.lower_bound_s or 1)
+        parts.append(
+            _figure(
+                figures.speedup_bars(rows, bound),
+                "Speedup of every way of planning over the best static degree",
+                f"Each bar is the time of the best static plan ({_winner(static)}, {static.makespan_s:.3g} s) divided by the time of "
+                f"this plan, for the same documents and the same cost model{_mean_words(c)}. The best static plan is the fastest of all "
+                f"degrees tried, not of powers of two alone, and its packing is evened out. The dashed line is the lower bound: even "
+                f"with a free network and perfect balance no plan passes it.",
+            )
+        )
+    parts.append(
+        _figure(
+            figures.time_bars(rows),
+            "Where the time of the step goes under every plan",
+            "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that attention "
+            "could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the optimizer. A bar's "
+            "parts add up to the time of the step. Splitting short documents shows up twice: as exchange, and as longer work, because "
+            "attention on short chunks is less efficient.",
+        )
+    )
+    parts.append(_reference_table(rows))
+    held = [(degree, seconds) for degree, seconds in c.static_curve if seconds is not None]
+    if held:
+        parts.append(
+            _figure(
+                figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, c.plans["auto"].lower_bound_s),
+                "Time of the step at every static degree",
+                "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high ones "
+                "exchange too much and cut documents too short. The best static plan of the first figure is sought among "
+                f"{'all degrees' if c.ranks <= 64 else 'these degrees and the one that auto finds best'}.",
+            )
+        )
+    missing = [row for row in rows if row.note]
+    if missing:
+        items = "".join(f"<li><b>{_text(TITLES[row.planner])}</b>: {_text(row.note)}</li>" for row in missing)
+        parts.append(f"<p>Not shown, with the reason:</p><ul>{items}</ul>")
+    if auto.winner.startswith("static"):
+        parts.append("<p>Here auto's own search found nothing better than the best static plan, and so it chose that one.</p>")
+    return "\n".join(parts)
+
+
+def _reference_table(rows: Sequence[Row]) -> str:
+    head = (
+        "<tr><th>planner<th>time of the step<th>speedup<th>above the bound<th>waits for K, V<th>idle<th>padding<th>micro-batches"
+        "<th>remote tokens<th>planning</tr>"
+    )
+    body = "".join(
+        f"<tr{' class=ours' if row.planner == 'auto' else ''}><th>{_text(_name(row))}</th><td>{row.makespan_s:.3g} s</td>"
+        f"<td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
+        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.remote_tokens:,}</td><td>{row.planning_ms:,.0f} ms</td></tr>"
+        for row in rows
+        if row.makespan_s is not None
+    )
+    caption = (
+        "Waits and idle are shares of all ranks' time. Padding is the share of token slots (micro-batches × ranks × tokens a rank) that "
+        "hold no token: longctx computes nothing for them, a system with fixed shapes would. Remote tokens are the most tokens of other "
+        "ranks whose K and V one rank holds at once, if it gathers them in one stage; more stages hold less."
+    )
+    return f"<div class=scroll><table class=numbers>{head}{body}</table></div><p class=caption>{caption}</p>"
+
+
+def _timelines(c: Comparison) -> str:
+    shown = [(title, c.plans[name]) for name, title in (("static", "Best static degree"), ("auto", "Auto")) if name in c.plans]
+    named = [(f"{title} ({plan.winner})", plan) for title, plan in shown]
+    return "<h2>What the ranks do</h2>" + _figure(
+        figures.timelines(named),
+        "Ranks over time in one step, under the best static degree and under auto",
+        "One row is one rank, time runs to the right on the same scale in both. A block is a document, its colour the number of ranks it "
+        "is split over, so a ring is a block across several rows; white is idle time, and a line ends a micro-batch, at which ranks wait "
+        "for each other. First step; order inside a micro-batch is for the eye, the cost model knows only how long a rank is busy.",
+    )
+
+
+def _sweeps(c: Comparison) -> str:
+    planners = [planner for planner in PLANNERS if planner != "static"]
+    parts = ["<h2>How the gain moves</h2>"]
+    by_ranks, by_budget, by_longest = c.sweep("ranks"), c.sweep("budget"), c.sweep("longest")
+    same = "Speedup over the best static degree of the same setting, which is sought anew for every point"
+    if len({row.ranks for row in by_ranks}) > 1:
+        documents = {row.ranks: row.documents for row in by_ranks}
+        grow = "the same documents on all" if len(set(documents.values())) == 1 else "the step grows with the ranks"
+        parts.append(
+            _figure(
+                figures.lines(by_ranks, lambda r: r.ranks, lambda r: r.speedup, "ranks", "speedup", planners),
+                "Speedup by ranks",
+                f"{same}, at {c.tokens_per_rank:,} tokens a rank; {grow} "
+                f"({', '.join(f'{documents[n]:,} documents on {n:,}' for n in sorted(documents))}){_mean_words(c)}. On few ranks a static "
+                "degree cannot waste much; the more ranks a long document forces upon short ones, the more dynamic degrees gain.",
+            )
+        )
+        parts.append(
+            _figure(
+                figures.lines(
+                    by_ranks,
+                    lambda r: r.ranks,
+                    lambda r: None if r.gap is None else 100 * r.gap,
+                    "ranks",
+                    "% above the bound",
+                    PLANNERS,
+                ),
+                "Distance to the lower bound by ranks",
+                "Time of each plan over the lower bound, less one; zero would be perfect. The bound lets every document use a free "
+                "network and spreads its work over all ranks, so part of the distance no plan can close, above all where one document "
+                "is a large part of the step.",
+            )
+        )
+    if by_budget:
+        parts.append(
+            _figure(
+                figures.lines(
+                    by_budget, lambda r: r.tokens_per_rank, lambda r: r.speedup, "tokens a rank", "speedup", planners
+                ),
+                "Speedup by token budget",
+                f"{same}: the same documents on {c.ranks:,} ranks, with a quarter to four times the tokens a rank{_mean_words(c)}. A larger "
+                "budget lets a static plan take a lower degree.",
+            )
+        )
+    if by_longest:
+        parts.append(
+            _figure(
+                figures.lines(
+                    by_longest,
+                    lambda r: r.max_length or 0,
+                    lambda r: r.speedup,
+                    "longest document in tokens",
+                    "speedup",
+                    planners,
+                ),
+                "Speedup by longest document",
+                f"{same}: {c.ranks:,} ranks, {c.tokens_per_rank:,} tokens each, documents longer than the number below cut into pieces of "
+                f"that length, so that all points hold the same tokens{_mean_words(c)}.",
+            )
+        )
+    return "\n".join(parts) if len(parts) > 1 else ""
+
+
+def _documents(c: Comparison) -> str:
+    auto = c.plans["auto"]
+    lengths = _figure(
+        figures.length_histogram(auto.lengths),
+        "How long the documents are",
+        "Share of the documents, and of the tokens that they hold, by length (first step). Where the two part, few long documents hold "
+        "much of the work, and attention makes them weigh even more: it grows with the square of the length.",
+    )
+    degrees = _figure(
+        figures.degree_histogram(auto),
+        "Which degrees auto gives them",
+        f"Share of the same documents and tokens by the number of ranks that auto splits them over ({_text(auto.winner)}).",
+    )
+    return f"<h2>Documents and degrees</h2>{lengths}{degrees}"
+
+
+def _method(c: Comparison) -> str:
+    baselines = "".join(f"<li><b>{_text(b.title)}</b>. {_text(b.about)}</li>" for b in BASELINES.values())
+    constants = "".join(
+        f"<tr><th>{_text(name)}</th><td>{_text(str(value))}</td></tr>" for name, value in c.profile.to_dict().items()
+    )
+    return f"""<h2>How it was computed</h2>
+<p>Every way of planning gets the same documents, ranks and token budget, and its plan is checked: each document stands in one
+micro-batch, and no rank holds more tokens than the budget. All plans are then scored by one cost model, with attention a ring
+exchange that is hidden behind attention as far as the profile says, whatever the system would use itself:</p>
+<pre>rank       = linear · tokens + Σ attention · s² / degree / efficiency(chunk) + max(0, exchange − overlap · attention)
+exchange   = latency + max(bytes inside the node / bandwidth, bytes across nodes / bandwidth)
+step       = fixed + Σ over micro-batches (launch + slowest rank)
+bound      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks</pre>
+<p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and what other systems gain or lose by their own kernels and
+exchange. So this page compares planning, not whole systems. Modelled times are as good as the profile: measure your own machine
+before you trust seconds; ratios are less sensitive.</p>
+<p><b>Static</b>: documents packed best-fit by tokens into groups of one degree, or emptiest group first where that is faster; groups
+with most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses
+degree, ranks and micro-batch of every document; it also scores static and bins, and so is never worse than they are.</p>
+<ul>{baselines}</ul>
+<details><summary>Constants of the hardware profile {_text(c.profile_name)}</summary><table class=facts>{constants}</table></details>"""
+
+
+def _all_rows(c: Comparison) -> str:
+    head = (
+        "<tr><th>varied<th>planner<th>ranks<th>tokens a rank<th>documents<th>longest<th>time<th>bound<th>speedup<th>gap<th>waits"
+        "<th>idle<th>padding<th>planning</tr>"
+    )
+    body = "".join(_row(row) for row in c.rows)
+    return (
+        f"<details><summary>All numbers behind the figures ({len(c.rows)} rows)</summary><div class=scroll><table class=numbers>{head}"
+        f"{body}</table></div></details>"
+    )
+
+
+def _row(row: Row) -> str:
+    first = (
+        f"<tr><th>{row.sweep}</th><th>{_text(_name(row))}</th><td>{row.ranks:,}</td><td>{row.tokens_per_rank:,}</td>"
+        f"<td>{row.documents:,}</td><td>{row.longest:,}</td>"
+    )
+    if row.makespan_s is None:
+        return first + f"<td class=note colspan=8>{_text(row.note)}</td></tr>"
+    return (
+        first
+        + f"<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td>"
+        f"<td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td><td>{row.padding_share:.1%}</td>"
+        f"<td>{row.planning_ms:,.0f} ms</td></tr>"
+    )
+
+
+def _figure(uri: str, title: str, words: str) -> str:
+    return (
+        f'<figure><h3>{_text(title)}</h3><img src="{uri}" alt="{_text(title)}"><figcaption>{_text(words)}</figcaption></figure>'
+    )
+
+
+def _name(row: Row) -> str:
+    return f"best static ({_winner(row)})" if row.planner == "static" and row.winner else TITLES[row.planner]
+
+
+def _winner(row: Row) -> str:
+    """`static:8` → `degree 8`."""
+    return "degree " + row.winner.removeprefix("static:")
+
+
+def _mean_words(c: Comparison) -> str:
+    return f", mean of {c.steps} steps" if c.steps > 1 else ""
+
+
+def _times(speedup: float | None) -> str:
+    return "" if speedup is None else f"{speedup:.2f}×"
+
+
+def _text(words: str) -> str:
+    return html.escape(words)
