@@ -76,8 +76,8 @@ def make_cases(
 ) -> tuple[list[Case], list[str]]:
     """The steps on every number of ranks, and what was done to documents that are too long.
 
-    Numbers of ranks that cannot hold the documents are left out and named, unless all must fit. Raises PlanError if one must and
-    does not, or if none does.
+    Numbers of ranks that cannot hold the documents are left out and named, unless all must fit. Raises PlanError if one must
+    and does not, or if none does.
     """
     cases: list[Case] = []
     words: list[str] = []

@@ -18,13 +18,14 @@ from longctx.report.compare import PLANNERS, TITLES, Row
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that a page shows. `rows` are means over the steps; `plans` and `static_curve` belong to the first step on `ranks` ranks.
+    """All that a page shows. `rows` are means over the steps; `plans` and `static_curve` are of the first one on `ranks` ranks.
 
     Attributes:
         source: where the lengths come from, in words.
         about: facts about the run, such as the command, versions and the machine: name → value.
         changed: what was done to documents that do not fit, in words; empty if nothing.
         static_curve: (degree, makespan in seconds or None if a document does not fit).
+        megatron_groups_s: time of the first step if Megatron main's groups were run as they are, without the token budget.
     """
 
     source: str
@@ -36,6 +37,7 @@ class Comparison:
     rows: Sequence[Row]
     plans: dict[str, Plan]
     static_curve: Sequence[tuple[int, float | None]]
+    megatron_groups_s: float | None
     about: dict[str, str]
     changed: str = ""
 
@@ -69,15 +71,16 @@ def _summary(c: Comparison) -> str:
     cards = [(f"{auto.gap:.1%}", "above the lower bound: no plan of any kind can be faster by more than this")]
     if static and static.makespan_s and auto.speedup:
         cards.insert(0, (f"{auto.speedup:.2f}×", f"auto over the best static degree ({_winner(static)})"))
-        others = [row for row in rows.values() if row.planner in BASELINES and row.speedup]
+        others = [row for row in rows.values() if row.planner in BASELINES and row.planner != "plain-static" and row.speedup]
         if others:
             best = max(others, key=lambda row: row.speedup or 0)
             cards.append((f"{best.speedup:.2f}×", f"the best of the other systems here, {TITLES[best.planner]}"))
     cards.append((f"{auto.planning_ms:,.0f} ms", "to plan the step, while the one before it trains"))
     lead = (
-        f"How long would one training step take if every document had the same context-parallel degree, and how long if each has its "
-        f"own? {_text(c.source)}; {c.ranks:,} ranks with {c.tokens_per_rank:,} tokens each, hardware profile {_text(c.profile_name)}"
-        f"{f'; mean of {c.steps} steps' if c.steps > 1 else ''}. All times are modelled, by the cost model at the end of this page."
+        "How long would one training step take if every document had the same context-parallel degree, and how long if each "
+        f"has its own? Here: {_text(c.source)}; {c.ranks:,} ranks with {c.tokens_per_rank:,} tokens each, hardware profile "
+        f"{_text(c.profile_name)}{f'; mean of {c.steps} steps' if c.steps > 1 else ''}. All times are modelled, by the cost "
+        "model at the end of this page."
     )
     boxes = "".join(f"<div class=card><b>{value}</b><span>{_text(words)}</span></div>" for value, words in cards)
     return f"<h1>Dynamic against static context parallelism</h1>\n<p class=lead>{lead}</p>\n<div class=cards>{boxes}</div>"
@@ -105,31 +108,38 @@ def _at_reference(c: Comparison) -> str:
             _figure(
                 figures.speedup_bars(rows, bound),
                 "Speedup of every way of planning over the best static degree",
-                f"Each bar is the time of the best static plan ({_winner(static)}, {static.makespan_s:.3g} s) divided by the time of "
-                f"this plan, for the same documents and the same cost model{_mean_words(c)}. The best static plan is the fastest of all "
-                f"degrees tried, not of powers of two alone, and its packing is evened out. The dashed line is the lower bound: even "
-                f"with a free network and perfect balance no plan passes it.",
+                f"Each bar is the time of the best static plan ({_winner(static)}, {static.makespan_s:.3g} s) divided by the "
+                f"time of this plan, for the same documents and the same cost model{_mean_words(c)}. The best static plan is "
+                "the fastest of all degrees tried, not of powers of two alone, and of two ways of packing. The dashed line "
+                f"is the lower bound: even with a free network and perfect balance no plan passes it.",
             )
         )
     parts.append(
         _figure(
             figures.time_bars(rows),
             "Where the time of the step goes under every plan",
-            "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that attention "
-            "could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the optimizer. A bar's "
-            "parts add up to the time of the step. Splitting short documents shows up twice: as exchange, and as longer work, because "
-            "attention on short chunks is less efficient.",
+            "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that "
+            "attention could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the "
+            "optimizer. A bar's parts add up to the time of the step. Splitting short documents shows up twice: as exchange, "
+            "and as longer work, because attention on short chunks is less efficient.",
         )
     )
     parts.append(_reference_table(rows))
+    if c.megatron_groups_s is not None and "megatron-main" in c.plans:
+        parts.append(
+            "<p class=caption>Megatron's own runtime runs the documents of a rank one by one and has no barrier inside a "
+            "group, so the token budget costs it less than here. With neither budget nor barrier its groups would take "
+            f"{c.megatron_groups_s:.3g} s in the first step instead of {c.plans['megatron-main'].makespan_s:.3g} s, if "
+            "starting a document cost nothing.</p>"
+        )
     held = [(degree, seconds) for degree, seconds in c.static_curve if seconds is not None]
     if held:
         parts.append(
             _figure(
                 figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, c.plans["auto"].lower_bound_s),
                 "Time of the step at every static degree",
-                "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high ones "
-                "exchange too much and cut documents too short. The best static plan of the first figure is sought among "
+                "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
+                "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
                 f"{'all degrees' if c.ranks <= 64 else 'these degrees and the one that auto finds best'}.",
             )
         )
@@ -144,20 +154,22 @@ def _at_reference(c: Comparison) -> str:
 
 def _reference_table(rows: Sequence[Row]) -> str:
     head = (
-        "<tr><th>planner<th>time of the step<th>speedup<th>above the bound<th>waits for K, V<th>idle<th>padding<th>micro-batches"
-        "<th>remote tokens<th>planning</tr>"
+        "<tr><th>planner<th>time of the step<th>speedup<th>above the bound<th>waits for K, "
+        "V<th>idle<th>padding<th>micro-batches<th>remote tokens<th>planning</tr>"
     )
     body = "".join(
         f"<tr{' class=ours' if row.planner == 'auto' else ''}><th>{_text(_name(row))}</th><td>{row.makespan_s:.3g} s</td>"
         f"<td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
-        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.remote_tokens:,}</td><td>{row.planning_ms:,.0f} ms</td></tr>"
+        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.remote_tokens:,}</td>"
+        f"<td>{row.planning_ms:,.0f} ms</td></tr>"
         for row in rows
         if row.makespan_s is not None
     )
     caption = (
-        "Waits and idle are shares of all ranks' time. Padding is the share of token slots (micro-batches × ranks × tokens a rank) that "
-        "hold no token: longctx computes nothing for them, a system with fixed shapes would. Remote tokens are the most tokens of other "
-        "ranks whose K and V one rank holds at once, if it gathers them in one stage; more stages hold less."
+        "Waits and idle are shares of all ranks' time. Padding is the share of token slots (micro-batches × ranks × tokens a "
+        "rank) that hold no token: longctx computes nothing for them, a system with fixed shapes would. Remote tokens are the "
+        "most tokens of other ranks whose K and V one rank holds at once, if it gathers them in one stage; more stages hold "
+        "less."
     )
     return f"<div class=scroll><table class=numbers>{head}{body}</table></div><p class=caption>{caption}</p>"
 
@@ -168,9 +180,10 @@ def _timelines(c: Comparison) -> str:
     return "<h2>What the ranks do</h2>" + _figure(
         figures.timelines(named),
         "Ranks over time in one step, under the best static degree and under auto",
-        "One row is one rank, time runs to the right on the same scale in both. A block is a document, its colour the number of ranks it "
-        "is split over, so a ring is a block across several rows; white is idle time, and a line ends a micro-batch, at which ranks wait "
-        "for each other. First step; order inside a micro-batch is for the eye, the cost model knows only how long a rank is busy.",
+        "One row is one rank, time runs to the right on the same scale in both. A block is a document, its colour the number "
+        "of ranks it is split over, so a ring is a block across several rows; white is idle time, and a line ends a "
+        "micro-batch, at which ranks wait for each other. First step; order inside a micro-batch is for the eye, the cost "
+        "model knows only how long a rank is busy.",
     )
 
 
@@ -187,8 +200,9 @@ def _sweeps(c: Comparison) -> str:
                 figures.lines(by_ranks, lambda r: r.ranks, lambda r: r.speedup, "ranks", "speedup", planners),
                 "Speedup by ranks",
                 f"{same}, at {c.tokens_per_rank:,} tokens a rank; {grow} "
-                f"({', '.join(f'{documents[n]:,} documents on {n:,}' for n in sorted(documents))}){_mean_words(c)}. On few ranks a static "
-                "degree cannot waste much; the more ranks a long document forces upon short ones, the more dynamic degrees gain.",
+                f"({', '.join(f'{documents[n]:,} documents on {n:,}' for n in sorted(documents))}){_mean_words(c)}. On few "
+                "ranks a static degree cannot waste much; the more ranks a long document forces upon short ones, the more "
+                "dynamic degrees gain.",
             )
         )
         parts.append(
@@ -202,9 +216,9 @@ def _sweeps(c: Comparison) -> str:
                     PLANNERS,
                 ),
                 "Distance to the lower bound by ranks",
-                "Time of each plan over the lower bound, less one; zero would be perfect. The bound lets every document use a free "
-                "network and spreads its work over all ranks, so part of the distance no plan can close, above all where one document "
-                "is a large part of the step.",
+                "Time of each plan over the lower bound, less one; zero would be perfect. The bound lets every document use a "
+                "free network and spreads its work over all ranks, so part of the distance no plan can close, above all where "
+                "one document is a large part of the step.",
             )
         )
     if by_budget:
@@ -214,8 +228,8 @@ def _sweeps(c: Comparison) -> str:
                     by_budget, lambda r: r.tokens_per_rank, lambda r: r.speedup, "tokens a rank", "speedup", planners
                 ),
                 "Speedup by token budget",
-                f"{same}: the same documents on {c.ranks:,} ranks, with a quarter to four times the tokens a rank{_mean_words(c)}. A larger "
-                "budget lets a static plan take a lower degree.",
+                f"{same}: the same documents on {c.ranks:,} ranks, with a quarter to four times the tokens a "
+                f"rank{_mean_words(c)}. A larger budget lets a static plan take a lower degree.",
             )
         )
     if by_longest:
@@ -230,11 +244,32 @@ def _sweeps(c: Comparison) -> str:
                     planners,
                 ),
                 "Speedup by longest document",
-                f"{same}: {c.ranks:,} ranks, {c.tokens_per_rank:,} tokens each, documents longer than the number below cut into pieces of "
-                f"that length, so that all points hold the same tokens{_mean_words(c)}.",
+                f"{same}: {c.ranks:,} ranks, {c.tokens_per_rank:,} tokens each, documents longer than the number below cut "
+                f"into pieces of that length, so that all points hold the same tokens{_mean_words(c)}.",
             )
         )
-    return "\n".join(parts) if len(parts) > 1 else ""
+    parts.append(_where_behind(c))
+    return "\n".join(parts) if len(parts) > 2 else ""
+
+
+def _where_behind(c: Comparison) -> str:
+    """Names the settings in which another plan is faster than auto."""
+    settings: dict[tuple[object, ...], list[Row]] = {}
+    for row in c.rows:
+        settings.setdefault((row.sweep, row.ranks, row.tokens_per_rank, row.max_length), []).append(row)
+    behind = []
+    for rows in settings.values():
+        auto = next((row.makespan_s for row in rows if row.planner == "auto"), None)
+        best = min((row for row in rows if row.makespan_s), key=lambda row: row.makespan_s or 0, default=None)
+        if auto and best and best.makespan_s and auto / best.makespan_s > 1.001:
+            cut = f", documents of at most {best.max_length:,}" if best.max_length else ""
+            behind.append(
+                f"<li>{_text(TITLES[best.planner])} by {auto / best.makespan_s - 1:.1%} on {best.ranks:,} ranks with "
+                f"{best.tokens_per_rank:,} tokens each{cut}</li>"
+            )
+    if not behind:
+        return f"<p>In all {len(settings)} settings of this page no plan is faster than auto by more than 0.1%.</p>"
+    return f"<p>In {len(behind)} of {len(settings)} settings another plan is faster than auto:</p><ul>{''.join(behind)}</ul>"
 
 
 def _documents(c: Comparison) -> str:
@@ -242,8 +277,8 @@ def _documents(c: Comparison) -> str:
     lengths = _figure(
         figures.length_histogram(auto.lengths),
         "How long the documents are",
-        "Share of the documents, and of the tokens that they hold, by length (first step). Where the two part, few long documents hold "
-        "much of the work, and attention makes them weigh even more: it grows with the square of the length.",
+        "Share of the documents, and of the tokens that they hold, by length (first step). Where the two part, few long "
+        "documents hold much of the work, and attention makes them weigh even more: it grows with the square of the length.",
     )
     degrees = _figure(
         figures.degree_histogram(auto),
@@ -266,25 +301,26 @@ exchange that is hidden behind attention as far as the profile says, whatever th
 exchange   = latency + max(bytes inside the node / bandwidth, bytes across nodes / bandwidth)
 step       = fixed + Σ over micro-batches (launch + slowest rank)
 bound      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks</pre>
-<p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and what other systems gain or lose by their own kernels and
-exchange. So this page compares planning, not whole systems. Modelled times are as good as the profile: measure your own machine
-before you trust seconds; ratios are less sensitive.</p>
-<p><b>Static</b>: documents packed best-fit by tokens into groups of one degree, or emptiest group first where that is faster; groups
-with most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses
-degree, ranks and micro-batch of every document; it also scores static and bins, and so is never worse than they are.</p>
+<p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and what other systems gain or lose by their own kernels
+and exchange. So this page compares planning, not whole systems. Modelled times are as good as the profile: measure your own
+machine before you trust seconds; ratios are less sensitive.</p>
+<p><b>Best static</b>: the best of all degrees, documents packed best-fit by tokens, or emptiest group first where that is
+faster; groups with most work run first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the
+planner chooses degree, ranks and micro-batch of every document; it also scores static and bins, and so is never worse.</p>
 <ul>{baselines}</ul>
-<details><summary>Constants of the hardware profile {_text(c.profile_name)}</summary><table class=facts>{constants}</table></details>"""
+<details><summary>Constants of the hardware profile {_text(c.profile_name)}</summary>
+<table class=facts>{constants}</table></details>"""
 
 
 def _all_rows(c: Comparison) -> str:
     head = (
-        "<tr><th>varied<th>planner<th>ranks<th>tokens a rank<th>documents<th>longest<th>time<th>bound<th>speedup<th>gap<th>waits"
-        "<th>idle<th>padding<th>planning</tr>"
+        "<tr><th>varied<th>planner<th>ranks<th>tokens a "
+        "rank<th>documents<th>longest<th>time<th>bound<th>speedup<th>gap<th>waits<th>idle<th>padding<th>planning</tr>"
     )
     body = "".join(_row(row) for row in c.rows)
     return (
-        f"<details><summary>All numbers behind the figures ({len(c.rows)} rows)</summary><div class=scroll><table class=numbers>{head}"
-        f"{body}</table></div></details>"
+        f"<details><summary>All numbers behind the figures ({len(c.rows)} rows)</summary><div class=scroll><table "
+        f"class=numbers>{head}{body}</table></div></details>"
     )
 
 
@@ -296,9 +332,8 @@ def _row(row: Row) -> str:
     if row.makespan_s is None:
         return first + f"<td class=note colspan=8>{_text(row.note)}</td></tr>"
     return (
-        first
-        + f"<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td>"
-        f"<td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td><td>{row.padding_share:.1%}</td>"
+        first + f"<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{_times(row.speedup)}</td>"
+        f"<td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td><td>{row.padding_share:.1%}</td>"
         f"<td>{row.planning_ms:,.0f} ms</td></tr>"
     )
 

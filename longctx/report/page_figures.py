@@ -22,12 +22,22 @@ PLANNER_COLOURS = {
     "auto": "#1f5c99",
     "bins": "#3f8fc5",
     "static": "#6d7a86",
+    "plain-static": "#a9b4bd",
     "megatron-main": "#cf4b3e",
     "megatron-dev": "#e8833a",
     "flexsp": "#932f5e",
     "bytescale": "#c79a1e",
 }
-MARKERS = {"auto": "o", "bins": "s", "static": "_", "megatron-main": "v", "megatron-dev": "^", "flexsp": "D", "bytescale": "P"}
+MARKERS = {
+    "auto": "o",
+    "bins": "s",
+    "static": "_",
+    "plain-static": "x",
+    "megatron-main": "v",
+    "megatron-dev": "^",
+    "flexsp": "D",
+    "bytescale": "P",
+}
 GRID = "#e3e8ec"
 BOUND = "#2f7d4f"
 STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "longctx", "font.family": "sans-serif", "font.size": 10}
@@ -39,7 +49,7 @@ def speedup_bars(rows: Sequence[Row], bound: float) -> str:
     figure, axes = _figure(9.2, 0.42 * len(shown) + 1.15)
     for y, row in enumerate(shown):
         axes.barh(y, row.speedup or 0, height=0.64, color=PLANNER_COLOURS[row.planner])
-        axes.annotate(f" {row.speedup:.2f}×", (row.speedup or 0, y), va="center", color=INK, fontweight="bold")
+        axes.annotate(f"{row.speedup:.2f}× ", (row.speedup or 0, y), ha="right", va="center", color="white", fontweight="bold")
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
     axes.axvline(1, color=INK, linewidth=0.9)
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
@@ -67,7 +77,7 @@ def time_bars(rows: Sequence[Row]) -> str:
         axes.barh(range(len(shown)), widths, left=left, height=0.64, color=face, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for y, row in enumerate(shown):
-        axes.annotate(f" {row.makespan_s:.3g} s", (row.makespan_s or 0, y), va="center", color=INK)
+        axes.annotate(f"  {row.makespan_s:.3g} s", (row.makespan_s or 0, y), va="center", color=INK)
     bound = shown[0].lower_bound_s or 0
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)), label=f"lower bound, {bound:.3g} s")
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])

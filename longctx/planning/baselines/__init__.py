@@ -14,6 +14,7 @@ from longctx.planning.baselines.bytescale import place_bytescale
 from longctx.planning.baselines.flexsp import place_flexsp
 from longctx.planning.baselines.megatron_dev import place_megatron_dev
 from longctx.planning.baselines.megatron_main import MissingBaseline, load_scheduler, place_megatron_main
+from longctx.planning.baselines.plain_static import place_plain_static
 from longctx.planning.check import check_plan
 from longctx.planning.cost import NANOSECONDS, lower_bound_ns, score
 from longctx.planning.plan import Plan, PlanError
@@ -37,6 +38,12 @@ class Baseline:
 
 
 BASELINES: dict[str, Baseline] = {
+    "plain-static": Baseline(
+        "plain static",
+        "What a trainer with sequence packing and static context parallelism does: the best power-of-two degree, documents "
+        "packed best-fit by tokens, and nobody looks at time.",
+        place_plain_static,
+    ),
     "megatron-main": Baseline(
         "Megatron main",
         "Theirs: the class BalancedCPScheduler out of the megatron-core wheel, unchanged. Ours: documents that it lets a rank "
