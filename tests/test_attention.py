@@ -255,7 +255,9 @@ def test_settings_that_do_not_fit() -> None:
     with pytest.raises(KernelError, match="choose auto, cpu, reference"):
         ring_attention(x, x, x, ALONE.layout(0), kernel="flash9")
     with pytest.raises(KernelError, match="equal head sizes"):
-        choose_kernel("cpu", x, torch.zeros(4, 2, 4))
+        choose_kernel("cpu", x.device, 8, 4)
+    with pytest.raises(KernelError, match="no fast attention kernel for cuda"):
+        choose_kernel("auto", torch.device("cuda"), 8, 8)
     with pytest.raises(ValueError, match="at least one stage"):
         ring_attention(x, x, x, ALONE.layout(0), stages=0)
     with pytest.raises(AttentionInputError, match="not initialised"):

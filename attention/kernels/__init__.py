@@ -41,19 +41,21 @@ class Kernel(Protocol):
 KERNELS: dict[str, Kernel] = {"cpu": cpu, "reference": reference}
 
 
-def choose_kernel(name: str, q: torch.Tensor, v: torch.Tensor) -> Kernel:
-    """The kernel called `name`, or for `auto` the fastest that takes these tensors. Raises KernelError."""
-    cpu_takes_it = q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
-    if name == "auto":
-        return cpu if cpu_takes_it else reference
-    if name not in KERNELS:
+def choose_kernel(name: str, device: torch.device, head_dim: int, v_head_dim: int) -> Kernel:
+    """The kernel called `name`, or for `auto` the fast one for these tensors. Raises KernelError if there is none."""
+    if name not in ("auto", *KERNELS):
         raise KernelError(f"kernel is {name!r}: choose auto, {', '.join(KERNELS)}")
-    if name == "cpu" and not cpu_takes_it:
+    wanted = "cpu" if name == "auto" else name
+    if wanted == "cpu" and device.type != "cpu":
         raise KernelError(
-            f"kernel cpu needs tensors on the CPU and equal head sizes of k and v, not {q.device} and "
-            f"{q.shape[-1]}/{v.shape[-1]}: use kernel=auto"
+            f"kernel {name}: this version has no fast attention kernel for {device.type}. kernel reference runs there and is "
+            "exact, but dense and in float64: for documents of a few thousand tokens"
         )
-    return KERNELS[name]
+    if name == "cpu" and head_dim != v_head_dim:
+        raise KernelError(
+            f"kernel cpu needs equal head sizes of k and v, not {head_dim} and {v_head_dim}: use auto or reference"
+        )
+    return KERNELS[wanted] if head_dim == v_head_dim else reference
 
 
 class KernelError(UserError):

@@ -50,6 +50,7 @@ def _dry_run(config: Config, ranks: int) -> int:
 
 
 def _train(config: Config, resume: bool) -> int:
+    from longctx.attention.kernels import choose_kernel
     from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.run_folder import open_run_folder
@@ -59,6 +60,7 @@ def _train(config: Config, resume: bool) -> int:
     device = mesh.choose_device(config.train.device, launch.local_rank)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
+    choose_kernel(config.context.kernel, device, shape.head_dim, shape.head_dim)
     # Weights and two moments, in float32.
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())
     if launch.rank == 0:
