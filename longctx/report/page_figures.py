@@ -53,7 +53,7 @@ def speedup_bars(rows: Sequence[Row], bound: float) -> str:
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
     axes.axvline(1, color=INK, linewidth=0.9)
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
-    axes.annotate(f"no plan can pass {bound:.2f}×", (bound, -0.62), ha="right", va="bottom", color=BOUND, fontsize=9)
+    axes.annotate(f"no plan can pass {bound:.2f}×  ", (bound, -0.62), ha="right", va="bottom", color=BOUND, fontsize=9)
     axes.set_ylim(len(shown) - 0.5, -1.15)
     axes.set_xlim(0, max(bound, *(row.speedup or 0 for row in shown)) * 1.12)
     axes.set_xlabel("speedup over the best static degree")
