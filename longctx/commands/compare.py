@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands import compare_measure
 from longctx.commands.plan import DEFAULT_MICRO_BATCHES, read_lengths
 from longctx.errors import UserError
 from longctx.planning.mixes import mix_names
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from longctx.report.compare_steps import Source
 
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
+OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DOCUMENTS_A_RANK = 4
 DEFAULT_STEPS = 3
@@ -42,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE|STORE",
         help="a text file with the length of one document a line, or a store made by `longctx prepare`",
+    )
+    lengths.add_argument(
+        "--measure",
+        type=Path,
+        metavar="CONFIG",
+        help="train real steps of this YAML file of settings under several modes in turn, instead of scoring plans",
     )
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
@@ -69,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--html", type=Path, metavar="F", help="write a page with figures, which also vary budget and length")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner a line")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
+    compare_measure.add_arguments(parser)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
@@ -80,6 +89,9 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    compare_measure.refuse(arguments)
+    if arguments.measure is not None:
+        return compare_measure.run(arguments)
     from longctx.planning.profile import HardwareProfile
     from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
     from longctx.report.compare_steps import make_cases, sweeps

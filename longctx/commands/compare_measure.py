@@ -1,0 +1,142 @@
+"""`longctx compare --measure`: the same documents trained under several modes in turn, timed on these machines."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.config import load
+from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from longctx.training.measured import MeasuredComparison
+
+DEFAULT_STEPS = 10
+DEFAULT_WARMUP = 2
+DEFAULT_MODES = "auto,static"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that go with --measure, which the parser must have."""
+    group = parser.add_argument_group("with --measure (under torchrun)")
+    group.add_argument(
+        "--modes",
+        metavar="MODE,..",
+        help="what to measure: auto, bins, static (each step's best degree by the cost model), static:DEGREE "
+        f"(default: {DEFAULT_MODES})",
+    )
+    group.add_argument("--warmup", type=int, metavar="S", help=f"steps before the measured ones (default: {DEFAULT_WARMUP})")
+    group.add_argument("--out", type=Path, metavar="F", help="write every step of every mode as JSON")
+
+
+def refuse(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that go only with --measure, or never with it."""
+    if arguments.measure is None:
+        given = [f"--{name}" for name in ("modes", "warmup", "out") if getattr(arguments, name) is not None]
+        given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
+        if given:
+            raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")
+        return
+    names = ("ranks", "long_documents", "documents", "global_tokens", "seed", "html", "csv")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+    if given:
+        raise UserError(
+            f"{', '.join(given)} does not go with --measure, which takes all that from its settings and from torchrun"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
+    from longctx.parallel.mesh import Launch
+
+    launch = Launch.read()
+    try:
+        measured = _measure(arguments, show=launch.rank == 0)
+    except (UserError, OSError):
+        # All processes of a node meet the same mistake: one of them says so.
+        if launch.local_rank == 0:
+            raise
+        return 2
+    if not measured.losses_equal:
+        return 1
+    return 143 if measured.ended_early else 0
+
+
+def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredComparison":
+    from longctx.data.store import Store
+    from longctx.parallel import mesh
+    from longctx.training.measured import measure
+
+    out: Path | None = arguments.out
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UserError(f"--out is {out}, and there is no folder {out.parent}: make it, or choose another")
+    launch = mesh.Launch.read()
+    config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
+    device = mesh.choose_device(config.train.device, launch.local_rank)
+    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    groups = mesh.join(
+        launch,
+        device,
+        tensor=config.parallel.tensor_parallel_size,
+        pipeline=config.parallel.pipeline_parallel_size,
+        timeout_s=config.train.timeout_s,
+    )
+    measured = measure(
+        config,
+        groups,
+        store,
+        modes=tuple((arguments.modes or DEFAULT_MODES).split(",")),
+        steps=DEFAULT_STEPS if arguments.steps is None else arguments.steps,
+        warmup=DEFAULT_WARMUP if arguments.warmup is None else arguments.warmup,
+        tell=(lambda line: print(line, flush=True)) if show and not arguments.json else lambda line: None,
+    )
+    groups.close()
+    if show:
+        content = measured.to_json()
+        if out is not None:
+            out.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        if arguments.json:
+            print(json.dumps(content))
+        else:
+            _draw(measured)
+    return measured
+
+
+def _draw(measured: "MeasuredComparison") -> None:
+    """A row a mode, and the losses below."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    baseline = measured.baseline
+    steps = len(baseline.steps)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{steps} step{'s' * (steps > 1)} a mode in turn on {measured.ranks} ranks, {measured.warmup} before to warm up",
+        title_justify="left",
+        title_style="bold",
+        caption="Speedup: median over the steps of the time on the same documents"
+        + (f" of {baseline.mode}, the fastest static mode." if baseline.mode.startswith("static") else f" of {baseline.mode}."),
+        caption_justify="left",
+    )
+    table.add_column("mode")
+    for title in ("median step", "speedup", "predicted", "prediction error", "data wait"):
+        table.add_column(title, justify="right")
+    for mode in measured.modes:
+        table.add_row(
+            mode.mode,
+            f"{mode.median_s:.3f} s",
+            f"{mode.times_as_fast_as(baseline):.2f}×",
+            f"{mode.predicted_times_as_fast_as(baseline):.2f}×",
+            f"{mode.prediction_error:+.1%}",
+            f"{sum(step.data_wait_s for step in mode.steps) / mode.total_s:.1%}",
+        )
+    console = Console()
+    console.print(table)
+    word = "equal" if measured.losses_equal else "DIFFERENT"
+    console.print(
+        f"losses {word}: they differ by at most {measured.loss_difference:.1e} of themselves "
+        f"(rounding explains {measured.loss_tolerance:.0e})",
+        style=None if measured.losses_equal else "red",
+        highlight=False,
+    )
