@@ -169,7 +169,6 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
     assert "lengths <b>.txt" in parsed.text, "names are escaped"
     assert parsed.tags.count("figcaption") == parsed.tags.count("figure") == parsed.tags.count("img")
     auto = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100)
-    assert f"Auto ({auto.winner})" not in parsed.text  # it stands inside the picture
     assert f"{auto.makespan_s:.3g} s" in parsed.text
 
 

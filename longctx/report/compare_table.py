@@ -14,15 +14,24 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Cons
     console.print(f"{source}   {swept[0].tokens_per_rank:,} tokens a rank", highlight=False, markup=False)
     everywhere = sorted({row.ranks for row in swept})
     if len(everywhere) > 1:
+        _title("speedup over the best static degree, by ranks", console)
         console.print(_speedups(swept, everywhere))
-    console.print(_details([row for row in swept if row.ranks == ranks], ranks))
+    here = [row for row in swept if row.ranks == ranks]
+    words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, the longest {here[0].longest:,}"
+    _title(f"{ranks:,} ranks: {words}", console)
+    console.print(_details(here))
     notes = dict.fromkeys((TITLES[row.planner], f"{row.ranks} ranks", row.note) for row in swept if row.note)
     for title, where, note in notes:
         console.print(f"{title}, {where}: {note}", style="dim", highlight=False, markup=False)
 
 
+def _title(words: str, console: Console) -> None:
+    console.print()
+    console.print(words, style="italic", highlight=False)
+
+
 def _speedups(rows: Sequence[Row], everywhere: Sequence[int]) -> Table:
-    table = Table(title="speedup over the best static degree, by ranks", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for ranks in everywhere:
         table.add_column(f"{ranks:,}", justify="right")
@@ -36,10 +45,8 @@ def _speedups(rows: Sequence[Row], everywhere: Sequence[int]) -> Table:
     return table
 
 
-def _details(rows: Sequence[Row], ranks: int) -> Table:
-    first = rows[0]
-    title = f"{ranks:,} ranks: {first.documents:,} documents, {first.tokens:,} tokens, the longest {first.longest:,}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
+def _details(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
     for name in ("", "seconds", "speedup", "gap", "waits", "idle", "padding", "batches", "planning"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)):

@@ -180,8 +180,9 @@ def _reference_table(rows: Sequence[Row]) -> str:
 
 
 def _timelines(c: Comparison) -> str:
-    shown = [(title, c.plans[name]) for name, title in (("static", "Best static degree"), ("auto", "Auto")) if name in c.plans]
-    named = [(f"{title} ({plan.winner})", plan) for title, plan in shown]
+    named = [(f"Auto (chose {c.plans['auto'].winner})", c.plans["auto"])]
+    if "static" in c.plans:
+        named.insert(0, (f"Best static degree ({c.plans['static'].winner.removeprefix('static:')})", c.plans["static"]))
     return "<h2>What the ranks do</h2>" + _figure(
         figures.timelines(named),
         "Ranks over time in one step, under the best static degree and under auto",

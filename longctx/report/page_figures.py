@@ -48,12 +48,14 @@ def speedup_bars(rows: Sequence[Row], bound: float) -> str:
     shown = [row for row in rows if row.speedup is not None]
     figure, axes = _figure(9.2, 0.42 * len(shown) + 1.15)
     for y, row in enumerate(shown):
-        axes.barh(y, row.speedup or 0, height=0.64, color=PLANNER_COLOURS[row.planner])
-        axes.annotate(f"{row.speedup:.2f}× ", (row.speedup or 0, y), ha="right", va="center", color="white", fontweight="bold")
+        value = row.speedup or 0
+        axes.barh(y, value, height=0.64, color=PLANNER_COLOURS[row.planner], zorder=2)
+        _label(axes, f"{value:.2f}×", value, y, -7, color="white", fontweight="bold")
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
-    axes.axvline(1, color=INK, linewidth=0.9)
+    axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
-    axes.annotate(f"no plan can pass {bound:.2f}×  ", (bound, -0.62), ha="right", va="bottom", color=BOUND, fontsize=9)
+    white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    _label(axes, f"no plan can pass {bound:.2f}×", bound, -0.82, -6, color=BOUND, fontsize=9, bbox=white)
     axes.set_ylim(len(shown) - 0.5, -1.15)
     axes.set_xlim(0, max(bound, *(row.speedup or 0 for row in shown)) * 1.12)
     axes.set_xlabel("speedup over the best static degree")
@@ -77,7 +79,7 @@ def time_bars(rows: Sequence[Row]) -> str:
         axes.barh(range(len(shown)), widths, left=left, height=0.64, color=face, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for y, row in enumerate(shown):
-        axes.annotate(f"  {row.makespan_s:.3g} s", (row.makespan_s or 0, y), va="center", color=INK)
+        _label(axes, f"{row.makespan_s:.3g} s", row.makespan_s or 0, y, 6, color=INK)
     bound = shown[0].lower_bound_s or 0
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)), label=f"lower bound, {bound:.3g} s")
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
@@ -196,6 +198,12 @@ def _pairs(documents: Sequence[float], tokens: Sequence[float], names: Sequence[
 def _power(exponent: int) -> str:
     """2^10 → 1k, 2^20 → 1M."""
     return str(1 << exponent) if exponent < 10 else f"{1 << exponent - 10}k" if exponent < 20 else f"{1 << exponent - 20}M"
+
+
+def _label(axes: Axes, words: str, x: float, y: float, shift: int, **style: Any) -> None:
+    """Words beside the point (x, y): to its right if `shift` points are positive, else to its left."""
+    align = "left" if shift > 0 else "right"
+    axes.annotate(words, (x, y), xytext=(shift, 0), textcoords="offset points", ha=align, va="center", **style)
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
