@@ -75,18 +75,31 @@ def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> t
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
 
 
-def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
-    """Time of a rank that holds nothing but its shard of one document, its ring on as few nodes as possible.
+def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, offset: Integers | None = None) -> Integers:
+    """Time of the busiest rank of a ring if its ranks hold nothing but their shards of this one document.
 
-    Several documents on one rank take at most the sum of these, apart from rings that cross more node edges than they must.
+    The ring starts at rank `offset` of a node, by default where its worst rank has most mates in its own node. A rank with
+    several documents takes at most the sum of their times.
     """
     attention = attention_ns(profile, lengths, degrees)
+    fewest, most = _node_parts(degrees, profile.ranks_per_node, offset)
     intra, inter = mate_ns(profile, lengths, degrees)
-    near = np.minimum(degrees, profile.ranks_per_node) - 1
-    exchange = nanoseconds(profile.latency_s) + np.maximum(near * intra, (degrees - 1 - near) * inter)
+    exchange = nanoseconds(profile.latency_s) + np.maximum((most - 1) * intra, (degrees - fewest) * inter)
     exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
     result: Integers = linear_ns(profile, largest_shards(lengths, degrees)) + attention + exposed
     return result
+
+
+def _node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
+    """How many ranks of a ring its least and its most used node hold."""
+    if offset is None:  # on as few nodes as possible, its first and its last part alike
+        ends = np.where(degrees % node == 0, 2 * node, degrees % node + node)
+        first = np.where(degrees <= node, degrees, ends // 2)
+    else:
+        first = np.minimum(degrees, node - offset)
+    rest = degrees - first
+    last = np.where(rest > 0, (rest - 1) % node + 1, first)
+    return np.minimum(first, last), np.where(rest > last, node, np.maximum(first, last))
 
 
 def hidden_ns(profile: HardwareProfile, attention: Integers) -> Integers:

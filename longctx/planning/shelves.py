@@ -85,12 +85,16 @@ def place_rings(
     mean = int((time * degrees).sum()) // load.size
     placed = (degrees > 1) | (time > mean // 2)
     early = np.flatnonzero(placed)
-    for document in early[np.argsort(-lengths[early], kind="stable")].tolist():
+    early = early[np.argsort(-lengths[early], kind="stable")]
+    offsets = np.arange(min(profile.ranks_per_node, ranks))
+    times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)
+    for document, at_offset in zip(early.tolist(), times, strict=True):
         degree, shard = int(degrees[document]), int(tokens[document])
-        run = _least_loaded_run(load[:ring_shelves], free[:ring_shelves], degree, shard, profile.ranks_per_node)
+        run = _best_run(load[:ring_shelves], free[:ring_shelves], degree, shard, at_offset)
         if run is None:
             return None
         row, first = run
+        time[document] = at_offset[first % len(offsets)]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= shard
         shelf[document], first_rank[document] = run
@@ -98,20 +102,16 @@ def place_rings(
     return None if height is None else Rings(degrees, time, tokens, placed, shelf, first_rank, load, free, height)
 
 
-def _least_loaded_run(load: Integers, free: Integers, degree: int, tokens: int, node: int) -> tuple[int, int] | None:
-    """Shelf and first rank of the run of `degree` ranks whose busiest rank has least to do, if tokens fit anywhere.
+def _best_run(load: Integers, free: Integers, degree: int, tokens: int, time: Integers) -> tuple[int, int] | None:
+    """Shelf and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
 
-    A ring no larger than a node stays inside one where it can: crossing the edge moves its exchange to the slow network.
+    `time` is that of the ring when it starts at each rank of a node: crossing an edge moves exchange to the slow network.
     """
     busiest = _sliding_max(np.where(free >= tokens, load, NEVER), degree)
-    if 1 < degree <= node and busiest.shape[1] > node - degree + 1:
-        first = np.arange(busiest.shape[1])
-        first = first[first % node <= node - degree]
-        row, place = divmod(int(busiest[:, first].argmin()), len(first))
-        if busiest[row, first[place]] < NEVER:
-            return row, int(first[place])
-    row, first_rank = divmod(int(busiest.argmin()), busiest.shape[1])
-    return (row, first_rank) if busiest[row, first_rank] < NEVER else None
+    width = busiest.shape[1]
+    done = np.where(busiest < NEVER, busiest + np.resize(time, width), NEVER)
+    row, first_rank = divmod(int(done.argmin()), width)
+    return (row, first_rank) if done[row, first_rank] < NEVER else None
 
 
 def _sliding_max(values: Integers, width: int) -> Integers:
