@@ -26,6 +26,10 @@ _WAYS_OUT = {
 """What must be as it was for the cursor to mean the same documents, and what to do when it is not."""
 
 
+Planner = Callable[[Sequence[int]], Plan]
+"""Makes the plan of a step from the lengths of its documents."""
+
+
 class LoaderError(UserError):
     """A saved state that does not belong to this loader."""
 
@@ -56,7 +60,7 @@ class Loader(Iterator[StepBatch]):
         *,
         rank: int,
         ranks: int,
-        planner: Callable[[Sequence[int]], Plan],
+        planner: Planner,
         global_tokens: int,
         seed: int,
         max_length: int,
@@ -80,7 +84,8 @@ class Loader(Iterator[StepBatch]):
         self._store = store
         self._rank = rank
         self._ranks = ranks
-        self._planner = planner
+        self.planner = planner
+        """Plans the steps that are prepared from now on: after step n was handed out, those from n + 2 on."""
         self._pad_to_multiple_of = pad_to_multiple_of
         self._step = 0  # handed out last
         self._cursor = 0  # behind it
@@ -90,11 +95,11 @@ class Loader(Iterator[StepBatch]):
     def __next__(self) -> StepBatch:
         asked = time.perf_counter()
         if self._ahead is None:
-            self._ahead = self._thread.submit(self._prepare, self._step + 1, self._cursor)
+            self._ahead = self._submit()
         prepared = self._ahead.result()
         waited = time.perf_counter() - asked
         self._step, self._cursor = prepared.batch.step, prepared.next_cursor
-        self._ahead = self._thread.submit(self._prepare, self._step + 1, self._cursor)
+        self._ahead = self._submit()
         return replace(prepared.batch, data_wait_s=waited)
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,9 +140,13 @@ class Loader(Iterator[StepBatch]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _prepare(self, step: int, cursor: int) -> _Prepared:
+    def _submit(self) -> Future[_Prepared]:
+        # The planner is taken here and not in the thread: which steps a new one plans must not depend on timing.
+        return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
+
+    def _prepare(self, step: int, cursor: int, planner: Planner) -> _Prepared:
         pieces, next_cursor = self.sampler.step(cursor)
-        plan = self._planner([piece.length for piece in pieces])
+        plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
         batch = StepBatch(
             step=step,
