@@ -102,6 +102,11 @@ class ContextSection(Section):
         None, description="the table of mode bins, {longest length: degree, ...} (null: derived from the profile)"
     )
     profile: str = Field("cpu-2core", description="constants of the cost model: a shipped name, or a YAML or JSON file")
+    recalibrate: bool = Field(
+        False,
+        description="refine the profile's linear, attention and launch times by the measured times of the last steps; plans "
+        "then depend on timing, so two runs agree to rounding, not bit by bit",
+    )
     max_remote_tokens: int | None = Field(
         None,
         ge=1,

@@ -28,14 +28,19 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> Transformer:
     return model
 
 
-def make_planner(config: Config, ranks: int, *, static: bool = False) -> Callable[[Sequence[int]], Plan]:
-    """The planner that `config.context` describes, for a domain of `ranks`; or that of the best static degree."""
+def make_planner(
+    config: Config, ranks: int, *, static: bool = False, profile: HardwareProfile | None = None
+) -> Callable[[Sequence[int]], Plan]:
+    """The planner that `config.context` describes, for a domain of `ranks`; or that of the best static degree.
+
+    `profile` replaces the one that is configured.
+    """
     context = config.context
     return partial(
         make_plan,
         ranks=ranks,
         tokens_per_rank=config.batch.tokens_per_rank,
-        profile=HardwareProfile.load(context.profile),
+        profile=HardwareProfile.load(context.profile) if profile is None else profile,
         mode="static" if static else context.mode,
         degree=None if static else context.degree,
         bins=None if static else context.bins,

@@ -22,12 +22,14 @@ from longctx.errors import UserError
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.sharding import reduce_gradients
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.refine import Refinement
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from longctx.training.setup import build_loader, build_model
+from longctx.training.setup import build_loader, build_model, make_planner
 
 
 class NonFiniteLoss(UserError):
@@ -45,6 +47,7 @@ class Trainer:
     loader: Loader
     log: MetricsLog | None = None
     steps_done: int = 0
+    refinement: Refinement | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
 
@@ -56,6 +59,8 @@ class Trainer:
         model = build_model(shape, config, mesh)
         optimizer = make_optimizer(model, config.optimizer, mesh.device)
         trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length))
+        if config.context.recalibrate:
+            trainer.refinement = Refinement(HardwareProfile.load(config.context.profile))
         if resume_from is not None:
             trainer._load(resume_from)
         if mesh.rank == 0:
@@ -97,7 +102,10 @@ class Trainer:
         self.optimizer.zero_grad()
         self.steps_done = batch.step
         self.stopping = bool(domain["stop"].any())
-        return StepMetrics.of(batch, domain, grad_norm, rate, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        if self.refinement is not None:
+            self._recalibrate(self.refinement, batch, seconds)
+        return StepMetrics.of(batch, domain, grad_norm, rate, seconds)
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
@@ -123,6 +131,15 @@ class Trainer:
             error.add_note(f"rank {self.mesh.rank}: {where}")
             raise
         return loss.detach()
+
+    def _recalibrate(self, refinement: Refinement, batch: StepBatch, seconds: float) -> None:
+        """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
+
+        The next step is being planned already. Every rank refines by the slowest rank's time, so all plan alike.
+        """
+        slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
+        profile = refinement.after(batch.plan, slowest)
+        self.loader.planner = make_planner(self.config, self.mesh.ranks, profile=profile)
 
     def _share(self, batch: StepBatch, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """What every rank says of this step, by name: float64 [ranks]."""

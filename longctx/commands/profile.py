@@ -1,0 +1,153 @@
+"""`longctx profile`: measures the constants of the cost model on the machine at hand, and writes them as a hardware profile."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.config import describe, load
+from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from longctx.training.profiling import Measured
+
+SUMMARY = "Measure the hardware profile of this machine for a model"
+OVERRIDES = True
+VOCABULARY = 4096
+"""Entries of the embedding unless model.vocab_size says otherwise: as many as `longctx prepare` makes unless told otherwise."""
+BASES = {"cpu": "cpu-2core", "cuda": "h100-nvlink-ib"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`")
+    parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="profile to write (or replace)")
+    parser.add_argument(
+        "--base",
+        metavar="PROFILE",
+        help="profile that gives what cannot be measured, such as the network on one process "
+        f"(default: {BASES['cpu']} on a CPU, {BASES['cuda']} on GPUs)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="about how long one measurement may take; more gives longer segments and steadier figures",
+    )
+    parser.add_argument("--json", action="store_true", help="print profile and single measurements as JSON")
+    parser.epilog = (
+        "no store is needed: tokens are drawn at random, from a vocabulary of model.vocab_size "
+        f"({VOCABULARY} if not set).\nThe profile is that of the model, dtype, recomputation and tokens per rank given, so "
+        "give those of the run.\nOn several processes, which also measures the exchange and its overlap: "
+        "torchrun --nproc-per-node 8 -m longctx profile run.yaml --out my.yaml\n\n" + describe()
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from longctx.parallel.mesh import Launch
+
+    launch = Launch.read()
+    try:
+        return _profile(arguments)
+    except (UserError, OSError):
+        # All processes of a node meet the same mistake: one of them says so.
+        if launch.local_rank == 0:
+            raise
+        return 2
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from longctx.parallel import mesh
+    from longctx.planning.profile import HardwareProfile
+    from longctx.training.profiling import measure
+
+    launch = mesh.Launch.read()
+    # The profile that the settings name may be the very one that is to be made.
+    settings = [*arguments.overrides, f"context.profile={BASES['cpu']}"]
+    config = load(arguments.config, settings, world_size=launch.world_size)
+    device = mesh.choose_device(config.train.device, launch.local_rank)
+    base = arguments.base or BASES[device.type]
+    HardwareProfile.load(base)
+    if not arguments.longest > 0:
+        raise UserError(f"--longest is {arguments.longest}: a measurement takes some time, such as 1 second")
+    if launch.rank == 0:
+        _refuse_unwritable(arguments.out)
+    shape = config.model.shape(config.model.vocab_size or VOCABULARY)
+    groups = mesh.join(
+        launch,
+        device,
+        tensor=config.parallel.tensor_parallel_size,
+        pipeline=config.parallel.pipeline_parallel_size,
+        timeout_s=config.train.timeout_s,
+    )
+    with _status(shown=launch.rank == 0) as tell:
+        measured = measure(
+            config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
+        )
+    groups.close()
+    if launch.rank == 0:
+        arguments.out.write_text(measured.to_yaml(), "utf-8")
+        if arguments.json:
+            print(json.dumps(measured.to_json(), indent=2))
+        else:
+            _draw(measured, arguments.out)
+    return 0
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """Raises before minutes of measuring what would otherwise be raised after them."""
+    if out.is_dir():
+        raise UserError(f"--out is {out}, a folder: give the name of a file in it")
+    if not out.parent.is_dir():
+        raise UserError(f"--out is {out}, and there is no folder {out.parent}: make it, or choose another")
+    if not os.access(out if out.exists() else out.parent, os.W_OK):
+        raise UserError(f"--out is {out}, which may not be written: choose another")
+
+
+@contextmanager
+def _status(*, shown: bool) -> Iterator[Callable[[str], None]]:
+    """What is being measured, on stderr; nothing if that is not a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda stage: None
+        return
+    with console.status("") as status:
+        yield lambda stage: status.update(f"measuring: {stage}")
+
+
+def _ends(efficiency: list[list[float]]) -> str:
+    (shortest, least), (longest, most) = efficiency[0], efficiency[-1]
+    return f"{least:.2g} at {shortest:,} … {most:.2g} at {longest:,}"
+
+
+def _draw(measured: "Measured", out: Path) -> None:
+    """The constants as a table: value, how far the fit is off, where it comes from."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(box=None, pad_edge=False, title=measured.about, title_justify="left", title_style="bold")
+    table.add_column("constant", no_wrap=True)
+    table.add_column("value", no_wrap=True)
+    table.add_column("fit", justify="right", no_wrap=True)
+    table.add_column("from")
+    for name, value in measured.profile.to_dict().items():
+        source = measured.sources[name]
+        text = _ends(value) if isinstance(value, list) else f"{value:,.4g}"
+        fit = "–" if source.residual is None else f"±{source.residual:.1%}"
+        table.add_row(name, text, fit, source.how, style="dim" if source.residual is None else None)
+    console.print(table, highlight=False)
+    check = measured.check
+    console.print(
+        f"\na step of {check['documents']} documents, {check['tokens']:,} tokens: predicted {check['predicted_s']:.4g} s, "
+        f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
+        highlight=False,
+    )
+    for sentence in measured.warnings:
+        console.print(f"warning: {sentence}", style="yellow", highlight=False)
+    console.print(f"written to {out}: give it as --context.profile {out}", highlight=False)

@@ -1,0 +1,167 @@
+"""Communication: latency and bandwidth of the exchange inside and across nodes, and how much of it attention hides."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from longctx.attention.exchange import Exchange
+from longctx.attention.schedule import Schedule
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh
+from longctx.planning.calibrate import OverlapTime, fit_line, fit_overlap
+from longctx.planning.cost import NANOSECONDS, attention_ns, mate_ns, nanoseconds
+from longctx.planning.layout import Layout
+from longctx.planning.profile import HardwareProfile
+from longctx.training.profiling.computation import Silent, attention_passes
+from longctx.training.profiling.rig import Measurement, Rig, layout_of
+
+LEAST_BYTES = 1 << 20
+"""The largest message has at least so many bytes, or its time would say little of bandwidth."""
+MESSAGES = 5
+"""So many messages are timed together, one after the other, so that the common start weighs less."""
+LEAST_ROWS = 64
+MOST_LENGTHS = 4
+WIDEST_RING = 8
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How the ranks of the domain lie on nodes, `per_node` consecutive ones on each."""
+
+    ranks: int
+    per_node: int
+
+    @classmethod
+    def find(cls, mesh: Mesh, local_rank: int) -> "Nodes":
+        """From what the launcher told every rank. Raises UserError if nodes hold different numbers of ranks."""
+        starts = (mesh.gather([float(local_rank)])[:, 0] == 0).cumsum(0).tolist()
+        node = [starts[dist.get_global_rank(mesh.exchange, rank)] for rank in range(mesh.ranks)]
+        held = sorted({node.count(number) for number in node})
+        if len(held) > 1:
+            raise UserError(
+                f"nodes hold {', '.join(map(str, held))} ranks, and the cost model knows one number for all: start as many "
+                "processes on every node"
+            )
+        return cls(mesh.ranks, held[0])
+
+    def neighbours(self, rank: int) -> tuple[int, int]:
+        """The rank to send to and the one to receive from inside the node, all ranks doing so at once."""
+        first = rank - rank % self.per_node
+        return first + (rank + 1) % self.per_node, first + (rank - 1) % self.per_node
+
+    def counterparts(self, rank: int) -> tuple[int, int]:
+        """The same across nodes: the ranks at this place on the next node and on the one before."""
+        return (rank + self.per_node) % self.ranks, (rank - self.per_node) % self.ranks
+
+
+def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
+    """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
+
+    Every rank sends and receives at once, as in ring attention. latency_s is that of one message of every layer and pass.
+    """
+    links = {}
+    if nodes.per_node > 1:
+        links["intra_node_bytes_per_s"] = nodes.neighbours(rig.mesh.rank)
+    if nodes.per_node < nodes.ranks:
+        links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
+    width = 2 * rig.shape.num_key_value_heads * rig.shape.head_dim
+    most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
+    found, latencies = [], []
+    for name, (after, before) in links.items():
+        rows = [max(1, most // part) for part in (4096, 256, 16, 4, 1)]
+        sizes = [count * width * rig.dtype.itemsize for count in rows]
+        timings = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
+        seconds = [timing.seconds / MESSAGES for timing in timings]
+        line = fit_line(sizes, seconds)
+        latencies.append((line.intercept, line.residual))
+        points = [{"link": name, "bytes": size, "seconds": time} for size, time in zip(sizes, seconds, strict=True)]
+        how = f"messages of {sizes[0]:,} to {sizes[-1]:,} bytes, all ranks at once"
+        found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
+    latency, residual = max(latencies)
+    passes = rig.shape.num_hidden_layers * (rig.forwards + 2)
+    how = f"{latency * 1e6:,.0f} µs a message × {passes} (layers × passes)"
+    return [*found, Measurement({"latency_s": latency * passes}, how, residual)]
+
+
+def _messages(rig: Rig, rows: int, width: int, after: int, before: int) -> Callable[[], None]:
+    exchange = Exchange(rig.mesh.exchange, "longctx profile")
+    outgoing, incoming = (torch.zeros(rows, width, dtype=rig.dtype, device=rig.mesh.device) for _ in range(2))
+
+    def run() -> None:
+        for _ in range(MESSAGES):
+            exchange.start([(after, outgoing)], incoming, [(before, rows)]).wait()
+
+    return run
+
+
+def measure_overlap(rig: Rig, nodes: Nodes, profile: HardwareProfile) -> Measurement:
+    """overlap: ring attention as training runs it, against the same without messages and the same messages alone.
+
+    The rings lie inside nodes if those hold several ranks. Lengths are those at which the exchange matters: where it takes at
+    least a quarter of the time of attention, by what was measured before; else the shortest.
+    """
+    rank = rig.mesh.rank
+    widest = nodes.per_node if nodes.per_node > 1 else nodes.ranks
+    degree = min(WIDEST_RING, widest)
+    place = rank % widest
+    in_ring = place < widest // degree * degree  # ranks left over look on
+    points, times = [], []
+    for rows in _rows(rig, profile, degree, across=nodes.per_node == 1):
+        remote = rig.config.context.max_remote_tokens
+        stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
+        layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
+        works = attention_passes(rig, layout, Silent), _all_messages(rig, layout), attention_passes(rig, layout)
+        times.append(OverlapTime(*(timing.seconds for timing in rig.time(*works))))
+        points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
+    overlap, residual = fit_overlap(times)
+    lengths = ", ".join(f"{point['rows'] * degree:,}" for point in points)
+    how = f"attention with and without messages, degree {degree}, documents of {lengths} tokens"
+    return Measurement({"overlap": overlap}, how, residual, points)
+
+
+def _rows(rig: Rig, profile: HardwareProfile, degree: int, *, across: bool) -> list[int]:
+    """Rows a rank at which to compare."""
+    affordable: list[int] = []
+    telling: list[int] = []
+    rows = min(LEAST_ROWS, rig.config.batch.tokens_per_rank)
+    while rows <= rig.config.batch.tokens_per_rank:
+        lengths, degrees = np.array([rows * degree]), np.array([degree])
+        attention = int(attention_ns(profile, lengths, degrees)[0])
+        link = mate_ns(profile, lengths, degrees)[int(across)]
+        exchange = nanoseconds(profile.latency_s) + (degree - 1) * int(link[0])
+        if affordable and attention > rig.longest_s * rig.shape.num_hidden_layers * NANOSECONDS:
+            break
+        affordable.append(rows)
+        if 4 * exchange >= attention:
+            telling.append(rows)
+        rows *= 2
+    return telling[-MOST_LENGTHS:] if len(telling) > 1 else affordable[:2]
+
+
+def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
+    """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
+    schedule = Schedule.build(layout)
+    exchange = Exchange(rig.mesh.exchange, "longctx profile")
+    width = 2 * rig.shape.num_key_value_heads * rig.shape.head_dim
+
+    def rows(count: int) -> torch.Tensor:
+        return torch.zeros(count, width, dtype=rig.dtype, device=rig.mesh.device)
+
+    stages = []
+    for stage in schedule.stages:
+        given = [(peer, rows(len(index))) for peer, index in stage.sends]
+        taken = [(peer, rows(count)) for peer, count in stage.receives]
+        back = [(peer, len(tensor)) for peer, tensor in given]
+        stages.append((given, rows(stage.received_rows), stage.receives, taken, rows(sum(count for _, count in back)), back))
+
+    def run() -> None:
+        for number in range(rig.forwards + 1):
+            for given, incoming, receives, taken, returned, back in stages:
+                exchange.start(given, incoming, receives).wait()
+                if number == rig.forwards:
+                    exchange.start(taken, returned, back).wait()
+
+    return run

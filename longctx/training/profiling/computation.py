@@ -1,0 +1,162 @@
+"""Computation: the time of everything but attention by the number of tokens, of attention by length, and of ending a step."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.errors import UserError
+from longctx.planning.calibrate import AttentionTime, fit_attention, fit_line
+from longctx.planning.layout import Layout
+from longctx.training.profiling.rig import Measurement, Rig, layout_of
+
+SHORTEST_SEGMENTS = {1: 16, 2: 128}
+"""By degree. Nobody splits documents of a few hundred tokens, and there a kernel call costs mostly itself."""
+DOCUMENTS_AT_FIRST = 64
+
+
+class OutOfMemory(UserError):
+    """The configured micro-batch does not fit into the GPU."""
+
+
+class _Through(torch.autograd.Function):
+    """Queries come out unchanged, and keys and values get gradients: attention that costs nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.kv_heads = k.shape[1]
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        part = dout[:, : ctx.kv_heads].contiguous()
+        return dout, part, part
+
+
+def no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+    """In place of attention, where all the rest is to be timed. q, k and v must have one head size."""
+    out: torch.Tensor = _Through.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
+
+
+class Silent(Exchange):
+    """Sends nothing and receives zeros at once: attention on remote keys, without waiting for them."""
+
+    def start(self, outgoing: object, incoming: torch.Tensor, rows: Rows) -> Pending:
+        return Pending(self, [], incoming.zero_(), [], [])
+
+
+def measure_linear(rig: Rig) -> Measurement:
+    """linear_s_per_token and launch_s: the line through an empty micro-batch and three numbers of tokens, without attention.
+
+    An empty micro-batch gathers all parameters and builds the attention's schedule, so that both are in launch_s.
+    """
+    most = rig.config.batch.tokens_per_rank
+    counts = [0, most // 4, most // 2, most]
+    empty, *full = (rig.random_tokens(count) for count in counts)
+    layout = layout_of(rig.mesh.rank, 0, 0)
+    timings = rig.time(
+        lambda: rig.micro_batch(empty, rig.attention(layout)),
+        *(partial(rig.micro_batch, batch, no_attention) for batch in full),
+    )
+    seconds = [timing.seconds for timing in timings]
+    if not all(map(math.isfinite, seconds)):
+        raise OutOfMemory(
+            f"{most} tokens on a rank, without attention, need more memory than the GPU has: lower batch.tokens_per_rank "
+            "(it may be smaller here than in training), or set train.recompute"
+        )
+    line = fit_line(counts, seconds)
+    return Measurement(
+        {"linear_s_per_token": line.slope, "launch_s": line.intercept},
+        f"model without attention, empty and with {', '.join(f'{count:,}' for count in counts[1:])} tokens",
+        line.residual,
+        [{"tokens": count, "seconds": time} for count, time in zip(counts, seconds, strict=True)],
+    )
+
+
+def measure_step(rig: Rig) -> Measurement:
+    """step_s: what the last, empty micro-batch with everything that ends a step takes longer than another empty one."""
+    batch, layout = rig.random_tokens(0), layout_of(rig.mesh.rank, 0, 0)
+
+    def last() -> None:
+        rig.micro_batch(batch, rig.attention(layout), last=True)
+        rig.finish_step()
+
+    other, whole = rig.time(lambda: rig.micro_batch(batch, rig.attention(layout)), last)
+    how = "gradient reduction with nothing to hide it, norm, flags, optimizer"
+    points = [{"micro_batch": "last", "seconds": whole.seconds}, {"micro_batch": "other", "seconds": other.seconds}]
+    return Measurement({"step_s": max(0.0, whole.seconds - other.seconds)}, how, whole.spread, points)
+
+
+def attention_passes(rig: Rig, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
+    """Forward and backward of one layer's attention, as often as a step runs them, on random tensors."""
+    shape, device = rig.shape, rig.mesh.device
+
+    def random(heads: int) -> torch.Tensor:
+        return torch.randn(layout.tokens, heads, shape.head_dim, dtype=rig.dtype, device=device)
+
+    q, dout = random(shape.num_attention_heads), random(shape.num_attention_heads)
+    k, v = random(shape.num_key_value_heads), random(shape.num_key_value_heads)
+    attention = rig.attention(layout, exchange)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(rig.forwards - 1):
+                attention(q, k, v, layer=0)
+        torch.autograd.grad(attention(q, k, v, layer=0), (q, k, v), dout)
+
+    return run
+
+
+def measure_attention(rig: Rig) -> Measurement:
+    """attention_s_per_token2 and attention_efficiency: whole documents, and one rank's part of rings of degree 2.
+
+    Every buffer is filled with documents of one length, so that what a kernel call costs in itself, whatever it holds, is not
+    counted for each of them. Lengths are doubled until a document would take longer than a measurement may, does not fit into
+    batch.tokens_per_rank, or memory is short.
+    """
+    times: list[AttentionTime] = []
+    points = []
+    for degree, shortest in SHORTEST_SEGMENTS.items():
+        rate, segment = 0.0, shortest
+        rows = degree * segment  # a rank of a ring holds two segments: head and tail
+        while rows <= rig.config.batch.tokens_per_rank and rate * _pairs(segment, degree) <= rig.longest_s:
+            pairs = _pairs(segment, degree)
+            affordable = int(rig.longest_s / 4 / (rate * pairs)) if rate else DOCUMENTS_AT_FIRST
+            documents = max(1, min(rig.config.batch.tokens_per_rank // rows, affordable))
+            seconds = _attention_time(rig, documents, segment, degree)
+            if not math.isfinite(seconds):
+                break
+            rate = seconds / pairs
+            times.append(AttentionTime(segment, pairs, seconds * rig.shape.num_hidden_layers))
+            points.append({"degree": degree, "segment": segment, "documents": documents, "seconds": times[-1].seconds})
+            segment, rows = 2 * segment, 2 * rows
+    if not times:
+        raise OutOfMemory(f"attention over {SHORTEST_SEGMENTS[1]} tokens needs more memory than the GPU has: free some")
+    fit = fit_attention(times)
+    longest = max(time.segment for time in times)
+    return Measurement(
+        {"attention_s_per_token2": fit.s_per_token2, "attention_efficiency": fit.efficiency},
+        f"whole documents and parts of rings, segments of {SHORTEST_SEGMENTS[1]} to {longest:,} tokens",
+        fit.residual,
+        points,
+    )
+
+
+def _pairs(segment: int, degree: int) -> float:
+    """length² / degree of a document with such segments."""
+    length = segment if degree == 1 else 2 * degree * segment
+    return length**2 / degree
+
+
+def _attention_time(rig: Rig, documents: int, segment: int, degree: int) -> float:
+    """Seconds of one document in one layer, the cost of a call without documents taken off; infinite if out of memory."""
+    length = segment if degree == 1 else 2 * degree * segment
+    layouts = layout_of(rig.mesh.rank, documents, length, degree=degree), layout_of(rig.mesh.rank, 0, 0)
+    full, empty = (timing.seconds for timing in rig.time(*(attention_passes(rig, layout, Silent) for layout in layouts)))
+    return max(full - empty, full / 100) / documents

@@ -1,0 +1,97 @@
+"""Rig: the real model and optimizer of a run, fed with random tokens, and a stopwatch."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from longctx.attention import RingAttention
+from longctx.attention.exchange import Exchange
+from longctx.config import Config
+from longctx.model.presets import ModelShape
+from longctx.model.transformer import Attention
+from longctx.parallel.mesh import Mesh
+from longctx.parallel.sharding import reduce_gradients
+from longctx.planning.layout import Layout, Shard, head_span, tail_span
+from longctx.planning.plan import Plan
+from longctx.training.loss import cross_entropy_sum
+from longctx.training.optimizer import make_optimizer
+from longctx.training.profiling.stopwatch import Stopwatch
+from longctx.training.setup import build_model
+from longctx.training.trainer import clip_gradients
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Some constants of a profile as measured.
+
+    Attributes:
+        constants: by their names in HardwareProfile.
+        how: what was timed, in a few words.
+        residual: how far the constants are from what they were fitted to (relative, root mean square).
+        points: the measured times themselves.
+    """
+
+    constants: dict[str, Any]
+    how: str
+    residual: float
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Rig:
+    """What the measurements share. Runs the same calls as `Trainer.step`, on tokens drawn at random."""
+
+    def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float) -> None:
+        self.config, self.mesh, self.shape, self.longest_s = config, mesh, shape, longest_s
+        self.model = build_model(shape, config, mesh)
+        self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device)
+        self.time = Stopwatch(mesh, longest_s)
+        self.dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self.forwards = 2 if config.train.recompute == "full" else 1
+        """How often a step computes attention forward."""
+
+    def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
+        device, kernel = self.mesh.device, self.config.context.kernel
+        return RingAttention(layout, group=self.mesh.exchange, kernel=kernel, device=device, exchange=exchange)
+
+    def random_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, positions and labels."""
+        assert self.shape.vocab_size is not None
+        tokens, labels = torch.randint(self.shape.vocab_size, (2, count), device=self.mesh.device)
+        return tokens, torch.arange(count, device=self.mesh.device), labels
+
+    def micro_batch(
+        self, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], attention: Attention, *, last: bool = False
+    ) -> None:
+        """Forward and backward; the `last` micro-batch of a step reduces gradients."""
+        tokens, positions, labels = batch
+        reduce_gradients(self.model, in_this_backward=last)
+        loss = self.model(tokens, positions, attention, partial(cross_entropy_sum, labels=labels))
+        (loss / max(1, len(tokens))).backward()
+
+    def finish_step(self) -> None:
+        """What ends a step: norm, flags, optimizer."""
+        clip_gradients(self.model, self.config.optimizer.clip_grad_norm)
+        self.mesh.gather([0.0] * 5)
+        self.mesh.agree("0", "nothing")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, plan: Plan) -> None:
+        """A whole step on random tokens."""
+        count = len(plan.micro_batches)
+        for index in range(count):
+            layout = plan.layout(index, self.mesh.rank)
+            self.micro_batch(self.random_tokens(layout.tokens), self.attention(layout), last=index == count - 1)
+        self.finish_step()
+
+
+def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, stages: int = 1) -> Layout:
+    """A layout that holds `ring_index` of so many documents of one length, all on the same ring."""
+    shards: list[Shard] = []
+    for document in range(documents):
+        head, tail = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
+        offset = shards[-1].offset + shards[-1].tokens if shards else 0
+        shards.append(Shard(document, length, degree, rank - ring_index, False, ring_index, head, tail, offset))
+    return Layout(0, rank, stages, tuple(shards))

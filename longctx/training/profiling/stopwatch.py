@@ -1,0 +1,70 @@
+"""Stopwatch: times the same work on all ranks at once, because that is how a step runs it: a rank waits for the slowest."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from longctx.parallel.mesh import Mesh
+
+LEAST_REPEATS, MOST_REPEATS = 3, 15
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median over repeats of the slowest rank's seconds, infinite if memory is short; and the median deviation, as a share."""
+
+    seconds: float
+    spread: float
+
+
+class Stopwatch:
+    """Every rank calls it for the same work in the same order.
+
+    `longest_s` is about what the repeats of one piece of work may take together, once there are LEAST_REPEATS.
+    """
+
+    def __init__(self, mesh: Mesh, longest_s: float) -> None:
+        self.mesh, self.longest_s = mesh, longest_s
+
+    def __call__(self, *works: Callable[[], object]) -> list[Timing]:
+        """Runs every work once to warm up, then all of them in turn, so that they meet the same disturbances, 3 to 15 times.
+
+        Does not raise where a GPU's memory is too small for one of them.
+        """
+        first = self._slowest([self._once(work) for work in works])
+        fitting = [work for work, seconds in zip(works, first, strict=True) if math.isfinite(seconds)]
+        # What the slowest rank needed decides, so that all ranks repeat as often.
+        mean = math.fsum(filter(math.isfinite, first)) / max(1, len(fitting))
+        repeats = min(MOST_REPEATS, max(LEAST_REPEATS, int(self.longest_s / max(mean, 1e-9))))
+        rounds = [self._slowest([self._once(work) for work in fitting]) for _ in range(repeats)]
+        timings = iter(map(_timing, zip(*rounds, strict=True)))
+        return [next(timings) if math.isfinite(seconds) else Timing(math.inf, 0.0) for seconds in first]
+
+    def _once(self, work: Callable[[], object]) -> float:
+        self.mesh.gather([0.0])  # all ranks start together
+        self._finish()
+        began = time.perf_counter()
+        try:
+            work()
+            self._finish()
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            return math.inf
+        return time.perf_counter() - began
+
+    def _finish(self) -> None:
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+
+    def _slowest(self, times: list[float]) -> list[float]:
+        slowest: list[float] = self.mesh.gather(times).max(dim=0).values.tolist()
+        return slowest
+
+
+def _timing(times: tuple[float, ...]) -> Timing:
+    middle = statistics.median(times)
+    return Timing(middle, statistics.median(abs(seconds - middle) for seconds in times) / middle)

@@ -1,0 +1,107 @@
+"""What the ranks of a test of `longctx profile` and of recalibration run."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longctx.attention import RingAttention
+from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.config import load
+from longctx.data.packing import StepBatch
+from longctx.parallel.mesh import make_groups
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.refine import Refinement
+from longctx.training.metrics import StepMetrics
+from longctx.training.profiling import measure
+from longctx.training.profiling.communication import Nodes
+from longctx.training.profiling.rig import layout_of
+from longctx.training.profiling.stopwatch import Stopwatch
+from tests.training_cases import start
+
+TINY = [
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "model.num_hidden_layers=1",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.head_dim=8",
+    "model.vocab_size=300",
+    "batch.tokens_per_rank=1024",
+]
+
+
+def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[str, Any], str]:
+    """The measured profile, with everything about it, and the file."""
+    ranks = dist.get_world_size()
+    config = load(None, [*TINY, *settings], world_size=ranks)
+    assert config.model.vocab_size is not None
+    measured = measure(
+        config,
+        make_groups(torch.device("cpu"), timeout_s=30),
+        config.model.shape(config.model.vocab_size),
+        base="h100-nvlink-ib",
+        local_rank=local_ranks[dist.get_rank()],
+        longest_s=0.02,
+    )
+    return measured.to_json(), measured.to_yaml()
+
+
+def find_nodes(local_ranks: list[int]) -> str:
+    try:
+        return str(Nodes.find(make_groups(torch.device("cpu")), local_ranks[dist.get_rank()]))
+    except ValueError as error:
+        return str(error)
+
+
+def time_a_slow_rank(seconds: float) -> list[float]:
+    """Times work for which rank 1 needs so long, and work for which it lacks memory."""
+    watch = Stopwatch(make_groups(torch.device("cpu")), longest_s=4 * seconds)
+
+    def slow() -> None:
+        time.sleep(seconds if dist.get_rank() == 1 else 0.0)
+
+    def large() -> None:
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("as a GPU would")
+
+    return [timing.seconds for timing in watch(slow, large, slow)]
+
+
+def count_bytes(length: int, recompute: bool) -> list[tuple[int, int]]:
+    """(sent, received) bytes of every pass of one layer's attention over one document on all ranks, on this rank."""
+    counted: list[tuple[int, int]] = []
+
+    class Counting(Exchange):
+        def start(self, outgoing: Any, incoming: torch.Tensor, rows: Rows) -> Pending:
+            counted.append((sum(tensor.nbytes for _, tensor in outgoing), incoming.nbytes))
+            return super().start(outgoing, incoming, rows)
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout = layout_of(rank, 1, length, degree=ranks, ring_index=rank)
+    attention = RingAttention(layout, group=make_groups(torch.device("cpu")).exchange, exchange=Counting)
+    q, k, v = (torch.randn(layout.tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    if recompute:
+        attention(q.detach(), k.detach(), v.detach())
+    attention(q, k, v).sum().backward()
+    return counted
+
+
+def train_and_recalibrate(
+    store: Path, run: Path, settings: list[str], steps: int
+) -> tuple[list[StepMetrics], list[HardwareProfile], list[HardwareProfile]]:
+    """Metrics; the profile that every step was planned with; the profile that was refined after every step."""
+    trainer = start(store, run, [*settings, "context.recalibrate=true"])
+    planned, refined = [], []
+    recalibrate = trainer._recalibrate
+
+    def record(refinement: Refinement, batch: StepBatch, seconds: float) -> None:
+        recalibrate(refinement, batch, seconds)
+        planned.append(batch.plan.profile)
+        refined.append(trainer.loader.planner.keywords["profile"])  # type: ignore[attr-defined]
+
+    trainer._recalibrate = record  # type: ignore[method-assign]
+    with trainer.loader:
+        return [trainer.step() for _ in range(steps)], planned, refined

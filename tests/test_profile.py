@@ -1,0 +1,392 @@
+"""Profiles measured: fits find the constants behind the times, the command writes what planning reads, training refines it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx import config
+from longctx.cli import main
+from longctx.model.presets import ModelShape
+from longctx.model.transformer import Transformer
+from longctx.planning.assignment import Assignment
+from longctx.planning.calibrate import (
+    AttentionTime,
+    OverlapTime,
+    fit_attention,
+    fit_line,
+    fit_overlap,
+    kv_bytes_per_token,
+)
+from longctx.planning.cost import NANOSECONDS, efficiency, score
+from longctx.planning.least_squares import nonnegative_least_squares
+from longctx.planning.plan import Placement, Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.refine import LEAST_STEPS, Observation, Refinement, refine
+from longctx.training.profiling.communication import Nodes
+from longctx.training.profiling.computation import no_attention
+from longctx.training.profiling.rig import layout_of
+from tests import profile_cases
+from tests.profile_cases import TINY
+from tests.test_plan_properties import profiles
+from tests.training_cases import make_store, train
+from tests.workers import Workers
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+amounts = st.floats(1e-3, 1e3)
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(amounts, min_size=n, max_size=n), min_size=4, max_size=8)), st.data()
+)
+def test_least_squares_are_least_and_not_negative(rows: list[list[float]], data: st.DataObject) -> None:
+    """The conditions of Karush, Kuhn and Tucker: no step that is allowed makes the sum of squares smaller."""
+    targets = data.draw(st.lists(st.floats(-100, 100), min_size=len(rows), max_size=len(rows)))
+    weights = data.draw(st.lists(st.floats(0.1, 1), min_size=len(rows), max_size=len(rows)))
+    found = nonnegative_least_squares(rows, targets, weights)
+    assert min(found) >= 0
+    a, w = np.array(rows), np.array(weights)
+
+    def cost(x: tuple[float, ...]) -> float:
+        return float((w * (a @ np.array(x) - targets) ** 2).sum())
+
+    for i in range(len(found)):
+        for change in (1e-3, -1e-3):
+            moved = tuple(max(0.0, x + change * max(1e-3, x)) if i == j else x for j, x in enumerate(found))
+            assert cost(found) <= cost(moved) * (1 + 1e-6) + 1e-9
+
+
+@given(
+    st.just(0.0) | st.floats(1e-3, 1),
+    st.floats(1e-6, 1e-3),
+    st.lists(st.integers(1, 100_000), min_size=3, max_size=6, unique=True),
+)
+def test_a_line_is_found(intercept: float, slope: float, counts: list[int]) -> None:
+    counts = [0, *counts] if intercept else counts
+    seconds = [intercept + slope * count for count in counts]
+    line = fit_line(counts, seconds)
+    assert line.residual < 1e-6
+    assert [line.intercept + line.slope * count for count in counts] == pytest.approx(seconds, rel=1e-5)
+
+
+def test_a_line_of_noise_still_rises() -> None:
+    line = fit_line([100, 200, 400], [3.0, 2.0, 1.0])
+    assert (line.intercept, line.slope) == (0.0, 1 / 400)
+    assert line.residual > 0.5
+    line = fit_line([100, 200, 400], [1.0, 3.0, 9.0])  # through the origin rather than below it
+    assert line.intercept == 0
+    assert line.slope > 0.01
+
+
+@settings(max_examples=60)
+@given(profiles(), st.integers(4, 9), st.floats(1.0, 1.5))
+def test_attention_is_found(profile: HardwareProfile, sizes: int, ring_factor: float) -> None:
+    """Times by the cost model give its efficiencies back; those of rings may differ, and the mean is taken."""
+    segments = [1 << (4 + i) for i in range(sizes)]
+    times = []
+    for segment in segments:
+        for degree, factor in ((1, 1.0), (2, ring_factor), (8, 1 / ring_factor)):
+            length = segment if degree == 1 else 2 * degree * segment
+            pairs = length**2 / degree
+            rate = profile.attention_s_per_token2 / float(efficiency(profile, np.array([segment], dtype=np.float64))[0])
+            times.append(AttentionTime(segment, pairs, factor * pairs * rate))
+    fit = fit_attention(times)
+    found = replace(profile, attention_s_per_token2=fit.s_per_token2, attention_efficiency=fit.efficiency)
+    at = np.array(segments, dtype=np.float64)
+    rates = profile.attention_s_per_token2 / efficiency(profile, at)
+    assert found.attention_s_per_token2 / efficiency(found, at) == pytest.approx(rates, rel=1e-6)
+    assert fit.efficiency[-1] == (segments[-1], 1.0)
+    assert fit.residual == pytest.approx(math.sqrt(((ring_factor - 1) ** 2 + (1 / ring_factor - 1) ** 2) / 3), abs=1e-6)
+
+
+def test_a_segment_measured_faster_than_longer_ones_counts_as_equally_fast() -> None:
+    fit = fit_attention([AttentionTime(64, 100, 1.0), AttentionTime(256, 100, 0.4), AttentionTime(1024, 100, 0.5)])
+    assert fit.s_per_token2 == pytest.approx(0.005)
+    assert dict(fit.efficiency) == pytest.approx({64: 0.5, 256: 1.0, 1024: 1.0})
+
+
+@given(st.integers(0, 100), st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.5, 3)), min_size=1, max_size=4))
+def test_overlap_is_found(percent: int, cases: list[tuple[float, float]]) -> None:
+    """Where some exchange stays exposed; else the least overlap that hides all of it."""
+    times = [
+        OverlapTime(attention, ratio * attention, attention * (1 + max(0.0, ratio - percent / 100)))
+        for attention, ratio in cases
+    ]
+    overlap, residual = fit_overlap(times)
+    assert residual < 1e-3
+    longest = max(ratio for _, ratio in cases)
+    assert overlap == pytest.approx(percent / 100 if longest > percent / 100 else longest, abs=2e-3)
+
+
+@pytest.mark.parametrize(("ranks", "recompute"), [(2, False), (3, False), (3, True)])
+def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool) -> None:
+    """What the cost model counts is what crosses the wire where most does, pass by pass."""
+    length = 2 * ranks * 10
+    by_rank = workers.run(profile_cases.count_bytes, ranks, length, recompute)
+    passes = zip(*by_rank, strict=True)
+    slowest = sum(max(max(sent, received) for sent, received in of_pass) for of_pass in passes)
+    expected = kv_bytes_per_token(1, 2, 8, 4, 2 if recompute else 1)
+    assert slowest == expected * (ranks - 1) * length // ranks
+
+
+def test_bytes_of_an_8b_model() -> None:
+    assert kv_bytes_per_token(32, 8, 128, 2) == H100.kv_bytes_per_token
+
+
+def measured_seconds(plan: Plan, truth: HardwareProfile) -> float:
+    """What the plan takes on a machine that is `truth`."""
+    return score(truth, np.array(plan.lengths), Assignment.of(plan), plan.ranks).makespan_ns / NANOSECONDS
+
+
+GIVEN = replace(H100, step_s=0.01)
+"""Steps of a few seconds are mostly work."""
+
+
+def steps_of(given: HardwareProfile, seed: int, count: int) -> list[Plan]:
+    """Plans of steps of very different lengths, short and long ones in turn."""
+    random = np.random.default_rng(seed)
+    plans = []
+    for i in range(count):
+        lengths = np.minimum(60_000, random.lognormal(7 + 1.5 * (i % 3), 1.2, 12).astype(int) + 16).tolist()
+        plans.append(make_plan(lengths, ranks=4, tokens_per_rank=16384, profile=given))
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("linear", "attention", "launch"), [(2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.4, 2.5, 0.5), (3.0, 0.6, 2.0)]
+)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_refining_finds_the_constants(seed: int, linear: float, attention: float, launch: float) -> None:
+    """From steps planned by wrong constants, among them one that stalled, to those of the machine."""
+    truth = replace(
+        GIVEN,
+        linear_s_per_token=GIVEN.linear_s_per_token * linear,
+        attention_s_per_token2=GIVEN.attention_s_per_token2 * attention,
+        launch_s=GIVEN.launch_s * launch,
+    )
+    plans = steps_of(GIVEN, seed, 18)
+    observations = [Observation.of(plan, measured_seconds(plan, truth)) for plan in plans]
+    observations[0] = replace(observations[0], seconds=6 * observations[0].seconds)
+    found = refine(GIVEN, observations)
+    assert found.linear_s_per_token == pytest.approx(truth.linear_s_per_token, rel=0.05)
+    assert found.attention_s_per_token2 == pytest.approx(truth.attention_s_per_token2, rel=0.15)
+    for plan in plans:
+        assert measured_seconds(plan, found) == pytest.approx(measured_seconds(plan, truth), rel=0.06)
+
+
+def test_refining_keeps_what_is_right_or_cannot_be_told() -> None:
+    plans = steps_of(GIVEN, 1, 8)
+    found = refine(GIVEN, [Observation.of(plan, measured_seconds(plan, GIVEN)) for plan in plans])
+    for name in ("linear_s_per_token", "attention_s_per_token2", "launch_s"):
+        assert getattr(found, name) == pytest.approx(getattr(GIVEN, name), rel=1e-6)
+    # One plan again and again, twice as slow as thought: its parts cannot be told apart, and the whole is met.
+    seconds = 2 * plans[0].makespan_s
+    found = refine(GIVEN, [Observation.of(plans[0], seconds)] * 20)
+    assert measured_seconds(plans[0], found) == pytest.approx(seconds, rel=0.05)
+    assert found.launch_s >= GIVEN.launch_s
+
+
+@settings(max_examples=100)
+@given(profiles(), st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=5))
+def test_refined_profiles_are_always_profiles(given: HardwareProfile, times: list[float]) -> None:
+    plan = make_plan([3000, 500, 20], ranks=2, tokens_per_rank=2048, profile=given)
+    found = refine(given, [Observation.of(plan, seconds) for seconds in times])
+    assert (found.linear_s_per_token, found.attention_s_per_token2) > (0, 0)
+    others = {name: value for name, value in found.to_dict().items() if name not in ("launch_s", "linear_s_per_token")}
+    del others["attention_s_per_token2"]
+    assert others.items() <= given.to_dict().items()
+
+
+def test_nothing_is_refined_by_the_first_steps() -> None:
+    refinement = Refinement(H100)
+    plan = make_plan([3000], ranks=1, tokens_per_rank=4096, profile=H100)
+    found = [refinement.after(plan, 10.0) for _ in range(LEAST_STEPS)]
+    assert found[:-1] == [H100] * (LEAST_STEPS - 1)
+    assert found[-1].linear_s_per_token > H100.linear_s_per_token
+
+
+@given(st.integers(1, 8), st.integers(1, 4))
+def test_neighbours_and_counterparts(per_node: int, count: int) -> None:
+    """Every rank sends to one rank and receives from one, the right kind of rank, and they agree on it."""
+    nodes = Nodes(per_node * count, per_node)
+    for peers, same_node in ((nodes.neighbours, True), (nodes.counterparts, count == 1)):
+        for rank in range(nodes.ranks):
+            after, before = peers(rank)
+            assert peers(after)[1] == peers(before)[0] == rank
+            assert (after // per_node == rank // per_node) == same_node
+
+
+@given(st.integers(1, 6), st.integers(1, 500), st.integers(0, 3), st.data())
+def test_layouts_are_those_of_a_plan(degree: int, length: int, first: int, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, degree - 1))
+    placements = tuple(Placement(document, first, degree) for document in range(2))
+    plan = make_plan([length] * 2, ranks=first + degree, tokens_per_rank=2 * length, profile=H100)
+    expected = replace(plan, micro_batches=(placements,), stages=(1,)).layout(0, first + index)
+    ours = layout_of(first + index, 2, length, degree=degree, ring_index=index)
+    assert [shard for shard in ours.shards if shard.tokens] == list(expected.shards)
+
+
+def test_without_attention_all_weights_get_gradients() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
+    shape = ModelShape(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
+    model = Transformer(shape)
+    model.initialize(0)
+    model(torch.arange(5), torch.arange(5), no_attention).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+
+def test_the_slowest_rank_counts(workers: Workers) -> None:
+    slow, large, again = zip(*workers.run(profile_cases.time_a_slow_rank, 2, 0.02), strict=True)
+    assert slow[0] == slow[1] and again[0] == again[1]
+    assert min(slow + again) >= 0.02
+    assert large == (math.inf, math.inf)
+
+
+def test_nodes_are_found(workers: Workers) -> None:
+    found = workers.run(profile_cases.find_nodes, 3, [0, 1, 2])
+    assert found == ["Nodes(ranks=3, per_node=3)"] * 3
+    for said in workers.run(profile_cases.find_nodes, 3, [0, 1, 0]):
+        assert "nodes hold 1, 2 ranks" in said
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def profile_arguments(out: Path, *more: str) -> list[str]:
+    return ["profile", "--out", str(out), "--longest=0.02", *(f"--{setting}" for setting in TINY), *more]
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It needs no store, writes a profile that `plan` takes, and says what it did not measure."""
+    out = tmp_path / "my.yaml"
+    assert main(profile_arguments(out, "--base=h100-nvlink-ib", "--data.store=nowhere")) == 0
+    said = capsys.readouterr().out
+    found, content = HardwareProfile.load(out), yaml.safe_load(out.read_text("utf-8"))
+    not_measured = {"intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node", "latency_s", "overlap"}
+    assert set(content["measured"]["not_measured"]) == not_measured
+    for name in not_measured:
+        assert getattr(found, name) == getattr(H100, name)
+        assert content["measured"]["not_measured"][name] == "one process: taken over from h100-nvlink-ib"
+    assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - {"kv_bytes_per_token"}
+    assert found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
+    assert content["measured"]["ranks"] == 1
+    assert content["measured"]["model"]["vocab_size"] == 300
+    check = content["measured"]["check"]
+    assert check["tokens"] == 1024
+    assert 0.2 < check["predicted_s"] / check["measured_s"] < 5
+    assert all(name in said for name in found.to_dict())
+    assert "predicted" in said and str(out) in said
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("300\n40\n")
+    assert main(["plan", "--lengths", str(lengths), "--ranks=2", "--tokens-per-rank=512", f"--profile={out}", "--json"]) == 0
+    assert HardwareProfile.from_dict(json.loads(capsys.readouterr().out)["profile"]) == found
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_ranks(workers: Workers, nodes: int) -> None:
+    """On one node or on two, both get one profile, and only the link that is not there is taken over."""
+    more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16"] if nodes == 2 else []
+    answers = workers.run(profile_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more)
+    assert answers[0][1] == answers[1][1]
+    found = answers[0][0]
+    HardwareProfile.from_dict({name: found[name] for name in H100.to_dict()})
+    missing = {"inter_node_bytes_per_s", "ranks_per_node"} if nodes == 1 else {"intra_node_bytes_per_s"}
+    assert set(found["measured"]["not_measured"]) == missing
+    assert found["measured"]["nodes"] == nodes
+    assert found["ranks_per_node"] == (8 if nodes == 1 else 1)
+    assert found["kv_bytes_per_token"] == 1 * 2 * 2 * 8 * (4 * 3 if nodes == 1 else 2 * 4)
+    assert {"link", "bytes", "seconds"} in [set(point) for point in found["points"]]
+    assert any(point.get("degree") == 2 and "both" in point for point in found["points"])
+    assert 0.1 < found["measured"]["check"]["predicted_s"] / found["measured"]["check"]["measured_s"] < 10
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["profile", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a folder" in refusal(capsys, "--out", str(tmp_path))
+    assert "there is no folder" in refusal(capsys, "--out", str(tmp_path / "none" / "my.yaml"))
+    assert "no hardware profile 'h1000'" in refusal(capsys, "--base", "h1000")
+    assert "--longest is 0.0" in refusal(capsys, "--longest=0")
+    assert "did you mean batch.tokens_per_rank?" in refusal(capsys, "--batch.tokens_per_rnk=5")
+    assert "no configuration file" in refusal(capsys, str(tmp_path / "none.yaml"))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("no_group_left")
+def test_too_few_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "--out", str(tmp_path / "my.yaml"), "--batch.tokens_per_rank=32")
+    assert "batch.tokens_per_rank is 32" in said
+    assert not (tmp_path / "my.yaml").exists()
+
+
+def test_the_settings_may_name_the_profile_that_is_to_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only `train` needs the profile to be there; what comes next is refused for another reason."""
+    run = tmp_path / "run.yaml"
+    run.write_text(f"context: {{profile: {tmp_path / 'mine.yaml'}}}\n")
+    assert "a folder" in refusal(capsys, str(run), "--out", str(tmp_path))
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    """Both ranks together, the JSON printed once."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx"]
+    process = subprocess.run(
+        [*launcher, *profile_arguments(tmp_path / "my.yaml", "--json")],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    printed = json.loads(process.stdout)
+    assert {name: printed[name] for name in H100.to_dict()} == HardwareProfile.load(tmp_path / "my.yaml").to_dict()
+    assert printed["measured"]["ranks"] == 2
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """All ranks refine alike, step n + 2 is planned with what was known after step n, and the losses stay those of the run."""
+    settings = ["batch.tokens_per_rank=750"]
+    answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)
+    assert answers[0][1:] == answers[1][1:]
+    metrics, planned, refined = answers[0]
+    assert planned[:2] == [H100] * 2
+    assert planned[2:] == refined[:-2]
+    assert refined[: LEAST_STEPS - 1] == [H100] * (LEAST_STEPS - 1)
+    assert len({profile.linear_s_per_token for profile in refined[LEAST_STEPS - 1 :]}) > 1
+    # The profile of another machine is far off for this one; refined, it is near.
+    assert max(abs(math.log(m.predicted_s / m.step_time_s)) for m in metrics[-3:]) < math.log(3)
+    given = workers.run(train, 2, store, tmp_path / "b", settings, 10)[0]
+    assert [m.loss for m in metrics] == pytest.approx([m.loss for m in given], rel=1e-5)
+    assert [m.tokens for m in metrics] == [m.tokens for m in given]
+
+
+def test_recalibration_is_off_unless_asked_for() -> None:
+    assert not config.load(None, []).context.recalibrate
+    assert config.load(None, ["context.recalibrate=true"]).context.recalibrate
+    assert "--context.recalibrate true|false" in config.describe()
