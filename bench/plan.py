@@ -31,9 +31,6 @@ RANKS = (8, 64, 256, 1024)
 DOCUMENTS_A_RANK = (1, 4, 16)
 TOKENS_PER_RANK = 16384
 SEEDS = 5
-FEWER_SEEDS_FROM = 4096
-"""Documents of a step from which fewer seeds are taken: such steps vary little, and other planners take long over them."""
-FEWER_SEEDS = 2
 PROFILE = "h100-nvlink-ib"
 
 
@@ -54,15 +51,19 @@ def main() -> None:
         for documents in arguments.documents.split(",")
     ]
     warm_up(profile)
-    results: list[tuple[str, int, int, list[Row]]] = []
+    results: list[tuple[str, int, list[Row]]] = []
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("planning", total=len(settings))
         for mix, ranks, documents in settings:
             progress.update(task, description=f"{mix}, {ranks} ranks, {documents} a rank")
-            seeds = min(arguments.seeds, FEWER_SEEDS) if ranks * documents >= FEWER_SEEDS_FROM else arguments.seeds
-            results.append((mix, documents, seeds, measure(mix, ranks, documents, seeds, profile)))
+            results.append((mix, documents, measure(mix, ranks, documents, arguments.seeds, profile)))
             progress.advance(task)
-    facts = {**machine(), "profile": PROFILE, "minutes": f"{(time.perf_counter() - began) / 60:.1f}"}
+    facts = {
+        **machine(),
+        "profile": PROFILE,
+        "seeds": str(arguments.seeds),
+        "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_csv(results, facts, arguments.out.with_suffix(".csv"))
     text = markdown(results, facts)
@@ -107,18 +108,18 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write_csv(results: Sequence[tuple[str, int, int, list[Row]]], facts: dict[str, str], path: Path) -> None:
+def write_csv(results: Sequence[tuple[str, int, list[Row]]], facts: dict[str, str], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         columns = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length")]
-        writer = csv.DictWriter(file, ["mix", "documents_a_rank", "seeds", *columns, *facts], extrasaction="ignore")
+        writer = csv.DictWriter(file, ["mix", "documents_a_rank", *columns, *facts], extrasaction="ignore")
         writer.writeheader()
-        for mix, documents, seeds, rows in results:
+        for mix, documents, rows in results:
             for row in rows:
                 values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
-                writer.writerow({"mix": mix, "documents_a_rank": documents, "seeds": seeds, **values, **facts})
+                writer.writerow({"mix": mix, "documents_a_rank": documents, **values, **facts})
 
 
-def markdown(results: Sequence[tuple[str, int, int, list[Row]]], facts: dict[str, str]) -> str:
+def markdown(results: Sequence[tuple[str, int, list[Row]]], facts: dict[str, str]) -> str:
     others = [planner for planner in PLANNERS if planner not in ("auto", "static")]
     head = [
         "mix",
@@ -137,7 +138,7 @@ def markdown(results: Sequence[tuple[str, int, int, list[Row]]], facts: dict[str
         "| " + " | ".join(head) + " |",
         "|---|" + "---:|" * (len(head) - 1),
     ]
-    for mix, documents, _, rows in results:
+    for mix, documents, rows in results:
         by = {row.planner: row for row in rows}
         auto, static = by["auto"], by["static"]
         limit = (static.makespan_s or 0) / (static.lower_bound_s or 1)
@@ -152,17 +153,14 @@ def markdown(results: Sequence[tuple[str, int, int, list[Row]]], facts: dict[str
         cells += [f"{limit:.2f}" if limit else "—", f"{auto.gap:.1%}", f"{auto.planning_ms:,.0f} ms"]
         lines.append("| " + " | ".join(cells) + " |")
     notes = dict.fromkeys(
-        f"{TITLES[r.planner]}, {mix}, {r.ranks} ranks: {r.note}" for mix, _, _, rows in results for r in rows if r.note
+        f"{TITLES[r.planner]}, {mix}, {r.ranks} ranks: {r.note}" for mix, _, rows in results for r in rows if r.note
     )
     lines += ["", *(f"- {note}" for note in notes)] if notes else []
-    seeds = sorted({count for _, _, count, _ in results})
     lines += [
         "",
-        f"{TOKENS_PER_RANK:,} tokens a rank, mean of {' or '.join(map(str, seeds))} seeds"
-        + (f" (the fewer from {FEWER_SEEDS_FROM:,} documents on)" if len(seeds) > 1 else "")
-        + "; documents longer than all ranks hold are split. "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ". Made by `python bench/plan.py`.",
+        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds; the bound is "
+        "the speedup that no plan can pass. " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ". Made by "
+        "`python bench/plan.py`.",
         "",
     ]
     return "\n".join(lines)

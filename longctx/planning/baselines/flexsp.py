@@ -54,9 +54,9 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
 
 
 def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:
-    """Cuts the sorted documents into at most `number` runs so that the fullest run has the fewest tokens."""
+    """Cuts the sorted documents into at most `number` runs so that the fullest run of several has the fewest tokens."""
     total = np.concatenate([[0], np.cumsum(lengths[order])])
-    low, high = max(int(lengths.max()), int(total[-1]) // number), int(total[-1])
+    low, high = int(total[-1]) // number, int(total[-1])
     while low < high:
         middle = (low + high) // 2
         if len(_cuts(total, middle)) <= number:
@@ -68,10 +68,10 @@ def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int
 
 
 def _cuts(total: Integers, most: int) -> list[int]:
-    """Where runs of at most `most` tokens end."""
+    """Where runs of at most `most` tokens end; a longer document is a run of its own."""
     cuts = [0]
     while cuts[-1] < len(total) - 1:
-        cuts.append(int(np.searchsorted(total, total[cuts[-1]] + most, side="right")) - 1)
+        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(total, total[cuts[-1]] + most, side="right")) - 1))
     return cuts[1:]
 
 
