@@ -200,6 +200,17 @@ def test_refining_keeps_what_is_right_or_cannot_be_told() -> None:
     assert found.launch_s >= GIVEN.launch_s
 
 
+def test_refining_meets_the_middle_of_uneven_times() -> None:
+    """Times that scatter by factors, as on a busy machine, are met in their geometric middle, not at the quick or slow end."""
+    plans = steps_of(GIVEN, 3, 31)
+    factors = 2.0 ** np.tile([-1.0, 0.0, 1.0], 11)[:31]
+    found = refine(
+        GIVEN, [Observation.of(plan, f * measured_seconds(plan, GIVEN)) for plan, f in zip(plans, factors, strict=True)]
+    )
+    ratios = [measured_seconds(plan, found) / measured_seconds(plan, GIVEN) for plan in plans]
+    assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, rel=0.15)
+
+
 @settings(max_examples=100)
 @given(profiles(), st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=5))
 def test_refined_profiles_are_always_profiles(given: HardwareProfile, times: list[float]) -> None:
@@ -292,7 +303,7 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert content["measured"]["ranks"] == 1
     assert content["measured"]["model"]["vocab_size"] == 300
     check = content["measured"]["check"]
-    assert check["tokens"] == 1024
+    assert 64 <= check["tokens"] <= 1024  # a step that would take long is halved
     assert 0.2 < check["predicted_s"] / check["measured_s"] < 5
     assert all(name in said for name in found.to_dict())
     assert "predicted" in said and str(out) in said

@@ -92,17 +92,20 @@ def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> Har
         rows, targets = [], []
         for observation in observations:
             parts, rest_s = observation.parts(profile, factors)
-            rows.append([part / observation.seconds for part in parts])
+            modelled = math.fsum(factor * part for factor, part in zip(factors, parts, strict=True)) + rest_s
+            # Relative to the mean of measured and modelled time: to either alone, slow steps count too little or too much.
+            scale = math.sqrt(observation.seconds * modelled)
+            rows.append([part / scale for part in parts])
             # The unknowns are factors - LEAST_FACTOR, so that they are not negative.
-            targets.append(1 - rest_s / observation.seconds - LEAST_FACTOR * math.fsum(rows[-1]))
+            targets.append((observation.seconds - rest_s) / scale - LEAST_FACTOR * math.fsum(rows[-1]))
         found = nonnegative_least_squares(
             [*rows, (prior, 0.0, 0.0), (0.0, prior, 0.0), (0.0, 0.0, prior)],
             [*targets, *[prior * (1 - LEAST_FACTOR)] * 3],
             [*weights, 1.0, 1.0, 1.0],
         )
         factors = found[0] + LEAST_FACTOR, found[1] + LEAST_FACTOR, found[2] + LEAST_FACTOR
-        modelled = (math.fsum(a * x for a, x in zip(row, found, strict=True)) for row in rows)
-        errors = [abs(a - b) for a, b in zip(modelled, targets, strict=True)]
+        fitted = (math.fsum(a * x for a, x in zip(row, found, strict=True)) for row in rows)
+        errors = [abs(a - b) for a, b in zip(fitted, targets, strict=True)]
         usual = HUBER * max(LEAST_ERROR, 1.4826 * median(errors))
         weights = [min(1.0, usual / max(error, usual)) for error in errors]
     launch, linear, attention = factors

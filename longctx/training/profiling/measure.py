@@ -1,6 +1,7 @@
 """Measurement of a whole hardware profile, one group of constants after the other, checked against a step at the end."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from longctx.planning.calibrate import kv_bytes_per_token
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 from longctx.training.profiling.communication import Nodes, measure_links, measure_overlap
-from longctx.training.profiling.computation import measure_attention, measure_linear, measure_step
+from longctx.training.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.training.profiling.machine import describe_machine
 from longctx.training.profiling.rig import Measurement, Rig
 
@@ -147,6 +148,7 @@ def measure(
         "recompute": config.train.recompute,
         "kernel": config.context.kernel,
         "tokens_per_rank": tokens,
+        "max_remote_tokens": config.context.max_remote_tokens,
         "model": shape.model_dump(),
     }
     where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
@@ -172,6 +174,10 @@ def _check(rig: Rig, profile: HardwareProfile) -> dict[str, Any]:
         tokens //= 2
     rig.mesh.agree(plan.hash, "the plan of the measured step")
     seconds = rig.time(partial(rig.step, plan))[0].seconds
+    if not math.isfinite(seconds):
+        raise OutOfMemory(
+            f"a step with {budget} tokens on a rank needs more memory than the GPU has: lower batch.tokens_per_rank"
+        )
     return {
         "documents": len(lengths),
         "longest": max(lengths),
