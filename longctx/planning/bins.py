@@ -5,6 +5,7 @@ degree d ends at the longest document for which that holds. Degrees are powers o
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import least_degrees
 
 
+@lru_cache(maxsize=64)
 def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> dict[int, int]:
     """The table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
     one = np.ones(1, dtype=np.int64)

@@ -18,6 +18,8 @@ from longctx.planning.cost import alone_ns
 from longctx.planning.profile import HardwareProfile
 
 NEVER = np.iinfo(np.int64).max
+FULL = NEVER // 2
+"""Load of a rank without the tokens for a document: more than any time, and another one can be added to it."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,11 @@ class Rings:
         return int(self.height.sum())
 
 
-def place_rings(
-    step: "Step",
-    degrees: Integers,
-    micro_batches: int,
-    ring_shelves: int,
-) -> Rings | None:
-    """Places rings and large documents on the first `ring_shelves` micro-batches; None if tokens do not fit this way."""
+def place_rings(step: Step, degrees: Integers, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0) -> Rings | None:
+    """Places rings and large documents on the first `shelves` micro-batches; None if tokens do not fit this way.
+
+    The `lead` longest documents stand on the first `tall` of these shelves, and the others on the rest of them.
+    """
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     time, tokens = step.single_ns.copy(), lengths.copy()
     load = np.zeros((micro_batches, ranks), dtype=np.int64)
@@ -87,17 +87,18 @@ def place_rings(
     early = np.flatnonzero(placed)
     early = early[np.argsort(-lengths[early], kind="stable")]
     offsets = np.arange(min(profile.ranks_per_node, ranks))
-    times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)
-    for document, at_offset in zip(early.tolist(), times, strict=True):
+    times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)[:, np.arange(ranks) % len(offsets)]
+    for place, document in enumerate(early.tolist()):
         degree, shard = int(degrees[document]), int(tokens[document])
-        run = _best_run(load[:ring_shelves], free[:ring_shelves], degree, shard, at_offset)
+        start, stop = (0, tall) if place < lead else (tall, shelves)
+        run = _best_run(load[start:stop], free[start:stop], degree, shard, times[place])
         if run is None:
             return None
-        row, first = run
-        time[document] = at_offset[first % len(offsets)]
+        row, first = start + run[0], run[1]
+        time[document] = times[place, first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= shard
-        shelf[document], first_rank[document] = run
+        shelf[document], first_rank[document] = row, first
     height = _fluid_heights(load, free, int(time[~placed].sum()), int(tokens[~placed].sum()))
     return None if height is None else Rings(degrees, time, tokens, placed, shelf, first_rank, load, free, height)
 
@@ -105,13 +106,12 @@ def place_rings(
 def _best_run(load: Integers, free: Integers, degree: int, tokens: int, time: Integers) -> tuple[int, int] | None:
     """Shelf and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
 
-    `time` is that of the ring when it starts at each rank of a node: crossing an edge moves exchange to the slow network.
+    `time` [ranks] is that of the ring by its first rank: crossing the edge of a node moves exchange to the slow network.
     """
-    busiest = _sliding_max(np.where(free >= tokens, load, NEVER), degree)
-    width = busiest.shape[1]
-    done = np.where(busiest < NEVER, busiest + np.resize(time, width), NEVER)
-    row, first_rank = divmod(int(done.argmin()), width)
-    return (row, first_rank) if done[row, first_rank] < NEVER else None
+    done = _sliding_max(np.where(free >= tokens, load, FULL), degree)
+    done = done + time[: done.shape[1]]
+    row, first_rank = divmod(int(done.argmin()), done.shape[1])
+    return (row, first_rank) if done[row, first_rank] < FULL else None
 
 
 def _sliding_max(values: Integers, width: int) -> Integers:
