@@ -484,7 +484,9 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
         "auto, median step",
         "best static",
         "**auto over best static**",
+        "in total",
         "auto over oracle",
+        "in total",
         "prediction error of auto",
         "of best static",
         "losses differ by",
@@ -492,8 +494,8 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     lines = [
         "Measured times of training steps on emulated clusters (`bench/cluster.py` explains them and the two networks). Best "
         "static: the fastest single degree that holds the longest document. Oracle: the degree that is best for each step by "
-        "the cost model, changed at every step, which no system does. Speedups: medians over the steps, measured (predicted). "
-        "Prediction errors: of all steps together.",
+        "the cost model, changed at every step, which a static run cannot. Speedups: medians over the steps, measured "
+        "(predicted); in total: of all steps together, as are prediction errors.",
         "",
         "| " + " | ".join(columns) + " |",
         "|---" * len(columns) + "|",
@@ -513,7 +515,9 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
             f"{auto['median_s']:.2f} s",
             f"{best['mode']}, {best['median_s']:.2f} s",
             f"**{ratio(best, auto, 'seconds'):.2f}×** ({ratio(best, auto, 'predicted_s'):.2f}×)",
+            totals(best, auto),
             f"{ratio(oracle, auto, 'seconds'):.2f}× ({ratio(oracle, auto, 'predicted_s'):.2f}×)" if oracle else "—",
+            totals(oracle, auto) if oracle else "—",
             f"{auto['prediction_error']:+.1%}",
             f"{best['prediction_error']:+.1%}",
             f"{measured['loss_difference']:.0e}",
@@ -539,6 +543,12 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
 def ratio(slow: dict[str, Any], fast: dict[str, Any], key: str) -> float:
     """Median over the steps."""
     return statistics.median(float(a[key] / b[key]) for a, b in zip(slow["steps"], fast["steps"], strict=True))
+
+
+def totals(slow: dict[str, Any], fast: dict[str, Any]) -> str:
+    """Ratio of all steps together, measured (predicted)."""
+    measured, predicted = slow["total_s"] / fast["total_s"], slow["predicted_s"] / fast["predicted_s"]
+    return f"{measured:.2f}× ({predicted:.2f}×)"
 
 
 if __name__ == "__main__":

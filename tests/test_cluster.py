@@ -100,6 +100,7 @@ def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
             "mode": mode,
             "median_s": sorted(seconds)[len(seconds) // 2],
             "total_s": sum(seconds),
+            "predicted_s": 1.0 if mode == "auto" else 3.0,
             "prediction_error": 0.1,
             "steps": [{"seconds": value, "predicted_s": 2.0 if mode == "auto" else 5.0} for value in seconds],
         }
@@ -126,8 +127,8 @@ def test_the_table_compares_with_the_fastest_single_degree() -> None:
     times = {"auto": [2.0, 2.0, 4.0], "static": [3.0, 3.0, 3.0], "static:2": [9.0, 9.0, 9.0], "static:4": [4.0, 5.0, 6.0]}
     row = next(line for line in cluster.markdown([result_of(times)]).splitlines() if line.startswith("| 2 × 2"))
     assert "static:4, 5.00 s" in row
-    assert "**2.00×** (2.50×)" in row, "the median of 4/2, 5/2 and 6/4"
-    assert "1.50× (2.50×)" in row, "over the oracle"
+    assert "**2.00×** (2.50×) | 1.88× (3.00×)" in row, "the median of 4/2, 5/2 and 6/4, and 15/8"
+    assert "1.50× (2.50×) | 1.12× (3.00×)" in row, "over the oracle: the median of 3/2, 3/2 and 3/4, and 9/8"
     assert row.endswith("| 2e-07 |")
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
+from longctx.training import measured as module
 from longctx.training.measured import MeasuredComparison, MeasuredMode, MeasuredStep, measure, mode_configs
+from longctx.training.setup import build_model
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
@@ -27,23 +30,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None = None) -> tuple[dict[str, Any], list[str]]:
     """What this rank's `measure` says; `other_seed_of` gives one mode other first weights, as a fault would."""
-    from longctx.training import measured as module
-
     config = load(None, [*SMALL, f"data.store={store}", "batch.tokens_per_rank=1500"], world_size=dist.get_world_size())
     lines: list[str] = []
-    original = module.build_model
 
     def with_fault(shape: Any, config: Any, mesh: Any) -> Any:
         name, degree = config.context.mode, config.context.degree
         seed = 1 if other_seed_of == (f"{name}:{degree}" if degree else name) else 0
-        return original(shape, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}), mesh)
+        return build_model(shape, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}), mesh)
 
-    module.build_model = with_fault  # type: ignore[assignment]
-    try:
-        mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
+    mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
+    with mock.patch.object(module, "build_model", with_fault):
         result = measure(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
-    finally:
-        module.build_model = original
     return result.to_json(), lines
 
 
@@ -81,7 +78,10 @@ def test_figures_are_those_of_their_definitions() -> None:
     two = MeasuredMode("static:2", (step_of(2.0, 2.0), step_of(3.0, 3.0), step_of(4.0, 4.0)))
     four = MeasuredMode("static:4", tuple(replace(step, seconds=2 * step.seconds) for step in two.steps))
     comparison = MeasuredComparison((auto, four, two), 4, 100, 0, 1e-6, 1e-5, ended_early=False)
-    assert comparison.baseline is two, "the static mode that took least time"
+    assert comparison.baseline is two, "the single degree that took least time"
+    oracle = replace(auto, mode="static")
+    assert replace(comparison, modes=(auto, oracle, two)).baseline is two, "one degree for all steps, not one for each"
+    assert replace(comparison, modes=(auto, oracle)).baseline is oracle
     assert auto.median_s == 2.0
     assert auto.times_as_fast_as(two) == 1.5, "the median of 2/1, 3/2 and 4/4"
     assert auto.prediction_error == pytest.approx(7.5 / 7 - 1)

@@ -109,14 +109,15 @@ def _draw(measured: "MeasuredComparison") -> None:
     from rich.table import Table
 
     baseline = measured.baseline
+    names = [mode.mode for mode in measured.modes]
     steps = len(baseline.steps)
     table = Table(
         box=box.SIMPLE_HEAD,
         title=f"{steps} step{'s' * (steps > 1)} a mode in turn on {measured.ranks} ranks, {measured.warmup} before to warm up",
         title_justify="left",
         title_style="bold",
-        caption="Speedup: median over the steps of the time on the same documents"
-        + (f" of {baseline.mode}, the fastest static mode." if baseline.mode.startswith("static") else f" of {baseline.mode}."),
+        caption=f"Speedup: median over the steps of the time on the same documents of {baseline.mode}."
+        + (" Mode static changes to the best degree by the cost model at every step." if "static" in names else ""),
         caption_justify="left",
     )
     table.add_column("mode")
