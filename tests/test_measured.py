@@ -129,6 +129,7 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
         (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps goes with --measure"),
         (["--measure", "nowhere.yaml"], "nowhere.yaml"),
         (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks does not go with --measure"),
+        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile does not go with --measure"),
         (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "there is no folder"),
     ],
 )

@@ -32,6 +32,8 @@ OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DOCUMENTS_A_RANK = 4
 DEFAULT_STEPS = 3
+DEFAULT_TOKENS_PER_RANK = 16384
+DEFAULT_PROFILE = "h100-nvlink-ib"
 DETAILED = 64
 """The number of ranks that is shown in detail, or the nearest one given."""
 
@@ -55,8 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: {default_ranks}, those that fit)"
     )
-    parser.add_argument("--tokens-per-rank", type=int, default=16384, metavar="T", help="most tokens on a rank at once")
-    parser.add_argument("--profile", default="h100-nvlink-ib", help="hardware profile: a shipped name, or a YAML or JSON file")
+    parser.add_argument(
+        "--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help="most tokens on a rank at once"
+    )
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help="hardware profile: a shipped name, or a YAML or JSON file")
     parser.add_argument(
         "--long-documents",
         choices=("split", "drop", "error"),
@@ -89,7 +93,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    compare_measure.refuse(arguments)
+    compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE, "tokens_per_rank": DEFAULT_TOKENS_PER_RANK})
     if arguments.measure is not None:
         return compare_measure.run(arguments)
     from longctx.planning.profile import HardwareProfile

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,10 @@ DEFAULT_MODES = "auto,static"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that go with --measure, which the parser must have."""
-    group = parser.add_argument_group("with --measure (under torchrun)")
+    group = parser.add_argument_group(
+        "with --measure (under torchrun)",
+        f"Also --steps, the steps that are measured (default: {DEFAULT_STEPS}), and settings such as --context.profile my.yaml.",
+    )
     group.add_argument(
         "--modes",
         metavar="MODE,..",
@@ -29,16 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", type=Path, metavar="F", help="write every step of every mode as JSON")
 
 
-def refuse(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that go only with --measure, or never with it."""
+def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> None:
+    """Raises UserError for options that go only with --measure, or never with it; `defaults` are those that are not None."""
     if arguments.measure is None:
         given = [f"--{name}" for name in ("modes", "warmup", "out") if getattr(arguments, name) is not None]
         given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
         if given:
             raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")
         return
-    names = ("ranks", "long_documents", "documents", "global_tokens", "seed", "html", "csv")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+    names = ("ranks", "long_documents", "documents", "global_tokens", "seed", "html", "csv", *defaults)
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults.get(name)]
     if given:
         raise UserError(
             f"{', '.join(given)} does not go with --measure, which takes all that from its settings and from torchrun"
