@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that go with --measure, which the parser must have."""
     group = parser.add_argument_group(
         "with --measure (under torchrun)",
-        f"Also --steps, the steps that are measured (default: {DEFAULT_STEPS}), and settings such as --context.profile my.yaml.",
+        f"also --steps, how many are measured (default: {DEFAULT_STEPS}), and settings such as --context.profile my.yaml",
     )
     group.add_argument(
         "--modes",
