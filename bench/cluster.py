@@ -111,7 +111,8 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=1500, help="seconds, for each of profile and comparison")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/cluster-NODESxRANKS-NETWORK.json)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     out = arguments.out or (
         Path(__file__).parent / "results" / f"cluster-{arguments.nodes}x{arguments.ranks_per_node}-{arguments.network}.json"
     )
@@ -135,6 +136,9 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first signal ends the run; later ones must not disturb cleaning up."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
