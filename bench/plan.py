@@ -5,7 +5,7 @@
 
 Writes OUT.csv (a line for each planner and setting, means over seeds, with machine, versions and date) and OUT.md (the table).
 Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare
-them within one run.
+them within one run, on a machine that does nothing else (its load before the run is noted).
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan", help="without a suffix")
     arguments = parser.parse_args()
-    began = time.perf_counter()
+    began, load = time.perf_counter(), os.getloadavg()[0]
     profile = HardwareProfile.load(PROFILE)
     settings = [
         (mix, int(ranks), int(documents))
@@ -62,6 +62,7 @@ def main() -> None:
         **machine(),
         "profile": PROFILE,
         "seeds": str(arguments.seeds),
+        "load before": f"{load:.1f}",
         "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
