@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.assignment import Assignment
-from longctx.planning.cost import attention_ns, efficiency, log2, lower_bound_ns, score
+from longctx.planning.assignment import Assignment, tokens_on_ranks
+from longctx.planning.bound import least_time_ns, tight_bound_ns
+from longctx.planning.cost import alone_ns, attention_ns, efficiency, log2, lower_bound_ns, score
 from longctx.planning.layout import shard_tokens
 from longctx.planning.profile import HardwareProfile
 from tests.test_plan_properties import H100, profiles
@@ -135,3 +136,39 @@ def test_attention_does_not_fall_when_a_document_is_split_further() -> None:
     degrees = np.arange(1, 257)
     total = attention_ns(H100, np.full(256, 131072), degrees) * degrees
     assert (np.diff(total) >= -2 * degrees[1:]).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(assignments(), profiles())
+def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
+    """Any assignment, even one of overfull ranks, is a plan under the budget of its fullest rank."""
+    lengths, ranks, a = case
+    _, row = np.unique(a.micro_batch, return_inverse=True)
+    a = Assignment(row, a.first_rank, a.degree, a.reversed)
+    tokens = int(tokens_on_ranks(np.array(lengths), a, (a.micro_batches, ranks)).max())
+    bound = tight_bound_ns(profile, np.array(lengths), ranks, tokens)
+    assert lower_bound_ns(profile, np.array(lengths), ranks, tokens) <= bound
+    assert bound <= score(profile, np.array(lengths), a, ranks).makespan_ns
+
+
+def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:
+    """131072 tokens on 64 ranks: the bound knows that no degree is as fast as even work at full efficiency."""
+    length, degrees = np.array([131072]), np.arange(1, 65)
+    best = min(
+        score(H100, length, Assignment(np.array([0]), np.array([0]), np.array([d]), np.array([False])), 64).makespan_ns
+        for d in degrees[7:]
+    )
+    assert 0.999 * best <= tight_bound_ns(H100, length, 64, 16384) <= best
+    assert lower_bound_ns(H100, length, 64, 16384) < 0.9 * best
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 200_000), st.integers(1, 40), st.integers(0, 39))
+def test_a_ring_alone_takes_what_the_score_says(length: int, degree: int, first: int) -> None:
+    offset = np.array([first % H100.ranks_per_node])
+    alone = int(alone_ns(H100, np.array([length]), np.array([degree]), offset)[0])
+    a = Assignment(np.array([0]), np.array([first]), np.array([degree]), np.array([False]))
+    exact = int(score(H100, np.array([length]), a, 80).time.max())
+    two_tokens = 2 * 89_000  # the largest shard may not be on the rank that waits longest
+    assert alone - two_tokens - 2 * degree - 4 <= exact <= alone + 2 * degree + 4
+    assert least_time_ns(H100, np.array([length]), np.array([degree]), 1 << 40)[0] <= exact

@@ -8,7 +8,7 @@ import numpy as np
 
 from longctx.planning.assignment import Integers
 
-TRIED = 10
+TRIED = 6
 """Documents of a slot that a round looks at."""
 TABLE_ROUNDS = 16
 """Rounds until a slot with more documents than that shows others."""

@@ -1,15 +1,19 @@
 """Columns: the planner of mode `auto`. It chooses how many micro-batches a step has and the degree of every document.
 
 A layout is known by K, the number of micro-batches, and by limits: a document takes the smallest degree at which its ranks are
-done with it within its limit. Limits are chosen so that rings together are as wide as the domain, or a multiple or fraction of
-it: then they stand side by side as columns of like height and fill whole micro-batches. All documents may have one limit, or the
-longest have a higher one and some tall micro-batches for themselves: a long document is then split no further than its like. A
-lower limit makes more and finer pieces, which pack better but lose kernel efficiency, and no document takes a degree that wastes
-more than a given share of its work on inefficiency and exposed exchange. Layouts are ranked by their estimated makespan
-(`shelves.py`), the best few are filled with the documents of degree 1, the best of these are evened out (`balance.py`), and the
-exact cost decides.
+done with it within its limit. Limits come from three families:
+- so that all rings together are as wide as the domain, or a multiple or fraction of it: then they stand side by side as columns
+  of like height and fill whole micro-batches;
+- shares of the height that micro-batches have if all work is spread evenly, where one long document binds;
+- a higher limit for the longest documents, which have some tall micro-batches for themselves and are split no further than
+  their like; a closed form says how many documents these should be.
+A lower limit makes more and finer pieces, which pack better but lose kernel efficiency, so that layouts also differ in what
+share of its work a document may waste on inefficiency and exposed exchange. Layouts are ranked by their estimated makespan
+(`shelves.py`), the best few for each K are filled with the documents of degree 1, ever fewer of them are evened out for ever
+more rounds (`balance.py`), and the exact cost decides.
 """
 
+import bisect
 import itertools
 from collections.abc import Iterator
 
@@ -21,12 +25,14 @@ from longctx.planning.cost import alone_ns, nanoseconds, score
 from longctx.planning.request import least_degrees
 from longctx.planning.shelves import NEVER, Rings, Step, even_out, fill, place_rings
 
-LAYERS = (0.0, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
+LAYERS = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Widths of all rings together, in domains."""
 LOWER_LAYERS = (0.5, 0.75, 1.0)
 """Widths of the rings below the tall micro-batches, in domains."""
 WASTE = (1.1, 1.25, 4.0)
 """Work of a document over all its ranks, as a multiple of the least of any degree, that a layout allows."""
+HEIGHTS = (0.7, 0.85, 1.0)
+"""Limits as shares of the height that micro-batches have if all work is spread evenly."""
 FLOORS = (2, 4, 8)
 """Least degrees of all documents that are tried where there are few of them: fine pieces for want of small documents."""
 FEW = 2
@@ -41,10 +47,12 @@ LEADS = 3
 """How many ways to choose these documents are looked at closely."""
 TIGHT = 0.9
 """Share of the token budget from which one more micro-batch is searched as thoroughly as the fewest."""
-IMPROVED = 2
-"""How many of the best layouts are evened out."""
-BRIEFLY, THOROUGHLY = 24, 128
-"""Rounds of evening out: to choose between layouts, and for the one that was chosen."""
+PROMISING = 2
+"""How many of the best layouts are tried with one more micro-batch where the tokens leave room for fewer."""
+FILLED = 5
+"""How many of the best layouts for each number of micro-batches are filled."""
+EVENED = ((5, 16), (2, 48), (1, 160))
+"""How many of the best plans are evened out, and for how many rounds, in turn."""
 
 
 def plan_columns(step: Step) -> tuple[Assignment, int]:
@@ -53,16 +61,36 @@ def plan_columns(step: Step) -> tuple[Assignment, int]:
     choices = list(_degree_choices(step, menu))
     micro_batches = step.fewest_micro_batches
     while True:
-        layouts = _layouts(step, choices, micro_batches)
+        fewest, more = Layouts(step, micro_batches), Layouts(step, micro_batches + 1)
         roomy = int(step.lengths.sum()) < TIGHT * micro_batches * step.ranks * step.tokens_per_rank
-        promising = sorted(layouts, key=lambda rings: rings.estimate_ns)[:IMPROVED]
-        again = [rings.degree for rings in promising] if roomy and promising else choices
-        layouts += _layouts(step, again, micro_batches + 1)
-        layouts += _tall_layouts(step, menu, micro_batches) + _tall_layouts(step, menu, micro_batches + 1)
-        best = _best_filled(step, layouts)
+        _tall_layouts(fewest, menu)
+        _even_layouts(fewest, choices)
+        _tall_layouts(more, menu)
+        _even_layouts(more, [rings.degree for rings in fewest.best[:PROMISING]] if roomy and fewest.best else choices)
+        best = _best_filled(step, fewest.filled() + more.filled())
         if best is not None:
             return best
         micro_batches += 2 + micro_batches // 8
+
+
+class Layouts:
+    """The most promising ring layouts for one number of micro-batches, by their estimated makespan."""
+
+    def __init__(self, step: Step, micro_batches: int) -> None:
+        self.step, self.micro_batches = step, micro_batches
+        self.best: list[Rings] = []
+
+    def add(self, degrees: Integers, shelves: int, lead: int = 0, tall: int = 0) -> None:
+        """Places rings of these degrees, unless their work alone says that FILLED others are better."""
+        below = self.best[FILLED - 1].estimate_ns if len(self.best) >= FILLED else NEVER
+        rings = place_rings(self.step, degrees, self.micro_batches, shelves, lead, tall, below)
+        if rings is not None:
+            bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
+
+    def filled(self) -> list[tuple[Rings, Assignment]]:
+        """The best ones with all documents in them."""
+        attempts = ((rings, fill(rings, self.step.ranks)) for rings in self.best[: 2 * FILLED])
+        return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), FILLED))
 
 
 def _degree_choices(step: Step, menu: "Menu") -> Iterator[Integers]:
@@ -75,92 +103,92 @@ def _degree_choices(step: Step, menu: "Menu") -> Iterator[Integers]:
             if degrees.tobytes() not in seen:
                 seen.add(degrees.tobytes())
                 yield degrees
+    for micro_batches in (step.fewest_micro_batches, step.fewest_micro_batches + 1):
+        height = menu.even_height(micro_batches * step.ranks)
+        for share in HEIGHTS:
+            degrees = menu.degrees_below(int(share * height))
+            if degrees.tobytes() not in seen:
+                seen.add(degrees.tobytes())
+                yield degrees
     if len(step.lengths) <= FEW * step.ranks:
         degrees = menu.degrees(step.ranks, max(WASTE))
         yield from (np.maximum(degrees, floor) for floor in FLOORS if floor <= step.ranks)
 
 
-def _layouts(step: Step, choices: list[Integers], micro_batches: int) -> list[Rings]:
-    """Ring layouts for that many micro-batches: rings in as few of them as they fill, and in all."""
-    found = []
+def _even_layouts(layouts: Layouts, choices: list[Integers]) -> None:
+    """Adds layouts with rings in as few micro-batches as they fill, and in all."""
     for degrees in choices:
-        width = int(degrees[degrees > 1].sum())
-        for ring_shelves in {min(micro_batches, max(1, -(-width // step.ranks))), micro_batches}:
-            rings = place_rings(step, degrees, micro_batches, ring_shelves)
-            if rings is not None:
-                found.append(rings)
-    return found
+        fewest = max(1, -(-int(degrees[degrees > 1].sum()) // layouts.step.ranks))
+        for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
+            layouts.add(degrees, shelves)
 
 
-def _tall_layouts(step: Step, menu: "Menu", micro_batches: int) -> list[Rings]:
-    """Layouts in which the longest documents have the first micro-batches for themselves, with a limit of their own."""
+def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
+    """Adds layouts in which the longest documents have the first micro-batches for themselves, with a limit of their own."""
+    step, micro_batches = layouts.step, layouts.micro_batches
     leads = []
     for tall in range(1, min(TALL, micro_batches - 1) + 1):
         for share in TALL_SHARES:
             width = int(share * tall * step.ranks)
             for lead in _some(menu.most_on(width)):
                 leads.append((_tall_estimate_ns(step, menu, micro_batches, tall, width, lead), tall, width, lead))
-    found, seen = [], set()
+    seen = set()
     for _, tall, width, lead in sorted(leads)[:LEADS]:
         top = menu.degrees(width, max(WASTE), stop=lead)
         for layers in LOWER_LAYERS:
             degrees = np.maximum(top, menu.degrees(int(layers * step.ranks), max(WASTE), start=lead))
-            if (key := (tall, lead, degrees.tobytes())) in seen:
-                continue
-            seen.add(key)
-            rings = place_rings(step, degrees, micro_batches, micro_batches, lead, tall)
-            if rings is not None:
-                found.append(rings)
-    return found
+            if (key := (tall, lead, degrees.tobytes())) not in seen:
+                seen.add(key)
+                layouts.add(degrees, micro_batches, lead, tall)
 
 
 def _some(most: int) -> list[int]:
-    """Numbers from 1 to `most`, about 10 % apart."""
+    """Numbers from 1 to `most`, about 15 % apart."""
     numbers = [1]
     while numbers[-1] < most:
-        numbers.append(min(most, numbers[-1] + max(1, numbers[-1] // 10)))
+        numbers.append(min(most, numbers[-1] + 1 + numbers[-1] // 7))
     return numbers if most else []
 
 
-def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, within: int, lead: int) -> int:
-    """Height of all shelves if the `lead` longest documents stand on the first `tall` ones, everything else being a fluid."""
-    limit, index = menu.within(within, max(WASTE), 0, lead)
-    width, time = menu.options[index], menu.cost[np.arange(lead), index]
-    rate = menu.short_ns_per_token
-    room = np.minimum(limit - time, (step.tokens_per_rank - step.lengths[menu.long[:lead]] // width) * rate)
-    beside = tall * step.ranks - int(width.sum())
+def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, width: int, lead: int) -> int:
+    """Height of all shelves if the `lead` longest documents stand on the first `tall` ones, everything else being a fluid.
+
+    Short documents stand beside the rings and on top of them up to the limit, or until tokens are used up.
+    """
+    limit, index = menu.within(width, max(WASTE), 0, lead)
+    degree, time = menu.options[index], menu.cost[np.arange(lead), index]
+    beside = tall * step.ranks - int(degree.sum())
     if beside < 0:
         return NEVER
-    taken = int((width * (time + room)).sum()) + beside * min(limit, int(step.tokens_per_rank * rate))
+    full = time + ((step.tokens_per_rank - step.lengths[menu.long[:lead]] // degree) * menu.short_ns_per_token).astype(np.int64)
+    taken = int((degree * np.minimum(limit, full)).sum())
+    taken += beside * min(limit, int(step.tokens_per_rank * menu.short_ns_per_token))
     lower = step.ranks * (micro_batches - tall)
-    rest = menu.cost[lead:]
-    height = max(0, menu.least_work + int((width * time - menu.work[:lead].min(axis=1)).sum()) - taken) // lower
-    if len(rest):
-        height = max(height, int(rest.min(axis=1).max()))
-        within = (rest <= height).argmax(axis=1)
-        loss = menu.work[lead:][np.arange(len(rest)), within] - menu.work[lead:].min(axis=1)
-        height += int(loss.sum()) // lower
+    lost = int((degree * time).sum()) - int(menu.least_work[:lead].sum())
+    height = max(0, menu.work + lost - taken) // lower
+    if lead < len(menu.long):
+        height = max(height, int(menu.quickest[lead:].max()))
+        within = (menu.cost[lead:] <= height).argmax(axis=1)
+        rest = menu.options[within] * menu.cost[np.arange(lead, len(menu.long)), within]
+        height += int(rest.sum() - menu.least_work[lead:].sum()) // lower
     return tall * limit + (micro_batches - tall) * height
 
 
-def _best_filled(step: Step, layouts: list[Rings]) -> tuple[Assignment, int] | None:
-    """Fills the most promising layouts, evens out the best of them, and returns the best of all with its makespan."""
+def _best_filled(step: Step, plans: list[tuple[Rings, Assignment]]) -> tuple[Assignment, int] | None:
+    """Evens out the best of these plans, and returns the best of all with its makespan."""
 
     def makespan(plan: Assignment) -> int:
         return score(step.profile, step.lengths, plan, step.ranks).makespan_ns
 
-    launch_ns = nanoseconds(step.profile.launch_s)
-    layouts = sorted(layouts, key=lambda rings: rings.estimate_ns + len(rings.height) * launch_ns)
-    enough = max(3, min(20, 4096 // len(step.lengths)))
-    attempts = ((rings, fill(rings, step.ranks)) for rings in layouts[: 2 * enough])
-    filled = list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), enough))
-    if not filled:
+    if not plans:
         return None
-    filled.sort(key=lambda item: makespan(item[1]))
-    plans = [(rings, even_out(rings, plan, BRIEFLY)) for rings, plan in filled[:IMPROVED]]
-    rings, plan = min(plans, key=lambda item: makespan(item[1]))
-    plan = min(plan, even_out(rings, plan, THOROUGHLY), key=makespan)
-    return plan, makespan(plan)
+    launch_ns = nanoseconds(step.profile.launch_s)
+    for kept, rounds in EVENED:
+        plans = sorted(plans, key=lambda item: item[0].makespan_ns(item[1], launch_ns))[:kept]
+        plans += [(rings, even_out(rings, plan, rounds)) for rings, plan in plans]
+    plans = sorted(plans, key=lambda item: item[0].makespan_ns(item[1], launch_ns))[:2]
+    best = min((plan for _, plan in plans), key=makespan)
+    return best, makespan(best)
 
 
 class Menu:
@@ -173,17 +201,20 @@ class Menu:
         is_long = (step.single_ns > SHORT * height) | (least > 1)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
-        self.options = _degree_options(step.ranks, least)
+        self.options = _degree_options(step.ranks, least, step.profile.ranks_per_node)
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.options)
         fits = largest_shards(length, degree) <= step.tokens_per_rank
         self.cost = np.where(fits, alone_ns(step.profile, length, degree), NEVER)
-        self.work = np.where(fits, self.cost * self.options.astype(np.float64), np.inf)
-        self.excess = self.work / self.work.min(axis=1, keepdims=True)
+        work = np.where(fits, self.cost * self.options.astype(np.float64), np.inf)
+        least_work = work.min(axis=1)
+        self.excess = work / least_work[:, None]
+        self.quickest, self.least_work = self.cost.min(axis=1), least_work.astype(np.int64)
         short_ns = int(step.single_ns[short].sum())
-        self.least_work = short_ns + int(self.work.min(axis=1).sum())
+        self.work = short_ns + int(self.least_work.sum())
         self.short_ns_per_token = short_ns / max(1, int(step.lengths[short].sum()))
         self.width = np.where(self.options > 1, self.options, 0)
         self.steps: dict[float, tuple[Integers, Integers, Integers]] = {}
+        self.found: dict[tuple[int, float, int, int], tuple[int, Integers]] = {}
 
     def most_on(self, width: int) -> int:
         """How many of the longest documents fit side by side on that many ranks."""
@@ -200,16 +231,40 @@ class Menu:
         degrees[self.long[start:stop]] = self.options[self.within(width, waste, start, stop)[1]]
         return degrees
 
+    def even_height(self, slots: int) -> int:
+        """The least height of a slot that holds an even share of all work, and no document that takes longer."""
+        low, high = self.work // slots, int(self.quickest.max(initial=0)) + 2 * self.work // slots
+        while high - low > low // 256:
+            middle = (low + high) // 2
+            index = self._below(middle)
+            time = self.cost[np.arange(len(index)), index]
+            enough = self.work + int((self.options[index] * time - self.least_work).sum()) <= slots * middle
+            low, high = (low, middle) if enough and int(time.max(initial=0)) <= middle else (middle + 1, high)
+        return high
+
+    def degrees_below(self, limit: int) -> Integers:
+        """The smallest degrees by which documents take no longer than that, or their quickest if they all do."""
+        degrees = np.ones(self.documents, dtype=np.int64)
+        degrees[self.long] = self.options[self._below(limit)]
+        return degrees
+
+    def _below(self, limit: int) -> Integers:
+        result: Integers = (self.cost <= np.maximum(limit, self.quickest)[:, None]).argmax(axis=1)
+        return result
+
     def within(self, width: int, waste: float, start: int, stop: int) -> tuple[int, Integers]:
         """That limit, and the index of every document's option by it."""
-        height, wider, row = self._steps(waste)
-        here = np.flatnonzero((row >= start) & (row < stop))
-        over = np.cumsum(wider[here]) > width
-        limit = int(height[here[over.argmax()]]) if over.any() else 0
-        cost = np.where(self.excess[start:stop] <= waste, self.cost[start:stop], NEVER)
-        limit = min(limit, int(cost[cost < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
-        limits = np.maximum(limit, cost.min(axis=1))
-        return int(limits.max(initial=0)), (cost <= limits[:, None]).argmax(axis=1)
+        key = width, waste, start, stop
+        if key not in self.found:
+            height, wider, row = self._steps(waste)
+            here = np.flatnonzero((row >= start) & (row < stop))
+            over = np.cumsum(wider[here]) > width
+            limit = int(height[here[over.argmax()]]) if over.any() else 0
+            cost = np.where(self.excess[start:stop] <= waste, self.cost[start:stop], NEVER)
+            limit = min(limit, int(cost[cost < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
+            limits = np.maximum(limit, cost.min(axis=1))
+            self.found[key] = int(limits.max(initial=0)), (cost <= limits[:, None]).argmax(axis=1)
+        return self.found[key]
 
     def _steps(self, waste: float) -> tuple[Integers, Integers, Integers]:
         """As the limit falls, documents take ever higher degrees: at which limit, how many ranks more, and whose row."""
@@ -225,9 +280,15 @@ class Menu:
         return self.steps[waste]
 
 
-def _degree_options(ranks: int, least: Integers) -> Integers:
-    """Every degree up to 64, then steps of about 3 %, N, and the smallest degree of each document."""
+def _degree_options(ranks: int, least: Integers, node: int) -> Integers:
+    """Every degree up to 32, then whole nodes or steps of about 3 %, N, and the smallest degree of each document.
+
+    A ring beyond its node waits for the network where it has fewest mates in the node: whole nodes are best.
+    """
     steps = [1]
     while steps[-1] < ranks:
-        steps.append(min(ranks, steps[-1] + max(1, steps[-1] // 32)))
+        nodes = steps[-1] + max(1, steps[-1] // 32)
+        if nodes > 32 and node < nodes:
+            nodes = -(-nodes // node) * node
+        steps.append(min(ranks, nodes))
     return np.unique(np.concatenate([np.array(steps, dtype=np.int64), least]))

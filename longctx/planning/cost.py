@@ -82,7 +82,7 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
     several documents takes at most the sum of their times.
     """
     attention = attention_ns(profile, lengths, degrees)
-    fewest, most = _node_parts(degrees, profile.ranks_per_node, offset)
+    fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
     intra, inter = mate_ns(profile, lengths, degrees)
     exchange = nanoseconds(profile.latency_s) + np.maximum((most - 1) * intra, (degrees - fewest) * inter)
     exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
@@ -90,7 +90,7 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
     return result
 
 
-def _node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
+def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
     """How many ranks of a ring its least and its most used node hold."""
     if offset is None:  # on as few nodes as possible, its first and its last part alike
         ends = np.where(degrees % node == 0, 2 * node, degrees % node + node)
@@ -187,8 +187,12 @@ def lower_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, toke
 
     A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster.
     """
-    least = -(-lengths // tokens_per_rank)
-    attention = np.floor(_attention(profile, lengths, least)).astype(np.int64)
+    return bound_ns(profile, lengths, -(-lengths // tokens_per_rank), ranks, tokens_per_rank)
+
+
+def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Time that no plan can beat in which documents have at least these degrees: their work evenly spread, exchange free."""
+    attention = np.floor(_attention(profile, lengths, degrees)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)

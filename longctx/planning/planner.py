@@ -14,7 +14,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards, sp
 from longctx.planning.bins import degrees_by_bins, derived_degrees
 from longctx.planning.check import check_plan
 from longctx.planning.columns import plan_columns
-from longctx.planning.cost import NANOSECONDS, lower_bound_ns, score
+from longctx.planning.cost import NANOSECONDS, bound_ns, lower_bound_ns, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import check_lengths, check_settings, least_degrees
@@ -65,7 +65,8 @@ def make_plan(
     if mode == "static":
         best = _static(profile, sizes, ranks, tokens_per_rank, degree)
     elif mode == "bins":
-        best = _by_bins(profile, sizes, ranks, tokens_per_rank, bins)
+        degrees = _bin_degrees(profile, sizes, ranks, tokens_per_rank, bins)
+        best = _by_bins(profile, sizes, ranks, tokens_per_rank, degrees)
     else:
         best = _best_of_all(profile, sizes, ranks, tokens_per_rank, bins)
     _, winner, assignment = best
@@ -96,7 +97,9 @@ def _best_of_all(
     assignment, makespan = plan_columns(Step.of(profile, lengths, ranks, tokens_per_rank))
     best: Candidate = makespan, "columns", assignment
     with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
-        best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, bins), key=_makespan)
+        degrees = _bin_degrees(profile, lengths, ranks, tokens_per_rank, bins)
+        if bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) < best[0]:
+            best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, degrees), key=_makespan)
     static = _best_static(profile, lengths, ranks, tokens_per_rank, range(1, ranks + 1), below=best[0])
     return best if static is None else min(best, static, key=_makespan)
 
@@ -105,14 +108,16 @@ def _makespan(candidate: Candidate) -> int:
     return candidate[0]
 
 
-def _by_bins(
+def _bin_degrees(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
-) -> Candidate:
-    """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
+) -> Integers:
     if bins is None:
-        degrees = derived_degrees(profile, lengths, ranks, tokens_per_rank)
-    else:
-        degrees = degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
+        return derived_degrees(profile, lengths, ranks, tokens_per_rank)
+    return degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
+
+
+def _by_bins(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: Integers) -> Candidate:
+    """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
     step = Step.of(profile, lengths, ranks, tokens_per_rank)
     micro_batches = step.fewest_micro_batches
     while True:

@@ -8,6 +8,7 @@ token budget. Then the rest, longest first, each on the rank with most room unde
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,11 +69,31 @@ class Rings:
     def estimate_ns(self) -> int:
         return int(self.height.sum())
 
+    @cached_property
+    def bare(self) -> tuple[Integers, Integers]:
+        """Nanoseconds and free tokens of every slot with nothing but rings in it (arrays [slots])."""
+        early = np.flatnonzero(self.placed & (self.degree == 1))
+        slots, cells = self.shelf[early] * self.load.shape[1] + self.first_rank[early], self.load.size
+        time = np.bincount(slots, self.time[early], cells).astype(np.int64)
+        tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
+        return self.load.ravel() - time, self.free.ravel() + tokens
 
-def place_rings(step: Step, degrees: Integers, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0) -> Rings | None:
-    """Places rings and large documents on the first `shelves` micro-batches; None if tokens do not fit this way.
+    def makespan_ns(self, plan: Assignment, launch_ns: int) -> int:
+        """About the makespan of a plan with these rings: no document's exchange is hidden behind another's attention."""
+        singles = np.flatnonzero(self.degree == 1)
+        slots = plan.micro_batch[singles] * self.load.shape[1] + plan.first_rank[singles]
+        load = self.bare[0] + np.bincount(slots, self.time[singles], self.load.size).astype(np.int64)
+        heights = load.reshape(self.load.shape).max(axis=1)
+        return int(heights.sum()) + int((heights > 0).sum()) * launch_ns
+
+
+def place_rings(
+    step: Step, degrees: Integers, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0, below: int = NEVER
+) -> Rings | None:
+    """Places rings and large documents on the first `shelves` micro-batches.
 
     The `lead` longest documents stand on the first `tall` of these shelves, and the others on the rest of them.
+    None if tokens do not fit this way, or if so much work is seen at once to take an estimate of `below` nanoseconds or more.
     """
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     time, tokens = step.single_ns.copy(), lengths.copy()
@@ -82,7 +103,10 @@ def place_rings(step: Step, degrees: Integers, micro_batches: int, shelves: int,
     rings = np.flatnonzero(degrees > 1)
     time[rings] = alone_ns(profile, lengths[rings], degrees[rings])
     tokens[rings] = largest_shards(lengths[rings], degrees[rings])
-    mean = int((time * degrees).sum()) // load.size
+    work = int((time * degrees).sum())
+    if work >= below * ranks:
+        return None
+    mean = work // load.size
     placed = (degrees > 1) | (time > mean // 2)
     early = np.flatnonzero(placed)
     early = early[np.argsort(-lengths[early], kind="stable")]
@@ -160,9 +184,7 @@ def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
     slots = plan.micro_batch * ranks + plan.first_rank
-    early = singles[rings.placed[singles]]
-    load = rings.load.ravel() - np.bincount(slots[early], rings.time[early], rings.load.size).astype(np.int64)
-    free = rings.free.ravel() + np.bincount(slots[early], rings.tokens[early], rings.load.size).astype(np.int64)
+    load, free = rings.bare
     room = np.repeat(rings.height, ranks) - load
     slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, rounds)
     return _with_slots(rings, slots, ranks)
