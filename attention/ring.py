@@ -183,7 +183,7 @@ class _RingAttention(torch.autograd.Function):
         this = _Pass(ctx.call, ctx.layer, "backward", k, v)
         # dQ, dK and dV are summed in float32 (float64 for float64 inputs), the dtype of the log-sum-exp.
         dq = dk = dv = q
-        returned: list[tuple[Stage, Pending]] = []
+        returned: tuple[Stage, Pending] | None = None
         for stage, received in this.steps():
             if stage is None:
                 gradients = kernel.backward(dout, q, k, v, out, lse, this.schedule.local, ctx.softmax_scale)
@@ -196,9 +196,13 @@ class _RingAttention(torch.autograd.Function):
                     gradients = kernel.backward(dout, q, remote_k, remote_v, out, lse, part.segments, ctx.softmax_scale)
                     dq += gradients[0]
                     remote_gradients[part.rows] = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1)
-            returned.append((stage, this.give_back(stage, remote_gradients)))
-        for stage, pending in returned:
-            _add_returned(this, stage, pending.wait(), dk, dv)
+            given = this.give_back(stage, remote_gradients)
+            # Waiting one stage later hides the messages and keeps no more than two stages of gradients.
+            if returned is not None:
+                _add_returned(this, returned[0], returned[1].wait(), dk, dv)
+            returned = stage, given
+        if returned is not None:
+            _add_returned(this, returned[0], returned[1].wait(), dk, dv)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 

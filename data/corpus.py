@@ -125,7 +125,10 @@ def open_corpus(source: str, *, text_column: str = "text") -> Corpus:
     if not path.is_dir():
         raise CorpusError(f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, or a saved dataset")
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
+        try:
+            splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorpusError(f"{path / 'dataset_dict.json'} is damaged: {error}; give the folder of one split") from error
         ways_out = " or ".join(str(path / split) for split in splits)
         raise CorpusError(f"source {source!r} is a dataset with several splits: choose one, {ways_out}")
     files = list(_walk(path))

@@ -168,7 +168,7 @@ def _present(out: Path, request: str, overwrite: bool) -> Manifest | None:
 @contextmanager
 def _partial_folder(out: Path, request: str) -> Iterator[Path]:
     """OUT.partial, locked against other processes, with what an interrupted preparation of the same request left there."""
-    folder = out.with_name(out.name + ".partial")
+    folder = Path(f"{out.resolve()}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:

@@ -19,6 +19,8 @@ from longctx.errors import UserError
 
 LONG_DOCUMENTS = ("split", "drop", "error")
 LARGEST_SEED = (1 << 32) - 1
+MOST_EPOCHS = 1024
+"""More epochs in one step are a mistake in the settings, and would take forever to draw."""
 
 
 class SamplerError(UserError):
@@ -90,6 +92,12 @@ class Sampler:
                 f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop"
                 if self.dropped
                 else "there are no documents"
+            )
+        epoch_tokens = int(lengths[documents].sum())
+        if global_tokens > MOST_EPOCHS * epoch_tokens:
+            raise SamplerError(
+                f"global_tokens is {global_tokens:,}: a step would go {MOST_EPOCHS} times and more through all "
+                f"{epoch_tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
             )
         self._seed = seed
         self._global_tokens = global_tokens

@@ -181,7 +181,7 @@ class Store:
             ) from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} holds files of another store: make it again with `longctx prepare --overwrite`")
-        if tokenizer is not None and fingerprint(tokenizer.read_text("utf-8")) != used.fingerprint:
+        if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
             raise StoreError(
                 f"store {path} was made with another tokenizer than {tokenizer}: prepare it with that one "
                 f"(`longctx prepare --tokenizer {tokenizer}`), or leave data.tokenizer out to take the store's"
@@ -241,3 +241,12 @@ class Store:
 def _batch(batch: Any) -> _Batch:
     tokens, trained = batch.column("tokens"), batch.column("trained")
     return _Batch(tokens.values.to_numpy(), tokens.offsets.to_numpy(), trained.values, trained.offsets.to_numpy())
+
+
+def _fingerprint_of(tokenizer: Path) -> str:
+    try:
+        return fingerprint(tokenizer.read_text("utf-8"))
+    except UnicodeDecodeError as error:
+        raise TokenizerError(
+            f"{tokenizer} is not a tokenizer.json: {error}; give the one that the store was made with"
+        ) from error

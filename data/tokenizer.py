@@ -26,6 +26,7 @@ TokenArray = npt.NDArray[np.integer[Any]]
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
 """End-of-document tokens looked for in a given tokenizer.json, in this order."""
+LARGEST_VOCABULARY = (1 << 31) - 1
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 
 
@@ -76,6 +77,8 @@ class Tokenizer:
 
         Little text may give fewer than `vocab_size` tokens. Raises TokenizerError for a vocabulary without room for all bytes.
         """
+        if vocab_size > LARGEST_VOCABULARY:
+            raise TokenizerError(f"vocabulary size is {vocab_size}: at most {LARGEST_VOCABULARY} token ids fit the store")
         if vocab_size < SMALLEST_VOCABULARY:
             raise TokenizerError(
                 f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "

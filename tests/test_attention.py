@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.attention import RingAttention, Schedule, reference_attention, ring_attention
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
+from longctx.attention.merge import merge_
 from longctx.attention.ring import AttentionInputError
 from longctx.attention.segments import Segment
 from longctx.planning.layout import head_span, tail_span
@@ -97,17 +98,39 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
         torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_stages=5)
+
+
+@pytest.mark.parametrize(
+    "case", [*(replace(MIXED, lengths=(200, 333, 50, 1, 256, 90), exchange_stages=n) for n in (1, 3)), LONG_RING]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_precision_contract(workers: Workers, stages: int, dtype: torch.dtype) -> None:
-    """Error against float64 at most twice that of the single-device kernel on the same inputs."""
-    case = replace(MIXED, lengths=(200, 333, 50, 1, 256, 90), dtype=dtype, exchange_stages=stages, head_dim=32)
+def test_precision_contract(workers: Workers, case: Case, dtype: torch.dtype) -> None:
+    """Error against float64 at most twice that of the single-device kernel on the same inputs, also after ten merges."""
+    case = replace(case, dtype=dtype, head_dim=32, heads=4, kv_heads=2)
     exact = dense(case)
     ring = relative_errors(gather(case, workers.run(run_case, case.ranks, case)), exact)
     alone = replace(case, ranks=1, placements=tuple(Placement(i, 0, 1) for i in range(len(case.lengths))), padding=0)
     single = relative_errors(gather(alone, [run_case(alone)]), exact)
     for ring_error, single_error in zip(ring, single, strict=True):
         assert 0 < ring_error <= 2 * single_error
+
+
+def test_partial_results_are_merged_in_float32() -> None:
+    """Thirty-two merges of bfloat16 parts cost no more than rounding each part and the result once."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 2, 16, dtype=torch.float64).bfloat16() for n in (64, 64 * 32, 64 * 32))
+    kernel = KERNELS["cpu"]
+    everything = [Segment(0, 64, 0, 64 * 32)]
+    exact, _ = KERNELS["reference"].forward(q.double(), k.double(), v.double(), everything, 0.25)
+    out, lse = kernel.forward(q, k[:64], v[:64], [Segment(0, 64, 0, 64)], 0.25)
+    out = out.to(lse.dtype)
+    for part in range(1, 32):
+        rows = slice(64 * part, 64 * part + 64)
+        merge_(out, lse, *kernel.forward(q, k[rows], v[rows], [Segment(0, 64, 0, 64)], 0.25), [Segment(0, 64, 0, 64)])
+    single, _ = kernel.forward(q, k, v, everything, 0.25)
+    ring_error, single_error = relative_errors([out.bfloat16(), single], [exact, exact])
+    assert ring_error <= 2 * single_error
 
 
 def test_two_runs_are_bit_identical(workers: Workers) -> None:

@@ -14,7 +14,7 @@ import pytest
 from longctx.cli import main
 from longctx.training import checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
-from longctx.training.run_folder import RunFolderError, open_run_folder
+from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
 from tests import training_cases
 from tests.training_cases import SMALL, make_store, train, train_and_save
 from tests.workers import Workers
@@ -188,6 +188,72 @@ def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> No
     assert os.readlink(tmp_path / "latest") == "checkpoints/step-000004"
 
 
+def test_damaged_checkpoints_are_neither_counted_nor_deleted(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """Otherwise `keep` damaged folders of later steps would push out every good checkpoint, the newest first."""
+    later = tmp_path / "checkpoints" / "step-000100"
+    later.mkdir(parents=True)
+    settings = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=1", "batch.tokens_per_rank=1500"]
+    workers.run(train_and_save, 1, store, tmp_path, settings)
+    assert sorted(folder.name for folder in later.parent.iterdir()) == ["step-000003", "step-000100"]
+    assert checkpoint.newest(tmp_path)[0].step == 3  # type: ignore[union-attr]
+
+
+def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
+    for step in (999_998, 999_999, 1_000_000):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
+    assert checkpoint.newest(tmp_path)[0].step == 1_000_000  # type: ignore[union-attr]
+    checkpoint._prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_a_checkpoint_whose_bytes_are_wrong(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(train_and_save, 1, store, tmp_path, ["train.steps=2", "checkpoint.every=2", "batch.tokens_per_rank=1500"])
+    metadata = next((tmp_path / "checkpoints").glob("*/.metadata"))
+    metadata.write_bytes(b"\0" * metadata.stat().st_size)
+    with pytest.raises(AssertionError, match=r"is damaged: .*Move it away"):
+        workers.run(train, 1, store, tmp_path, ["batch.tokens_per_rank=1500"], 1, True)
+
+
+def test_a_full_disk_in_the_middle(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """The error says what to do in one line, the earlier checkpoint is intact and the torn one is gone."""
+    said = workers.run(training_cases.with_a_full_disk, 2, store, tmp_path)
+    assert all("No space left on device" in text and "make room, then --resume" in text for text in said)
+    assert all(len(text) < 400 for text in said)
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    with (
+        only_run_in(tmp_path),
+        pytest.raises(RunFolderError, match="another run is writing"),
+        only_run_in(tmp_path),
+    ):
+        pass
+    with only_run_in(tmp_path):
+        pass
+
+
+def test_the_gradient_is_clipped_and_the_rate_is_the_steps(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(training_cases.clipped_and_at_the_right_rate, 2, store, tmp_path)
+
+
+def test_gradients_are_reduced_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """In bfloat16, gradients of two ranks that nearly cancel must keep their difference."""
+    workers.run(training_cases.reduced_in_float32, 2, store, tmp_path)
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
+    answers = workers.run(training_cases.with_a_gradient_not_finite, 2, store, tmp_path)
+    assert all("gradient norm nan" in answer for answer in answers)
+
+
+def test_ranks_that_disagree_on_the_plan(workers: Workers, store: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ranks disagree on the plan of step 1: ranks \\[1\\] differ from rank 0"):
+        workers.run(training_cases.with_another_plan_on_rank_1, 2, store, tmp_path)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
     answers = workers.run(training_cases.with_loss_of_rank_1_not_finite, 2, store, tmp_path)
     assert answers[0] == answers[1]
@@ -206,7 +272,7 @@ def test_a_rank_that_fails_in_training(workers: Workers, store: Path, tmp_path: 
 
 
 def test_metrics_of_a_resumed_run_have_no_step_twice(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
+    lines = ["}", *(json.dumps({"step": step}) for step in (1, 2, 3, 4))]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
     MetricsLog(tmp_path, after_step=3, tensorboard=False).close()
     assert [step["step"] for step in steps_in(tmp_path)] == [1, 2, 3]
@@ -224,7 +290,9 @@ def test_run_folders_that_cannot_be_used(
     assert "nothing to resume from" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'new'}", "--resume")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    assert "holds a run without a checkpoint" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    assert "holds a run without a checkpoint: give another" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    (tmp_path / "latest" / "latest").mkdir(parents=True)
+    assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
@@ -245,6 +313,8 @@ def test_stores_that_cannot_be_used(store: Path, tmp_path: Path, capsys: pytest.
     said = refusal(capsys, run, f"--data.store={store}", f"--data.tokenizer={tokenizer}")
     assert "another tokenizer" in said
     assert "an embedding" in refusal(capsys, run, f"--data.store={store}", "--model.vocab_size=100")
+    tokenizer.write_bytes(b"\xff\xfe")
+    assert "is not a tokenizer.json" in refusal(capsys, run, f"--data.store={store}", f"--data.tokenizer={tokenizer}")
     assert not (tmp_path / "run").exists()
 
 
@@ -261,6 +331,8 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "dry run on 64 ranks" in said
     assert "best static" in said
+    assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
+    assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
     assert "--ranks goes with --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
 
 

@@ -1,5 +1,6 @@
 """A small store, small settings, and the code that the ranks of a training test run."""
 
+import errno
 import os
 import sysconfig
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.filesystem
 
 from longctx.attention import RingAttention
 from longctx.config import load
@@ -16,8 +18,11 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
+from longctx.parallel.sharding import reduce_gradients
+from longctx.planning.layout import Layout
 from longctx.training import checkpoint
 from longctx.training.metrics import StepMetrics
+from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer
 
 MODULES = "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py glob.py heapq.py this.py"
@@ -90,6 +95,95 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
             Trainer._forward_backward = original  # type: ignore[method-assign]
         trainer.loader.close()
     raise AssertionError("a loss that is not finite must stop the run")
+
+
+def with_a_gradient_not_finite(store: Path, run: Path) -> str:
+    """The loss is finite and the gradient of one rank is not."""
+    trainer = start(store, run, [])
+    original = Trainer._forward_backward
+
+    def spoil(self: Trainer, *arguments: Any) -> torch.Tensor:
+        loss = original(self, *arguments)
+        if dist.get_rank() == 1 and (gradient := self.model.norm.weight.grad) is not None:
+            gradient.to_local().fill_(float("nan"))
+        return loss
+
+    Trainer._forward_backward = spoil  # type: ignore[method-assign]
+    try:
+        trainer.step()
+    except ValueError as error:
+        return str(error)
+    finally:
+        Trainer._forward_backward = original  # type: ignore[method-assign]
+        trainer.loader.close()
+    raise AssertionError("a gradient that is not finite must stop the run")
+
+
+def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
+    mode = "context.mode=static" if dist.get_rank() == 1 else "context.mode=auto"
+    trainer = start(store, run, [mode])
+    try:
+        trainer.step()
+    finally:
+        trainer.loader.close()
+
+
+def clipped_and_at_the_right_rate(store: Path, run: Path) -> None:
+    """Looks at the gradients and rates that the optimizer is given."""
+    greatest = 0.01
+    trainer = start(store, run, [f"optimizer.clip_grad_norm={greatest}"])
+    seen: list[tuple[float, float]] = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        squares = sum(float(p.grad.full_tensor().double().square().sum()) for p in trainer.model.parameters())
+        seen.append((squares**0.5, optimizer.param_groups[0]["lr"]))
+
+    trainer.optimizer.register_step_pre_hook(look)
+    with trainer.loader:
+        metrics = [trainer.step() for _ in range(3)]
+    for step, (norm, rate) in enumerate(seen, start=1):
+        assert abs(norm / greatest - 1) < 1e-3, f"the gradient has norm {norm} after clipping to {greatest}"
+        assert metrics[step - 1].grad_norm > 10 * greatest, "the norm before clipping is reported"
+        assert rate == metrics[step - 1].lr == learning_rate(step, 10, trainer.config.optimizer)
+
+
+def reduced_in_float32(store: Path, run: Path) -> None:
+    """Ranks hold gradients 1 and 1 + 2⁻⁷ of opposite sign, next to 256: bfloat16 sums would lose the difference."""
+    trainer = start(store, run, ["train.dtype=bfloat16"])
+    trainer.loader.close()
+    model, rank = trainer.model, dist.get_rank()
+    zero = torch.zeros(0, dtype=torch.int64)
+    layout = Layout(0, rank, 1, ())
+    factors = [(256.0, 1.0), (-256.0, 2.0**-7)][rank]
+    for number, factor in enumerate(factors):
+        reduce_gradients(model, in_this_backward=number == len(factors) - 1)
+        made = model(zero, zero, RingAttention(layout), lambda hidden, weight: hidden.sum() + weight.float().sum())
+        (made * factor).backward()
+    gradient = model.lm_head.weight.grad.full_tensor()
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full_like(gradient, 1 + 2.0**-7)), gradient.unique()
+
+
+def with_a_full_disk(store: Path, run: Path) -> str:
+    """The first checkpoint is written, then the disk is full in the middle of a file of the second."""
+    trainer = start(store, run, [])
+    with trainer.loader:
+        trainer.step()
+        trainer.save()
+        trainer.step()
+        write = torch.distributed.checkpoint.filesystem._write_item
+
+        def fail(*arguments: Any, **keywords: Any) -> Any:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        torch.distributed.checkpoint.filesystem._write_item = fail
+        try:
+            trainer.save()
+        except ValueError as error:
+            return str(error)
+        finally:
+            torch.distributed.checkpoint.filesystem._write_item = write
+    raise AssertionError("a full disk must be an error")
 
 
 def with_rank_1_failing(store: Path, run: Path, how: str) -> None:

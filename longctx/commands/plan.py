@@ -91,6 +91,8 @@ def parse_bins(text: str) -> dict[int, int]:
         if int(length) in bins:
             raise argparse.ArgumentTypeError(f"bin {int(length)} is given twice")
         bins[int(length)] = int(degree)
+    if list(bins) != sorted(bins) or list(bins.values()) != sorted(bins.values()):
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths ascend, and a longer document never has a smaller degree")
     return bins
 
 
@@ -106,7 +108,9 @@ def read_lengths(path: Path) -> list[int]:
         if not text:
             continue
         if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) < 1:
-            raise UserError(f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number ≥ 1 a line")
+            raise UserError(
+                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ a line"
+            )
         lengths.append(int(text))
     if not lengths:
         raise UserError(f"{path} holds no lengths: write one whole number ≥ 1 a line")

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bpe",
         help="bpe: byte-level BPE trained on the source; bytes: the bytes themselves; or the path of a tokenizer.json",
     )
-    parser.add_argument("--vocab-size", type=int, default=4096, help="most tokens of a trained tokenizer")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="most tokens of a trained tokenizer (default: 4096)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
@@ -51,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.workers is not None and arguments.workers < 1:
         raise UserError(f"--workers is {arguments.workers}: at least one thread must tokenise")
+    if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
+        raise UserError(f"--vocab-size is of a trained tokenizer, and --tokenizer is {arguments.tokenizer}: leave one out")
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column)
     with _progress_bar() as progress:
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
             corpus,
             arguments.out,
             tokenizer=arguments.tokenizer,
-            vocab_size=arguments.vocab_size,
+            vocab_size=4096 if arguments.vocab_size is None else arguments.vocab_size,
             end_of_document=arguments.end_of_document,
             workers=arguments.workers,
             overwrite=arguments.overwrite,

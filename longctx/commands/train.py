@@ -2,10 +2,20 @@
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longctx.config import Config, describe, load
 from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from longctx.data.store import Store
+    from longctx.parallel.mesh import Launch
+    from longctx.training.checkpoint import Checkpoint
+    from longctx.training.trainer import Trainer
 
 SUMMARY = "Train a model on packed documents, with a context-parallel degree that changes by the document"
 OVERRIDES = True
@@ -28,36 +38,35 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.mesh import Launch
 
     launch = Launch.read()
+    if arguments.dry_run:
+        from longctx.training.dry_run import dry_run
+
+        ranks = launch.world_size if arguments.ranks is None else arguments.ranks
+        if ranks < 1:
+            raise UserError(f"--ranks is {ranks}: a run has at least one process")
+        dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
+        return 0
     try:
-        if arguments.dry_run:
-            ranks = launch.world_size if arguments.ranks is None else arguments.ranks
-            return _dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
         if arguments.ranks is not None:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
-        return _train(load(arguments.config, arguments.overrides, world_size=launch.world_size), arguments.resume)
+        config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
+        start = _prepare(config, launch, arguments.resume)
     except (UserError, OSError):
         # All processes of a node meet the same mistake: one of them says so.
         if launch.local_rank == 0:
             raise
         return 2
+    return _train(config, launch, *start)
 
 
-def _dry_run(config: Config, ranks: int) -> int:
-    from longctx.training.dry_run import dry_run
-
-    dry_run(config, ranks)
-    return 0
-
-
-def _train(config: Config, resume: bool) -> int:
+def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, torch.device, Checkpoint | None]":
+    """Everything that can be refused before processes join."""
     from longctx.attention.kernels import choose_kernel
     from longctx.data.store import Store
-    from longctx.parallel import mesh
+    from longctx.parallel.mesh import choose_device
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.trainer import Trainer
 
-    launch = mesh.Launch.read()
-    device = mesh.choose_device(config.train.device, launch.local_rank)
+    device = choose_device(config.train.device, launch.local_rank)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
     choose_kernel(config.context.kernel, device, shape.head_dim, shape.head_dim)
@@ -66,24 +75,46 @@ def _train(config: Config, resume: bool) -> int:
     if launch.rank == 0:
         for sentence in damaged:
             print(f"longctx train: {sentence}", file=sys.stderr)
-    groups = mesh.join(
-        launch,
-        device,
-        tensor=config.parallel.tensor_parallel_size,
-        pipeline=config.parallel.pipeline_parallel_size,
-        timeout_s=config.train.timeout_s,
-    )
-    trainer = Trainer.start(config, groups, store, found)
-    if launch.rank == 0:
-        start = f"from step {trainer.steps_done}" if found else "from new weights"
-        print(
-            f"{shape.parameters() / 1e6:.1f}M parameters on {groups.ranks} ranks ({device.type}, {config.train.dtype}), "
-            f"{start}; store {config.data.store}: {len(store.lengths):,} documents, {int(store.lengths.sum()):,} tokens; "
-            f"run folder {config.train.run_dir}",
-            flush=True,
+    return store, device, found
+
+
+def _train(config: Config, launch: "Launch", store: "Store", device: "torch.device", found: "Checkpoint | None") -> int:
+    from longctx.parallel import mesh
+    from longctx.training.run_folder import only_run_in
+    from longctx.training.trainer import NonFiniteLoss, Trainer
+
+    stop = mesh.StopSignal.install()
+    with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
+        groups = mesh.join(
+            launch,
+            device,
+            tensor=config.parallel.tensor_parallel_size,
+            pipeline=config.parallel.pipeline_parallel_size,
+            timeout_s=config.train.timeout_s,
         )
-    finished = trainer.train()
-    groups.close()
+        try:
+            trainer = Trainer.start(config, groups, store, found, stop)
+            if launch.rank == 0:
+                print(_first_line(trainer, store, found), flush=True)
+            finished = trainer.train()
+        except (UserError, OSError) as error:
+            # What one rank alone meets, it alone can tell; a loss that is not finite is known to all.
+            if launch.rank == 0 or not isinstance(error, NonFiniteLoss):
+                print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+            return 2
+        groups.close()
     if not finished and launch.rank == 0:
         print(f"stopped by SIGTERM after step {trainer.steps_done}; checkpoint written, --resume goes on", file=sys.stderr)
     return 0 if finished else 143
+
+
+def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:
+    config, mesh = trainer.config, trainer.mesh
+    start = f"from step {trainer.steps_done}" if found else "from new weights"
+    if trainer.steps_done >= config.train.steps:
+        start += f", which is all of train.steps {config.train.steps}: nothing to do"
+    return (
+        f"{trainer.model.shape.parameters() / 1e6:.1f}M parameters on {mesh.ranks} ranks ({mesh.device.type}, "
+        f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
+        f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+    )

@@ -10,6 +10,9 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.layout import longest_document
 
+LARGEST = 1 << 40
+"""More tokens than any step or rank has; keeps costs within 64 bits."""
+
 
 class Section(BaseModel):
     """Unknown keys are refused, and a value must be of its type: `steps: true` and `steps: "20"` are mistakes."""
@@ -86,8 +89,10 @@ class DataSection(Section):
 class BatchSection(Section):
     """what a step and a rank hold"""
 
-    global_tokens: int = Field(65536, ge=1, description="a step takes documents until it has this many tokens, over all ranks")
-    tokens_per_rank: int = Field(8192, ge=1, description="most tokens that a rank holds in a micro-batch")
+    global_tokens: int = Field(
+        65536, ge=1, le=LARGEST, description="a step takes documents until it has this many tokens, over all ranks"
+    )
+    tokens_per_rank: int = Field(8192, ge=1, le=LARGEST, description="most tokens that a rank holds in a micro-batch")
     pad_to_multiple_of: int = Field(1, ge=1, description="a rank's tokens are padded to a multiple of this")
 
 
@@ -110,7 +115,8 @@ class ContextSection(Section):
     max_remote_tokens: int | None = Field(
         None,
         ge=1,
-        description="most tokens whose K and V a rank fetches at a time; less memory, more stages (null: all at once)",
+        description="tokens of other ranks whose K and V an exchange stage should hold (two stages are held at a time); less "
+        "memory, more stages (null: all at once)",
     )
     kernel: Literal["auto", "cpu", "reference"] = Field(
         "auto", description="attention kernel; cpu: torch's flash attention for CPUs; reference: dense, slow, float64"
@@ -134,7 +140,7 @@ class TrainSection(Section):
         "none", description="what backward computes anew to save memory; selective: everything but attention"
     )
     run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
-    timeout_s: float = Field(600.0, gt=0, description="seconds after which a silent rank is taken for dead")
+    timeout_s: float = Field(600.0, gt=0, le=30 * 86400, description="seconds after which a silent rank is taken for dead")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
 
 

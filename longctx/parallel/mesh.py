@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from longctx.errors import UserError
+
 AXES = ("pp", "dp_cp", "tp")
 
 
@@ -24,9 +26,16 @@ class Launch:
 
     @classmethod
     def read(cls) -> "Launch":
-        return cls(
-            *(int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-        )
+        """Reads the environment. Raises UserError if it is not what a launcher sets."""
+        values = {
+            name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
+        }
+        for name, value in values.items():
+            if not value.isdecimal():
+                raise UserError(
+                    f"the environment has {name}={value!r}: torchrun sets a number; unset it, or start with torchrun"
+                )
+        return cls(*map(int, values.values()))
 
 
 @dataclass(frozen=True)
@@ -141,11 +150,17 @@ def _warm_up(mesh: Mesh) -> None:
 
 
 class StopSignal:
-    """Remembers that SIGTERM came, so that the run can end after the step with a checkpoint."""
+    """Remembers that SIGTERM came, once installed, so that the run can end after the step with a checkpoint."""
 
     def __init__(self) -> None:
         self.received = False
-        signal.signal(signal.SIGTERM, self._receive)
+
+    @classmethod
+    def install(cls) -> "StopSignal":
+        """Makes SIGTERM set `received` from now on, instead of ending the process."""
+        stop = cls()
+        signal.signal(signal.SIGTERM, stop._receive)
+        return stop
 
     def _receive(self, number: int, frame: object) -> None:
         self.received = True

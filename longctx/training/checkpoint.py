@@ -2,11 +2,13 @@
 
 A checkpoint is written to `step-000100.partial` and renamed when all of it is on disk, so one cut short by a kill is never
 taken for a good one. `state.json`, written last, holds the step, the place in the data, the model's shape and the size of every
-file, so that a checkpoint damaged later is noticed too.
+file, so that one truncated later is noticed too. Checkpoints that are not complete are neither used nor deleted.
 """
 
 import json
 import os
+import pickle
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +68,14 @@ def save(
     try:
         save_sharded({"model": weights, "optimizer": moments}, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError) as error:
+        if first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {partial}: {error}. Earlier checkpoints are intact; make room and --resume"
+            f"could not write {partial}: {_cause(error)}. Earlier checkpoints are intact: make room, then --resume"
         ) from error
     if first:
         _publish(run, partial, final, state)
-        _prune(run, keep)
+        _prune(run, keep, final)
     dist.barrier(group)
     return final
 
@@ -91,16 +95,24 @@ def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> No
     link.replace(run / "latest")
 
 
-def _prune(run: Path, keep: int | None) -> None:
-    folders = sorted(folder for folder in (run / "checkpoints").glob("step-*") if folder.suffix != ".partial")
-    for folder in folders[: -keep if keep else 0]:
-        shutil.rmtree(folder)
+def _prune(run: Path, keep: int | None, published: Path) -> None:
+    """Deletes complete checkpoints but the `keep` latest."""
+    complete = [folder for folder in _folders(run) if _examine(folder)[0] is None]
+    for folder in complete[: -keep if keep else 0]:
+        if folder != published:
+            shutil.rmtree(folder)
+
+
+def _folders(run: Path) -> list[Path]:
+    """The checkpoints under `run`, complete or not, in ascending order of steps; of one step, the one cut short first."""
+    found = [(re.fullmatch(r"step-(\d+)(\.partial)?", folder.name), folder) for folder in (run / "checkpoints").glob("step-*")]
+    return [folder for *_, folder in sorted((int(m[1]), m[2] is None, folder) for m, folder in found if m)]
 
 
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The complete checkpoint with the highest step under `run`, and a sentence on each later one that is not complete."""
     damaged: list[str] = []
-    for folder in sorted((run / "checkpoints").glob("step-*"), reverse=True):
+    for folder in reversed(_folders(run)):
         problem, state = _examine(folder)
         if problem is None:
             return Checkpoint(folder, state), damaged
@@ -130,6 +142,16 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
         load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
-    except (CheckpointException, OSError) as error:
-        raise CheckpointError(f"could not read {checkpoint.folder}: {error}") from error
+    except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away, and --resume goes on from the one before it"
+        ) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong on the first rank that failed, without the tracebacks that CheckpointException carries."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {cause}"
+    return str(error)

@@ -17,7 +17,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Computes the gradients chunk by chunk in forward, so that no logits are kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, divisor: int, chunk: int
+    ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         hidden_gradient = torch.zeros_like(hidden) if needs_gradient else None
@@ -37,12 +39,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if hidden_gradient is not None and weight_gradient is not None:
                 gradient = (logits - log_total.unsqueeze(-1)).exp_()
                 gradient.scatter_add_(1, targets, gradient.new_full((1, 1), -1.0).expand(targets.shape))
-                gradient = gradient.where(valid.unsqueeze(-1), 0).to(hidden.dtype)
+                gradient = gradient.where(valid.unsqueeze(-1), 0).div_(divisor).to(hidden.dtype)
                 hidden_gradient[rows] = gradient @ weight
                 weight_gradient += gradient.T @ hidden[rows]
         if hidden_gradient is not None:
             ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))  # type: ignore[union-attr]
-        return total.to(torch.promote_types(hidden.dtype, torch.float32))
+        return (total / divisor).to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -52,16 +54,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient * gradient.to(weight_gradient.dtype),
             None,
             None,
+            None,
         )
 
 
 def cross_entropy_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, divisor: int = 1, chunk_tokens: int = CHUNK_TOKENS
 ) -> torch.Tensor:
-    """Sum over valid targets of -log p(target), a scalar in float32 (float64 for float64 inputs).
+    """Sum over valid targets of -log p(target), divided by `divisor`, a scalar in float32 (float64 for float64 inputs).
+
+    The divisor is the number of targets of the whole step. It is applied here, in float32: dividing the result would multiply
+    bfloat16 gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted. No valid target, or
     no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time.
     """
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss

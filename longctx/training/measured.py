@@ -179,7 +179,7 @@ def measure(
     """
     _refuse(modes, steps, warmup)
     configs = mode_configs(config, modes, mesh.ranks, warmup + steps)
-    stop = StopSignal()
+    stop = StopSignal.install()
     with ExitStack() as loaders:
         trainers = [_trainer(each, mesh, store, stop) for each in configs]
         for trainer in trainers:

@@ -1,6 +1,8 @@
 """Metrics: what a step reports, to the console, to metrics.jsonl and to TensorBoard."""
 
 import json
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -92,8 +94,10 @@ class MetricsLog:
     def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
         """Goes on behind `after_step`: lines of later steps, left by a run that was cut off, are taken out."""
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= after_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        kept = [line for step, line in self._lines() if step <= after_step]
+        new = self.path.with_suffix(".partial")
+        new.write_text("".join(f"{line}\n" for line in kept), "utf-8")
+        new.replace(self.path)
         self.stream = self.path.open("a", encoding="utf-8")
         self.events = None
         if tensorboard:
@@ -123,8 +127,9 @@ class MetricsLog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _lines(self) -> list[str]:
-        """The complete lines of an earlier run; one that was cut short by a kill is left out."""
-        if not self.path.exists():
-            return []
-        return [line.rstrip("\n") for line in self.path.open(encoding="utf-8") if line.endswith("}\n")]
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Step and text of every line of an earlier run; one that was cut short by a kill is left out."""
+        if self.path.exists():
+            for line in self.path.read_text("utf-8").splitlines():
+                with suppress(ValueError, KeyError, TypeError):
+                    yield int(json.loads(line)["step"]), line

@@ -52,13 +52,23 @@ class Trainer:
     stopping: bool = False
 
     @classmethod
-    def start(cls, config: Config, mesh: Mesh, store: Store, resume_from: Checkpoint | None = None) -> "Trainer":
-        """Builds model, optimizer and loader, and goes to a checkpoint if one is given. Writes nothing but the log."""
+    def start(
+        cls,
+        config: Config,
+        mesh: Mesh,
+        store: Store,
+        resume_from: Checkpoint | None = None,
+        stop: StopSignal | None = None,
+    ) -> "Trainer":
+        """Builds model, optimizer and loader, and goes to a checkpoint if one is given. Writes nothing but the log.
+
+        When `stop` has received its signal on any rank, the run ends after the step.
+        """
         shape = config.model.shape(store.tokenizer.vocab_size)
         max_length = choose_max_length(config, mesh.ranks, resume_from)
         model = build_model(shape, config, mesh)
         optimizer = make_optimizer(model, config.optimizer, mesh.device)
-        trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length))
+        trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length), stop=stop or StopSignal())
         if config.context.recalibrate:
             trainer.refinement = Refinement(HardwareProfile.load(config.context.profile))
         if resume_from is not None:
@@ -121,10 +131,9 @@ class Trainer:
         attention = RingAttention(
             micro_batch.layout, group=self.mesh.exchange, kernel=self.config.context.kernel, device=device
         )
-        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device))
+        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
         try:
-            total = self.model(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
-            loss: torch.Tensor = total / max(1, batch.target_tokens)
+            loss: torch.Tensor = self.model(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
             loss.backward()
         except RuntimeError as error:
             where = f"step {batch.step}, micro-batch {micro_batch.index}, attention last in {attention.last}"
