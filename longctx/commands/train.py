@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import traceback
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,6 +103,12 @@ def _train(config: Config, launch: "Launch", store: "Store", device: "torch.devi
             if launch.rank == 0 or not isinstance(error, NonFiniteLoss):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
+        except RuntimeError as error:
+            # A peer has died or is stuck, or this is a bug: the traceback for those who debug, then where it happened.
+            traceback.print_exc()
+            where = "; ".join(getattr(error, "__notes__", [f"rank {launch.rank}"]))
+            print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
+            return 1
         groups.close()
     if not finished and launch.rank == 0:
         print(f"stopped by SIGTERM after step {trainer.steps_done}; checkpoint written, --resume goes on", file=sys.stderr)
