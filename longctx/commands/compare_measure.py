@@ -70,6 +70,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.measured import measure
+    from longctx.training.setup import join_run
 
     out: Path | None = arguments.out
     if out is not None and not out.absolute().parent.is_dir():
@@ -78,13 +79,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    groups = mesh.join(
-        launch,
-        device,
-        tensor=config.parallel.tensor_parallel_size,
-        pipeline=config.parallel.pipeline_parallel_size,
-        timeout_s=config.train.timeout_s,
-    )
+    groups = join_run(config, launch, device)
     measured = measure(
         config,
         groups,

@@ -63,6 +63,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     from longctx.parallel import mesh
     from longctx.planning.profile import HardwareProfile
     from longctx.training.profiling import measure
+    from longctx.training.setup import join_run
 
     launch = mesh.Launch.read()
     # The profile that the settings name may be the very one that is to be made.
@@ -76,13 +77,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     if launch.rank == 0:
         _refuse_unwritable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
-    groups = mesh.join(
-        launch,
-        device,
-        tensor=config.parallel.tensor_parallel_size,
-        pipeline=config.parallel.pipeline_parallel_size,
-        timeout_s=config.train.timeout_s,
-    )
+    groups = join_run(config, launch, device)
     with _status(shown=launch.rank == 0) as tell:
         measured = measure(
             config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell

@@ -82,17 +82,12 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
 def _train(config: Config, launch: "Launch", store: "Store", device: "torch.device", found: "Checkpoint | None") -> int:
     from longctx.parallel import mesh
     from longctx.training.run_folder import only_run_in
+    from longctx.training.setup import join_run
     from longctx.training.trainer import NonFiniteLoss, Trainer
 
     stop = mesh.StopSignal.install()
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
-        groups = mesh.join(
-            launch,
-            device,
-            tensor=config.parallel.tensor_parallel_size,
-            pipeline=config.parallel.pipeline_parallel_size,
-            timeout_s=config.train.timeout_s,
-        )
+        groups = join_run(config, launch, device)
         try:
             trainer = Trainer.start(config, groups, store, found, stop)
             if launch.rank == 0:

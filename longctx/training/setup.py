@@ -10,12 +10,24 @@ from longctx.data.loader import Loader
 from longctx.data.store import Store
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
-from longctx.parallel.mesh import Mesh
+from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
+
+
+def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
+    """Joins the processes of a run in the mesh that `config.parallel` describes."""
+    parallel = config.parallel
+    return join(
+        launch,
+        device,
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        timeout_s=config.train.timeout_s,
+    )
 
 
 def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> Transformer:
