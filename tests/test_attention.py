@@ -323,7 +323,7 @@ def test_a_message_that_never_comes(workers: Workers) -> None:
     with pytest.raises(AssertionError) as caught:
         workers.run(stay_away, 2, PAIR, timeout_s=1.0)
     assert WHERE in str(caught.value)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_rank_that_dies(workers: Workers) -> None:

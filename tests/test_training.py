@@ -267,7 +267,7 @@ def test_a_rank_that_fails_in_training(workers: Workers, store: Path, tmp_path: 
     began = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         workers.run(training_cases.with_rank_1_failing, 2, store, tmp_path, how)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert "rank 0: step 2, micro-batch 0, attention last in layer 1, forward pass" in str(caught.value)
 
 
