@@ -52,7 +52,7 @@ class Exchange:
         rank = dist.get_rank(self.group)
         return ExchangeError(
             f"rank {rank} of the domain: exchange with rank(s) {', '.join(map(str, peers))} failed in {self.where}: {error}. "
-            "A peer has died or is stuck: its own output says why; the timeout is train.timeout_s"
+            "A peer has died or is stuck: its own output says why; the time to wait is the group's timeout (train.timeout_s)"
         )
 
 

@@ -83,7 +83,7 @@ class RingAttention:
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None = None) -> torch.Tensor:
         self._check(q, k, v)
-        out: torch.Tensor = _RingAttention.apply(q, k, v, self, layer)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _RingAttention.apply(q, k, v, self, layer)  # type: ignore[no-untyped-call]  # torch's own
         return out
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

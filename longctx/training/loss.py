@@ -42,8 +42,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 gradient = gradient.where(valid.unsqueeze(-1), 0).div_(divisor).to(hidden.dtype)
                 hidden_gradient[rows] = gradient @ weight
                 weight_gradient += gradient.T @ hidden[rows]
-        if hidden_gradient is not None:
-            ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))  # type: ignore[union-attr]
+        if hidden_gradient is not None and weight_gradient is not None:
+            ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
         return (total / divisor).to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
@@ -69,5 +69,5 @@ def cross_entropy_sum(
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted. No valid target, or
     no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time.
     """
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens)  # type: ignore[no-untyped-call]
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens)  # type: ignore[no-untyped-call]  # torch's own
     return loss
