@@ -114,6 +114,10 @@ def test_precision_contract(workers: Workers, case: Case, dtype: torch.dtype) ->
     single = relative_errors(gather(alone, [run_case(alone)]), exact)
     for ring_error, single_error in zip(ring, single, strict=True):
         assert 0 < ring_error <= 2 * single_error
+    if case.lengths == LONG_RING.lengths and dtype == torch.bfloat16:
+        # Sums in float32 stay well inside the contract: 1.13, 1.13, 0.68, 0.67. In bfloat16 they are 1.45, 1.30, 0.85, 0.81.
+        ratios = [ring_error / single_error for ring_error, single_error in zip(ring, single, strict=True)]
+        assert all(ratio < most for ratio, most in zip(ratios, (1.28, 1.22, 0.77, 0.74), strict=True)), ratios
 
 
 def test_partial_results_are_merged_in_float32() -> None:

@@ -192,9 +192,9 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(workers: Workers, s
     """Otherwise `keep` damaged folders of later steps would push out every good checkpoint, the newest first."""
     later = tmp_path / "checkpoints" / "step-000100"
     later.mkdir(parents=True)
-    settings = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=1", "batch.tokens_per_rank=1500"]
+    settings = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
     workers.run(train_and_save, 1, store, tmp_path, settings)
-    assert sorted(folder.name for folder in later.parent.iterdir()) == ["step-000003", "step-000100"]
+    assert sorted(folder.name for folder in later.parent.iterdir()) == ["step-000002", "step-000003", "step-000100"]
     assert checkpoint.newest(tmp_path)[0].step == 3  # type: ignore[union-attr]
 
 
