@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.exchange import Exchange, Pending
-from longctx.attention.kernels import Kernel, choose_kernel
+from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.schedule import Schedule, Stage
 from longctx.errors import UserError
@@ -158,7 +158,7 @@ class _RingAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: RingAttention, layer: int | None
     ) -> torch.Tensor:
-        kernel = choose_kernel(call.kernel, q.device, q.shape[-1], v.shape[-1])
+        kernel = choose_kernel(call.kernel, Request(q.device.type, q.dtype, q.shape[-1], v.shape[-1]))
         scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         this = _Pass(call, layer, "forward", k, v)
         out = lse = q

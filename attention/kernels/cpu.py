@@ -1,30 +1,44 @@
 """CPU kernel: torch's fused attention for the CPU, one call per segment. It returns and accepts log-sum-exps and knows GQA.
 
 The op's causal mask is top-left aligned and the op ends the process on empty keys, so only equal lengths are given as causal
-and empty segments are dropped.
+and empty segments are dropped. It knows no bands: a banded segment is cut into blocks of queries, each with the keys that any
+of them sees and a mask.
 """
+
+from collections.abc import Iterator
 
 import torch
 
-from longctx.attention.segments import Segment, Segments
-from longctx.errors import UserError
+from longctx.attention.kernels.contract import Request
+from longctx.attention.segments import Segment, Segments, visible
+
+BLOCK = 256
+"""Queries of a banded segment that are masked at once."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+def refusal(request: Request) -> str | None:
+    """See `contract`."""
+    if request.device != "cpu":
+        return f"runs on the CPU, not on {request.device}"
+    if request.head_dim != request.v_head_dim:
+        return f"needs equal head sizes of k and v, not {request.head_dim} and {request.v_head_dim}"
+    return "has no soft cap" if request.softcap else None
+
+
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `longctx.attention.kernels`."""
+    """See `contract`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
-    for segment in segments:
-        rows, keys = _slices(segment)
-        if rows is None:
-            continue
-        part, part_lse = _forward(_heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, _is_causal(segment), scale=scale)
+    for rows, keys, mask in _blocks(segments, q):
+        part, part_lse = _forward(
+            _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, mask is CAUSAL, attn_mask=_given(mask), scale=scale
+        )
         out[rows] = part[0].transpose(0, 1)
         lse[rows] = part_lse[0].transpose(0, 1)
     return out, lse
@@ -39,13 +53,12 @@ def backward(
     lse: torch.Tensor,
     segments: Segments,
     scale: float,
+    softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `longctx.attention.kernels`."""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for segment in segments:
-        rows, keys = _slices(segment)
-        if rows is None:
-            continue
+    """See `contract`."""
+    dq = torch.zeros_like(q)
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
+    for rows, keys, mask in _blocks(segments, q):
         gradients = _backward(
             _heads(dout[rows]),
             _heads(q[rows]),
@@ -54,24 +67,40 @@ def backward(
             _heads(out[rows]),
             lse[rows].transpose(0, 1).unsqueeze(0).contiguous(),
             0.0,
-            _is_causal(segment),
+            mask is CAUSAL,
+            attn_mask=_given(mask),
             scale=scale,
         )
         for total, part, where in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
             total[where] += part[0].transpose(0, 1)
-    return dq, dk, dv
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _slices(segment: Segment) -> tuple[slice, slice] | tuple[None, None]:
-    if segment.q_start == segment.q_stop or segment.k_start == segment.k_stop:
-        return None, None
+CAUSAL = "causal"
+Mask = torch.Tensor | str | None
+"""Additive mask [queries, keys], CAUSAL over as many queries as keys, or None: every key is visible."""
+
+
+def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, Mask]]:
+    """Queries, keys and mask of every call of the op."""
+    for segment in segments:
+        if segment.q_start == segment.q_stop or segment.k_start == segment.k_stop:
+            continue
+        if segment.dense or segment.causal:
+            yield *_slices(segment), None if segment.dense else CAUSAL
+            continue
+        for start in range(segment.q_start, segment.q_stop, BLOCK):
+            block = segment.part(start, min(start + BLOCK, segment.q_stop))
+            mask = torch.zeros(block.q_stop - block.q_start, block.k_stop - block.k_start, dtype=like.dtype)
+            yield *_slices(block), mask.masked_fill_(~visible(block, like.device), float("-inf"))
+
+
+def _slices(segment: Segment) -> tuple[slice, slice]:
     return slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
 
 
-def _is_causal(segment: Segment) -> bool:
-    if not segment.dense and not segment.causal:
-        raise UserError(f"kernel cpu takes dense and plain causal segments, not the band of {segment}: use kernel=reference")
-    return segment.causal and not segment.dense
+def _given(mask: Mask) -> torch.Tensor | None:
+    return mask if isinstance(mask, torch.Tensor) else None
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

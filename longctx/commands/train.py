@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, torch.device, Checkpoint | None]":
     """Everything that can be refused before processes join."""
-    from longctx.attention.kernels import choose_kernel
+    import torch
+
+    from longctx.attention.kernels import Request, choose_kernel
     from longctx.data.store import Store
     from longctx.parallel.mesh import choose_device
     from longctx.training.run_folder import open_run_folder
@@ -70,7 +72,8 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     device = choose_device(config.train.device, launch.local_rank)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
-    choose_kernel(config.context.kernel, device, shape.head_dim, shape.head_dim)
+    dtype = getattr(torch, config.train.dtype)
+    choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
     # Weights and two moments, in float32.
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())
     if launch.rank == 0:

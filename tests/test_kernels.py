@@ -1,0 +1,101 @@
+"""Kernels against autograd (reference) and against the reference kernel (cpu), for any band."""
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from longctx.attention.kernels import KERNELS, cpu
+from longctx.attention.segments import Segment, visible
+
+
+def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
+    return st.tuples(st.one_of(st.none(), st.integers(-6, 0)), st.one_of(st.none(), st.integers(0, 6)))
+
+
+@given(
+    band=bands(),
+    queries=st.integers(1, 9),
+    keys=st.integers(1, 9),
+    softcap=st.sampled_from([0.0, 0.5, 20.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_reference_kernel_bands_and_gradients(
+    band: tuple[int | None, int | None], queries: int, keys: int, softcap: float, seed: int
+) -> None:
+    """The reference kernel's hand-written backward against autograd, for any band and unequal head sizes of k and v."""
+    torch.manual_seed(seed)
+    q = torch.randn(queries + 2, 4, 3, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(keys + 1, 2, 3, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(keys + 1, 2, 5, dtype=torch.float64, requires_grad=True)
+    segment = Segment(1, 1 + queries, 1, 1 + keys, *band)
+    kernel = KERNELS["reference"]
+    out, lse = kernel.forward(q.detach(), k.detach(), v.detach(), [segment], 0.7, softcap)
+
+    scores = torch.einsum("qhd,khd->hqk", q[1 : 1 + queries], k[1:].repeat_interleave(2, dim=1)) * 0.7
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    offset = torch.arange(keys)[None] - torch.arange(queries)[:, None]
+    hidden = (offset < (band[0] if band[0] is not None else -99)) | (offset > (band[1] if band[1] is not None else 99))
+    probabilities = scores.masked_fill(hidden, float("-inf")).softmax(-1).nan_to_num(0.0)
+    wanted = torch.einsum("hqk,khd->qhd", probabilities, v[1:].repeat_interleave(2, dim=1))
+    torch.testing.assert_close(out[1 : 1 + queries], wanted)
+    assert not out[0].any() and not out[-1].any() and lse[0].isneginf().all()
+
+    seen = ~hidden.all(1)  # queries that see no key have no gradient to compare
+    dout = torch.randn_like(out) * torch.cat([torch.zeros(1), seen.double(), torch.zeros(1)])[:, None, None]
+    safe = scores.masked_fill(hidden, -1e30).softmax(-1)
+    surrogate = torch.einsum("hqk,khd->qhd", safe, v[1:].repeat_interleave(2, dim=1))
+    autograd = torch.autograd.grad(surrogate, (q, k, v), dout[1 : 1 + queries])
+    ours = kernel.backward(dout, q.detach(), k.detach(), v.detach(), out, lse, [segment], 0.7, softcap)
+    for a, b in zip(ours, autograd, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_cpu_kernel_skips_empty_segments() -> None:
+    q = torch.randn(4, 2, 8)
+    kernel = KERNELS["cpu"]
+    out, lse = kernel.forward(q, q, q, [Segment(0, 4, 2, 2), Segment(1, 1, 0, 4)], 1.0)
+    assert not out.any() and lse.isneginf().all()
+    assert not any(part.any() for part in kernel.backward(q, q, q, q, out, lse, [Segment(0, 4, 2, 2)], 1.0))
+
+
+@given(
+    band=bands(),
+    queries=st.integers(1, 30),
+    keys=st.integers(1, 30),
+    block=st.sampled_from([1, 4, 7]),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, keys: int, block: int, seed: int) -> None:
+    """Blocks of queries with masks give what the reference gives, also where the final log-sum-exp is more than this call's."""
+    segments = [Segment(1, 1 + queries, 2, 2 + keys, *band), Segment(1 + queries, 4 + queries, 2 + keys, 5 + keys, hi=0)]
+    assume(visible(segments[0], torch.device("cpu")).any(dim=1).all())
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(queries + 5, 4, 8, generator=generator)
+    k, v = (torch.randn(keys + 6, 2, 8, generator=generator) for _ in range(2))
+    dout = torch.randn(q.shape, generator=generator)
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "BLOCK", block)
+        for name in ("cpu", "reference"):
+            out, lse = KERNELS[name].forward(q, k, v, segments, 0.4)
+            results.append((out, lse, *KERNELS[name].backward(dout, q, k, v, out * 0.6, lse + 0.5, segments, 0.4)))
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=2e-5)
+
+
+@given(
+    segment=st.builds(Segment, *[st.integers(0, 5), st.integers(6, 12)] * 2, *[st.none() | st.integers(-9, 9)] * 2),
+    cut=st.tuples(*[st.integers(0, 12)] * 2),
+)
+def test_part_of_a_segment_sees_the_same(segment: Segment, cut: tuple[int, int]) -> None:
+    start, stop = (min(max(segment.q_start, i), segment.q_stop) for i in sorted(cut))
+    part = segment.part(start, stop)
+    seen = torch.zeros(12, 12, dtype=torch.bool)
+    seen[part.q_start : part.q_stop, part.k_start : part.k_stop] = visible(part, torch.device("cpu"))
+    wanted = torch.zeros(12, 12, dtype=torch.bool)
+    wanted[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop] = visible(segment, torch.device("cpu"))
+    wanted[:start] = wanted[stop:] = False
+    assert torch.equal(seen, wanted)
