@@ -1,84 +1,101 @@
-"""Balance: evens out ranks by moving and swapping documents of degree 1 between pairs of them, all pairs at once.
+"""Balance: evens out ranks by moving and swapping documents of degree 1, the fullest ranks first.
 
-Each round sorts the slots (a rank in a micro-batch) by their room and joins the fullest with the emptiest; every pair makes the
-one move or swap that brings it closest to even, within the token budget. Rounds differ in who meets whom.
+Slots (a rank in a micro-batch) have a height to keep to. In each round every document of the slots that exceed theirs most is
+compared with documents anywhere that are shorter by about as much as is too much there, and with the emptiest slots: the swap
+or move is made after which the fuller of both slots exceeds least, within the token budget. A micro-batch takes as long as its
+fullest slot: where that one cannot be helped, the others of its micro-batch may be as full.
 """
 
 import numpy as np
 
 from longctx.planning.assignment import Integers
 
-TRIED = 6
-"""Documents of a slot that a round looks at."""
-TABLE_ROUNDS = 16
-"""Rounds until a slot with more documents than that shows others."""
-STALE_ROUNDS = 4
-"""Rounds in a row without any gain that end the search."""
+FULLEST = 32
+"""How many slots a round looks at, at least."""
+SHARE = 16
+"""It looks at one in so many of all."""
+NEAREST = 16
+"""Documents that each document of these slots is compared with."""
+EMPTIEST = 8
+"""Slots that each of them may move to."""
+EXCHANGED = (1.0, 0.5, 0.75)
+"""How much of what is too much an exchange should take away, in turn."""
 NONE = -1
+NEVER = np.iinfo(np.int64).max
 
 
-def balance(slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, rounds: int) -> Integers:
-    """Improves `slots` [documents], where each document of degree 1 stands.
+def balance(
+    slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, ranks: int, rounds: int
+) -> Integers:
+    """Improves `slots` [documents], where each document of degree 1 stands; slot = micro-batch · ranks + rank.
 
     `room` and `free` [slots] are time under the height and tokens free in every slot without these documents.
     """
-    slots = slots.copy()
-    count = len(room)
-    if len(slots) == 0 or count < 2:
+    slots, count = slots.copy(), len(room)
+    if len(slots) == 0:
         return slots
+    shelf = np.arange(count) // ranks
+    stuck = np.zeros(count // ranks, dtype=np.int64)  # excess of the fullest slot that cannot be helped
     excess = np.bincount(slots, time, count).astype(np.int64) - room
     spare = free - np.bincount(slots, tokens, count).astype(np.int64)
-    time, tokens = np.append(time, 0), np.append(tokens, 0)  # at index NONE: no document
-    half = count // 2
-    stale = 0
+    by_time = np.argsort(time, kind="stable")
+    nearest = np.arange(NEAREST) - NEAREST // 2
+    failed = 0
     for turn in range(rounds):
-        if turn % TABLE_ROUNDS == 0:
-            table = _documents_by_slot(slots, count, turn // TABLE_ROUNDS)
-        order = np.argsort(-excess, kind="stable")
-        high, low = order[:half], np.roll(order[::-1][:half], turn // 2)
-        shift = time[table[high]][:, :, None] - time[table[low]][:, None, :]
-        load = tokens[table[high]][:, :, None] - tokens[table[low]][:, None, :]
-        difference = excess[high] - excess[low]
-        pairs, give, take = _best_exchange(shift, load, difference, spare[high], spare[low])
-        stale = 0 if len(pairs) else stale + 1
-        if stale == STALE_ROUNDS:
+        over = excess - stuck[shelf]
+        high = _greatest(over, max(FULLEST, count // SHARE))
+        high = high[over[high] > 0]
+        if len(high) == 0:
             break
-        a, b = high[pairs], low[pairs]
-        given, taken = table[a, give], table[b, take]
-        table[a, give], table[b, take] = taken, given
-        slots[given[given != NONE]] = b[given != NONE]
-        slots[taken[taken != NONE]] = a[taken != NONE]
-        for total, change in ((excess, shift[pairs, give, take]), (spare, -load[pairs, give, take])):
-            total[a] -= change
-            total[b] += change
+        low = _greatest(-over, EMPTIEST)[:EMPTIEST]
+        is_high = np.zeros(count, dtype=bool)
+        is_high[high] = True
+        given = np.flatnonzero(is_high[slots])
+        a, none = slots[given], np.full((len(given), len(low)), NONE, dtype=np.int64)
+        wanted = time[given] - (EXCHANGED[turn % len(EXCHANGED)] * over[a]).astype(np.int64)
+        place = np.searchsorted(time[by_time], wanted)[:, None] + nearest
+        others = by_time[np.clip(place, 0, len(by_time) - 1)]
+        taken = np.concatenate([others, none], axis=1)
+        b = np.concatenate([slots[others], none - NONE + low], axis=1)
+        shift = time[given][:, None] - np.where(taken == NONE, 0, time[taken])
+        load = tokens[given][:, None] - np.where(taken == NONE, 0, tokens[taken])
+        after = np.maximum(over[a][:, None] - shift, over[b] + shift)
+        after[(load > spare[b]) | (-load > spare[a][:, None])] = NEVER
+        choice = after.argmin(axis=1)[:, None]
+        after, taken, b, shift, load = (np.take_along_axis(x, choice, axis=1)[:, 0] for x in (after, taken, b, shift, load))
+        rows = _disjoint(a, b, after, over)
+        if len(rows):
+            failed = 0
+            a, b, shift, load, taken, given = a[rows], b[rows], shift[rows], load[rows], taken[rows], given[rows]
+            slots[given] = b
+            slots[taken[taken != NONE]] = a[taken != NONE]
+            excess[a] -= shift
+            excess[b] += shift
+            spare[a] += load
+            spare[b] -= load
+        else:
+            failed += 1
+        if failed == len(EXCHANGED):
+            failed = 0
+            worst = high[over[high].argmax()]
+            stuck[shelf[worst]] = excess[worst]
     return slots
 
 
-def _documents_by_slot(slots: Integers, count: int, turn: int) -> Integers:
-    """A table [slots, 1 + TRIED] of documents, filled up with NONE, which the first column always is."""
-    order = np.argsort(slots, kind="stable")
-    sizes = np.bincount(slots, minlength=count)
-    place = np.arange(len(slots)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    size = sizes[slots[order]]
-    place = np.where(size > TRIED, (place + turn * TRIED) % np.maximum(size, 1), place)
-    shown = place < TRIED
-    table = np.full((count, 1 + min(TRIED, int(sizes.max()))), NONE, dtype=np.int64)
-    table[slots[order][shown], 1 + place[shown]] = order[shown]
-    return table
+def _greatest(values: Integers, count: int) -> Integers:
+    """Indices of the `count` greatest values, and of all that equal the least of them: alike on every machine."""
+    count = min(count, len(values))
+    return np.flatnonzero(values >= np.partition(values, len(values) - count)[len(values) - count])
 
 
-def _best_exchange(
-    shift: Integers, load: Integers, difference: Integers, spare_a: Integers, spare_b: Integers
-) -> tuple[Integers, Integers, Integers]:
-    """For each pair (a, b) of slots the exchange that makes them most equal, if any does within the token budget.
-
-    `shift` and `load` [pairs, given, taken] are the time and tokens that go from a to b; `difference` is how much fuller a is.
-    Returns the pairs that gain, and the columns of what they give and take.
-    """
-    distance = np.abs(difference[:, None, None] - 2 * shift)
-    distance[(load > spare_b[:, None, None]) | (-load > spare_a[:, None, None])] = np.iinfo(np.int64).max
-    flat = distance.reshape(len(difference), -1)
-    best = flat.argmin(axis=1)
-    pairs = np.flatnonzero(flat[np.arange(len(best)), best] < difference)
-    give, take = np.divmod(best[pairs], shift.shape[2])
-    return pairs, give, take
+def _disjoint(a: Integers, b: Integers, after: Integers, over: Integers) -> Integers:
+    """Exchanges that gain, at most one for each slot: the fullest slot `a` chooses first, the one that leaves least."""
+    gain = np.flatnonzero(after < over[a])
+    gain = gain[np.lexsort((after[gain], -over[a[gain]]))]
+    used: set[int] = set()
+    rows = []
+    for row, one, other in zip(gain.tolist(), a[gain].tolist(), b[gain].tolist(), strict=True):
+        if one not in used and other not in used:
+            used.update((one, other))
+            rows.append(row)
+    return np.array(rows, dtype=np.int64)

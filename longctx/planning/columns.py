@@ -51,7 +51,7 @@ PROMISING = 2
 """How many of the best layouts are tried with one more micro-batch where the tokens leave room for fewer."""
 FILLED = 5
 """How many of the best layouts for each number of micro-batches are filled."""
-EVENED = ((5, 16), (2, 48), (1, 160))
+EVENED = ((5, 8), (3, 32), (1, 100))
 """How many of the best plans are evened out, and for how many rounds, in turn."""
 
 

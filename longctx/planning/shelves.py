@@ -180,13 +180,13 @@ def fill(rings: Rings, ranks: int) -> Assignment | None:
 
 
 def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
-    """Moves and swaps documents of degree 1 until no round helps, or for that many rounds."""
+    """Moves and swaps documents of degree 1 until all heights are kept, or for that many rounds."""
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
     slots = plan.micro_batch * ranks + plan.first_rank
     load, free = rings.bare
     room = np.repeat(rings.height, ranks) - load
-    slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, rounds)
+    slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds)
     return _with_slots(rings, slots, ranks)
 
 
