@@ -10,8 +10,9 @@ if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
 from longctx.attention.exchange import ExchangeError
+from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.schedule import Schedule
 
-__all__ = ["ExchangeError", "RingAttention", "Schedule", "reference_attention", "ring_attention"]
+__all__ = ["ExchangeError", "Mask", "RingAttention", "Schedule", "reference_attention", "ring_attention"]

@@ -25,22 +25,39 @@ class Segment(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Plain causal over equal numbers of queries and keys: bottom-right and top-left alignment are then the same."""
-        return self.lo is None and self.hi == 0 and self.q_stop - self.q_start == self.k_stop - self.k_start
+        """Plain causal over equal numbers of queries and keys: bottom-right and top-left alignment are then the same.
 
-    def part(self, start: int, stop: int) -> "Segment":
-        """The same band for the queries [start, stop) alone, with no more keys than these see."""
-        shift = start - self.q_start
-        first = self.k_start if self.lo is None else max(self.k_start, self.k_start + self.lo + shift)
-        last = self.k_stop if self.hi is None else min(self.k_stop, self.k_start + self.hi + stop - self.q_start)
-        move = shift - (first - self.k_start)
+        One query of one key is both causal and dense.
+        """
+        queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
+        return self.lo is None and queries == keys and (self.hi == 0 or (self.hi is None and queries == 1))
+
+    @property
+    def empty(self) -> bool:
+        return self.q_start >= self.q_stop or self.k_start >= self.k_stop
+
+    def cut(self, queries: tuple[int, int], keys: tuple[int, int]) -> "Segment":
+        """What the queries of one half-open range see of the keys of another.
+
+        No query is left that sees no key, no key that no query sees, and no limit of the band that hides nothing.
+        """
+        q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
+        k_start, k_stop = max(self.k_start, keys[0]), min(self.k_stop, keys[1])
+        shift = self.k_start - self.q_start  # in absolute positions, the band is lo + shift ≤ key - query ≤ hi + shift
+        lo = None if self.lo is None else self.lo + shift
+        hi = None if self.hi is None else self.hi + shift
+        k_start = k_start if lo is None else max(k_start, q_start + lo)
+        k_stop = k_stop if hi is None else min(k_stop, q_stop + hi)
+        q_start = q_start if hi is None else max(q_start, k_start - hi)
+        q_stop = q_stop if lo is None else min(q_stop, k_stop - lo)
+        shift = k_start - q_start
         return Segment(
-            start,
-            stop,
-            first,
-            max(first, last),
-            None if self.lo is None else self.lo + move,
-            None if self.hi is None else self.hi + move,
+            q_start,
+            q_stop,
+            k_start,
+            k_stop,
+            lo - shift if lo is not None and k_start - (q_stop - 1) < lo else None,
+            hi - shift if hi is not None and k_stop - 1 - q_start > hi else None,
         )
 
 

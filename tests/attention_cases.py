@@ -1,12 +1,12 @@
 """Random packed micro-batches for the attention tests, and the code that the ranks of such a test run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longctx.attention import RingAttention
+from longctx.attention import Mask, RingAttention
 from longctx.planning.layout import Layout, rank_layout
 from longctx.planning.plan import Placement
 
@@ -26,6 +26,11 @@ class Case:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     kernel: str = "auto"
+    mask: Mask = field(default_factory=Mask)
+    softcap: float = 0.0
+    sink_logits: bool = False
+    v_head_dim: int | None = None
+    keep_kv: bool = False
 
     @property
     def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
@@ -41,10 +46,15 @@ class Case:
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v, dout of all documents, one after the other, in `dtype`."""
         generator = torch.Generator().manual_seed(self.seed)
-        tokens = sum(self.lengths)
-        shapes = [(tokens, heads, self.head_dim) for heads in (self.heads, self.kv_heads, self.kv_heads, self.heads)]
+        tokens, dim, v_dim = sum(self.lengths), self.head_dim, self.v_head_dim or self.head_dim
+        heads = (self.heads, dim), (self.kv_heads, dim), (self.kv_heads, v_dim), (self.heads, v_dim)
+        shapes = [(tokens, *shape) for shape in heads]
         q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes)
         return q, k, v, dout
+
+    def sinks(self) -> torch.Tensor | None:
+        """A learned logit for every head, if the case has them."""
+        return torch.linspace(-1, 2, self.heads, dtype=torch.float64).requires_grad_() if self.sink_logits else None
 
     def rows(self, rank: int) -> torch.Tensor:
         """For each row of a rank's buffer (without padding), its row in `inputs`."""
@@ -58,7 +68,7 @@ class Case:
 
 
 def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
-    """On each rank: ring attention on this rank's rows; returns out, dq, dk, dv with padding rows included."""
+    """On each rank: ring attention on this rank's rows; returns out, dq, dk, dv with padding rows included, and dsinks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = case.rows(rank)
     padded = []
@@ -68,18 +78,20 @@ def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tupl
         padded.append(torch.cat([tensor[rows], padding]))
     q, k, v = (tensor.requires_grad_() for tensor in padded[:3])
     dout = padded[3].nan_to_num(nan=0.0)
-    attention = RingAttention(case.layout(rank), kernel=case.kernel)
-    out = attention(q, k, v, layer=0)
-    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    attention = RingAttention(case.layout(rank), mask=case.mask, softcap=case.softcap, kernel=case.kernel, keep_kv=case.keep_kv)
+    sinks = case.sinks()
+    out = attention(q, k, v, layer=0, sink_logits=sinks)
+    gradients = torch.autograd.grad(out, [x for x in (q, k, v, sinks) if x is not None], dout)
     return (out.detach(), *gradients)
 
 
 def gather(case: Case, results: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Puts the ranks' results back into the order of the documents; checks that padding rows are zero."""
-    like: list[Any] = [torch.zeros_like(t) for t in (case.inputs()[0], *case.inputs()[:3])]
+    """Puts the ranks' results back into the order of the documents; checks that padding rows are zero. Sinks are summed."""
+    q, k, v, dout = case.inputs()
+    like: list[Any] = [torch.zeros_like(t) for t in (dout, q, k, v)]
     for rank, result in enumerate(results):
         rows = case.rows(rank)
-        for whole, part in zip(like, result, strict=True):
+        for whole, part in zip(like, result[:4], strict=True):
             assert not part[len(rows) :].any(), "padding rows must stay zero"
             whole[rows] = part[: len(rows)]
-    return like
+    return [*like, torch.stack([result[4] for result in results]).sum(0)] if case.sink_logits else like

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import RingAttention, Schedule, reference_attention, ring_attention
+from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.ring import AttentionInputError
@@ -69,8 +69,9 @@ def dense(case: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     q, k, v, dout = (tensor.to(dtype) for tensor in case.inputs())
     for tensor in (q, k, v):
         tensor.requires_grad_()
-    out = reference_attention(q, k, v, case.lengths)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+    sinks = case.sinks()
+    out = reference_attention(q, k, v, case.lengths, mask=case.mask, softcap=case.softcap, sink_logits=sinks)
+    return [out.detach(), *torch.autograd.grad(out, [x for x in (q, k, v, sinks) if x is not None], dout)]
 
 
 def relative_errors(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[float]:
@@ -86,6 +87,34 @@ def test_equals_dense_float64(workers: Workers, case: Case) -> None:
     errors = relative_errors(got, dense(case))
     # A single key gives gradients of q and k that are exactly 0 in float64: then compare with the size of the inputs.
     for error, part, reference in zip(errors, got, dense(case), strict=True):
+        assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
+
+
+@st.composite
+def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
+    causal = draw(st.booleans())
+    window = draw(st.none() | st.integers(1, 12) | st.integers(1, 150))
+    sinks = 0 if window is None else draw(st.integers(0, 20))
+    prompts = draw(st.dictionaries(st.integers(0, len(lengths) - 1), st.integers(0, 150))) if causal else {}
+    return Mask(causal, window, sinks, prompts)
+
+
+@several_ranks
+@given(data=st.data(), case=cases())
+def test_every_mask_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
+    """Any mask over any degrees, with learned sinks, soft caps, kept keys and other head sizes of v."""
+    softcap = data.draw(st.sampled_from([0.0, 0.0, 1.5]))
+    v_head_dim = data.draw(st.sampled_from([None, None, 6]))
+    case = replace(
+        case,
+        mask=data.draw(masks(case.lengths)),
+        softcap=softcap,
+        v_head_dim=v_head_dim,
+        sink_logits=data.draw(st.booleans()),
+        keep_kv=data.draw(st.booleans()),
+    )
+    got = gather(case, workers.run(run_case, case.ranks, case))
+    for error, part, reference in zip(relative_errors(got, dense(case)), got, dense(case), strict=True):
         assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
 
 
@@ -198,6 +227,30 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
         assert received[rank] == end - held
 
 
+@given(data=st.data(), length=st.integers(1, 150), degree=st.integers(2, 12), stages=st.integers(1, 12))
+@settings(max_examples=60, deadline=None)
+def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degree: int, stages: int) -> None:
+    """A rank receives exactly the keys of others that one of its queries sees: no more than a window reaches."""
+    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
+    mask = data.draw(masks(case.lengths))
+    for rank in range(degree):
+        mine = torch.zeros(length, dtype=torch.bool)
+        mine[case.rows(rank)] = True
+        seen = mask.visible(0, length)[mine].any(dim=0) & ~mine
+        assert Schedule.build(case.layout(rank), mask=mask).received_rows == seen.sum()
+
+
+def test_causal_calls_are_few() -> None:
+    """One causal segment a document for local keys, and at most two calls of dense segments for a stage."""
+    for rank in range(MIXED.ranks):
+        for stages in (1, 2, 3):
+            schedule = Schedule.build(MIXED.layout(rank), stages)
+            (local,) = schedule.local
+            assert len(local.segments) == len(schedule.layout.shards) and all(segment.causal for segment in local.segments)
+            assert all(len(stage.calls) <= 2 for stage in schedule.stages)
+            assert all(segment.dense for stage in schedule.stages for call in stage.calls for segment in call.segments)
+
+
 def test_bytes_sent_equal_the_formula() -> None:
     """A divisible document at degree n: ring index r sends its head to the n-1-r higher ones and both chunks to the r lower."""
     degree, length = 8, 1024
@@ -268,6 +321,7 @@ def stay_away(case: Case) -> None:
 
 
 def die(case: Case) -> None:
+    dist.barrier()  # or the other rank may still be connecting
     if dist.get_rank() == 1:
         os._exit(9)
     run_case(case)

@@ -86,16 +86,29 @@ def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, key
         torch.testing.assert_close(ours, wanted, atol=2e-6, rtol=2e-5)
 
 
+ranges = st.tuples(st.integers(0, 12), st.integers(0, 12)).map(lambda pair: (min(pair), max(pair)))
+
+
 @given(
     segment=st.builds(Segment, *[st.integers(0, 5), st.integers(6, 12)] * 2, *[st.none() | st.integers(-9, 9)] * 2),
-    cut=st.tuples(*[st.integers(0, 12)] * 2),
+    queries=ranges,
+    keys=ranges,
 )
-def test_part_of_a_segment_sees_the_same(segment: Segment, cut: tuple[int, int]) -> None:
-    start, stop = (min(max(segment.q_start, i), segment.q_stop) for i in sorted(cut))
-    part = segment.part(start, stop)
+def test_cutting_a_segment_keeps_what_is_seen_and_no_more(
+    segment: Segment, queries: tuple[int, int], keys: tuple[int, int]
+) -> None:
+    part = segment.cut(queries, keys)
     seen = torch.zeros(12, 12, dtype=torch.bool)
-    seen[part.q_start : part.q_stop, part.k_start : part.k_stop] = visible(part, torch.device("cpu"))
     wanted = torch.zeros(12, 12, dtype=torch.bool)
-    wanted[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop] = visible(segment, torch.device("cpu"))
-    wanted[:start] = wanted[stop:] = False
+    whole = torch.zeros(12, 12, dtype=torch.bool)
+    whole[segment.q_start : segment.q_stop, segment.k_start : segment.k_stop] = visible(segment, torch.device("cpu"))
+    rows, columns = slice(*queries), slice(*keys)
+    wanted[rows, columns] = whole[rows, columns]
+    if part.empty:
+        assert not wanted.any()
+        return
+    inside = visible(part, torch.device("cpu"))
+    seen[part.q_start : part.q_stop, part.k_start : part.k_stop] = inside
     assert torch.equal(seen, wanted)
+    assert inside.any(0).all() and inside.any(1).all()
+    assert inside.all() == part.dense

@@ -84,13 +84,16 @@ Mask = torch.Tensor | str | None
 def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, Mask]]:
     """Queries, keys and mask of every call of the op."""
     for segment in segments:
-        if segment.q_start == segment.q_stop or segment.k_start == segment.k_stop:
+        if segment.empty:
             continue
         if segment.dense or segment.causal:
             yield *_slices(segment), None if segment.dense else CAUSAL
             continue
         for start in range(segment.q_start, segment.q_stop, BLOCK):
-            block = segment.part(start, min(start + BLOCK, segment.q_stop))
+            block = segment.cut((start, start + BLOCK), (segment.k_start, segment.k_stop))
+            if block.dense:
+                yield *_slices(block), None
+                continue
             mask = torch.zeros(block.q_stop - block.q_start, block.k_stop - block.k_start, dtype=like.dtype)
             yield *_slices(block), mask.masked_fill_(~visible(block, like.device), float("-inf"))
 

@@ -76,6 +76,12 @@ class Shard:
     def tokens(self) -> int:
         return self.head_tokens + self.tail_tokens
 
+    def rows(self, start: int, stop: int) -> range:
+        """The buffer rows of the document positions [start, stop), which lie in one chunk or in both if these are neighbours."""
+        before = self.tail[0] - self.head[1] if start >= self.tail[0] else 0
+        first = self.offset + start - self.head[0] - before
+        return range(first, first + stop - start)
+
     def rank_of(self, ring_index: int) -> int:
         """The domain rank that holds `ring_index` of this document."""
         return self.first_rank + (self.degree - 1 - ring_index if self.reversed else ring_index)

@@ -1,0 +1,236 @@
+"""The operator `longctx::ring_attention` and its backward: one layer's ring attention as torch sees it.
+
+It is opaque to torch.compile, and selective recomputation can keep what it returns, so that attention and its exchange never
+run twice. What a micro-batch needs beside tensors (schedule, communicator, kernel) is known by a number: an integer goes
+through compilation without a guard on the micro-batch.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from longctx.attention.exchange import Pending
+from longctx.attention.kernels import Kernel, Request, choose_kernel
+from longctx.attention.merge import merge_
+from longctx.attention.parts import Call
+from longctx.attention.schedule import Stage
+
+if TYPE_CHECKING:
+    from longctx.attention.ring import RingAttention
+
+_live: "WeakValueDictionary[int, RingAttention]" = WeakValueDictionary()
+_numbers = itertools.count()
+NO_LAYER = -1
+
+
+def register(call: "RingAttention") -> int:
+    """The number by which the operator knows `call` as long as somebody holds it."""
+    number = next(_numbers)
+    _live[number] = call
+    return number
+
+
+@torch.library.custom_op("longctx::ring_attention", mutates_args=())
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """out [tokens, heads, v_dim], lse [tokens, heads], and the received K and V [rows, width] if they are to be kept.
+
+    `layer` is for messages, NO_LAYER if unknown.
+    """
+    this = _Pass(_live[call], layer, "forward", q, k, v)
+    kept = this.kv.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.kv.shape[1])
+    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    for received, calls in this.steps(kept, fetch=True):
+        for part in calls:
+            keys, values = this.keys(k, v, received, part)
+            partial = this.kernel.forward(q, keys, values, part.segments, this.scale, this.call.softcap)
+            if result is None:
+                result = this.widened(partial[0]), partial[1]
+            else:
+                merge_(*result, *partial, part.segments)
+    if result is None:  # not one token of this micro-batch is here
+        result = this.kernel.forward(q, k, v, (), this.scale)
+    out, lse = result
+    if sink_logits is not None:
+        total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
+        out, lse = out * (lse - total).exp_().unsqueeze(-1), total
+    return out.to(q.dtype), lse, kept
+
+
+@torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dq, dk, dv. Runs the calls of the forward pass on the final out and log-sum-exp.
+
+    dQ, dK and dV are summed in the dtype of lse; gradients of remote rows go back to their owners in the compute dtype.
+    """
+    this = _Pass(_live[call], layer, "backward", q, k, v)
+    sums: list[torch.Tensor] = []
+    stages = iter(this.schedule.stages)
+    returned: tuple[Stage, Pending] | None = None
+    for received, calls in this.steps(kept, fetch=not this.call.keep_kv):
+        remote = None if received is None else torch.zeros_like(received)
+        for part in calls:
+            keys, values = this.keys(k, v, received, part)
+            gradients = this.kernel.backward(dout, q, keys, values, out, lse, part.segments, this.scale, this.call.softcap)
+            if not sums:  # every rank with a token has local keys, and these come first
+                sums = [this.widened(gradient) for gradient in gradients]
+                continue
+            sums[0] += gradients[0]
+            if remote is None or part.rows is None:
+                sums[1] += gradients[1]
+                sums[2] += gradients[2]
+            else:
+                packed = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1)
+                if part.again:
+                    remote.index_add_(0, part.rows, packed)
+                else:
+                    remote[part.rows] = packed
+        if remote is not None:
+            stage = next(stages)
+            given = this.give_back(stage, remote)
+            # Waiting one stage later hides the messages and keeps no more than two stages of gradients.
+            if returned is not None:
+                this.add_returned(*returned, *sums[1:])
+            returned = stage, given
+    if returned is not None:
+        this.add_returned(*returned, *sums[1:])
+    if not sums:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+
+
+class _Pass:
+    """One forward or backward pass of one layer on this rank: what it exchanges, and the keys that it then works on."""
+
+    def __init__(self, call: "RingAttention", layer: int, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.call, self.schedule = call, call.schedule
+        call.last = f"layer {'unknown' if layer == NO_LAYER else layer}, {name} pass"
+        self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        request = Request(
+            q.device.type, q.dtype, q.shape[-1], v.shape[-1], bands=self.schedule.bands, softcap=bool(call.softcap)
+        )
+        self.kernel: Kernel = choose_kernel(call.kernel, request)
+        self.scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
+        self.sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1) if self.schedule.stages else k.new_empty(0, 0)
+
+    def widened(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` in the dtype of sums, if anything will be added to it."""
+        return x.to(self.sum_dtype) if self.schedule.calls > 1 or self.schedule.stages else x
+
+    def keys(
+        self, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor | None, part: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of a call: this rank's own, or those picked from the received rows."""
+        if part.rows is None or received is None:
+            return k, v
+        return self._split(received.index_select(0, part.rows))
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, width] as exchanged → k [rows, kv_heads, dim] and v [rows, kv_heads, v_dim], views."""
+        k, v = rows.split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
+
+    def steps(self, kept: torch.Tensor, *, fetch: bool) -> Iterator[tuple[torch.Tensor | None, tuple[Call, ...]]]:
+        """The calls on local keys, then for each stage the rows it received and its calls.
+
+        The messages of a step are posted before the one before it is computed, so that computing hides them. With keep_kv they
+        are received in `kept`, and are there already if not to `fetch`.
+        """
+        stages = self.schedule.stages
+        sizes = [stage.received_rows for stage in stages]
+        buffers = kept.split(sizes) if self.call.keep_kv and stages else None
+        pending = self._fetch(stages[0], buffers and buffers[0]) if stages and fetch else None
+        yield None, self.schedule.local
+        for number, stage in enumerate(stages):
+            last = number + 1 == len(stages)
+            ahead = self._fetch(stages[number + 1], buffers and buffers[number + 1]) if fetch and not last else None
+            if pending is not None:
+                yield pending.wait(), stage.calls
+            elif buffers is not None:
+                yield buffers[number], stage.calls
+            pending = ahead
+
+    def _fetch(self, stage: Stage, buffer: torch.Tensor | None) -> Pending:
+        outgoing = [(peer, self.kv.index_select(0, rows)) for peer, rows in stage.sends]
+        incoming = self.kv.new_empty(stage.received_rows, self.kv.shape[1]) if buffer is None else buffer
+        return self.exchange.start(outgoing, incoming, stage.receives)
+
+    def give_back(self, stage: Stage, gradients: torch.Tensor) -> Pending:
+        """Starts returning the gradients of the received rows to their owners, and receiving those of the sent rows."""
+        parts = gradients.split([count for _, count in stage.receives]) if stage.receives else ()
+        outgoing = [(peer, part) for (peer, _), part in zip(stage.receives, parts, strict=True)]
+        rows = [(peer, len(index)) for peer, index in stage.sends]
+        incoming = gradients.new_empty(sum(count for _, count in rows), gradients.shape[1])
+        return self.exchange.start(outgoing, incoming, rows)
+
+    def add_returned(self, stage: Stage, pending: Pending, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Adds what the ring mates return to the gradients of this rank's keys, peer after peer in ascending order."""
+        gradients = pending.wait()
+        start = 0
+        for _, rows in stage.sends:
+            part_k, part_v = self._split(gradients[start : start + len(rows)])
+            dk.index_add_(0, rows, part_k.to(dk.dtype))
+            dv.index_add_(0, rows, part_v.to(dv.dtype))
+            start += len(rows)
+
+
+@forward.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    lse = q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    rows = torch.library.get_ctx().new_dynamic_size()
+    kept = k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept
+
+
+@backward.register_fake
+def _(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kept: torch.Tensor,
+    call: int,
+    layer: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    q, k, v, sink_logits, ctx.number, ctx.layer = inputs
+    ctx.save_for_backward(q, k, v, sink_logits, *output)
+    if isinstance(ctx.number, int):  # while compiling, it is a symbol
+        ctx.alive = _live[ctx.number]
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, sink_logits, out, lse, kept = ctx.saved_tensors
+    dout = dout.contiguous()
+    dq, dk, dv = backward(dout, q, k, v, out, lse, kept, ctx.number, ctx.layer)
+    dsink = None
+    if sink_logits is not None:
+        shares = (sink_logits.to(lse.dtype) - lse).exp()
+        dsink = -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
+    return dq, dk, dv, dsink, None, None
+
+
+forward.register_autograd(_gradients, setup_context=_setup_context)

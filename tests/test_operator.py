@@ -1,0 +1,105 @@
+"""The operator as torch sees it: compiled without graph breaks or recompiling, and kept by selective recomputation."""
+
+from typing import Any
+
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from longctx.attention import RingAttention
+from longctx.attention.exchange import Exchange, Pending
+from longctx.planning.plan import Placement
+from tests.attention_cases import Case
+from tests.workers import Workers
+
+CASE = Case(2, (40, 9, 7), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
+OTHER = Case(2, (40, 9, 7), (Placement(0, 0, 1), Placement(1, 0, 2), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
+
+
+class Block(torch.nn.Module):
+    """Projections around attention, as in a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 64, bias=False)
+        self.out = torch.nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor, attention: RingAttention) -> torch.Tensor:
+        q, k, v = self.qkv(torch.nn.functional.rms_norm(x, (32,))).view(-1, 8, 8).split([4, 2, 2], dim=1)
+        return x + self.out(attention(q, k, v, layer=3).flatten(1))
+
+
+class Counting(Exchange):
+    """Counts how often this rank starts to exchange."""
+
+    starts = 0
+
+    def start(self, *arguments: Any) -> Pending:
+        Counting.starts += 1
+        return super().start(*arguments)
+
+
+def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int, int]:
+    """out, dx and dweight of the plain and the compiled block for each micro-batch; graphs, and times it was compiled."""
+    torch.manual_seed(0)
+    block = Block()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    results = []
+    for case in cases:
+        attention = RingAttention(case.layout(dist.get_rank()))
+        x = torch.randn(len(case.rows(dist.get_rank())), 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        for function in (block, compiled):
+            out = function(x, attention)
+            results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))))
+    return results, len(counter.graphs), counter.frame_count
+
+
+def test_compiles_without_breaks_and_not_again_for_another_micro_batch(workers: Workers) -> None:
+    for results, graphs, frames in workers.run(run_compiled, 2, [CASE, OTHER, CASE]):
+        for plain, compiled in zip(results[::2], results[1::2], strict=True):
+            for a, b in zip(plain, compiled, strict=True):
+                torch.testing.assert_close(a, b)
+        assert graphs == 1 and frames <= 2  # fullgraph=True would have raised at a break
+
+
+def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a block, and how often this rank started to exchange."""
+    torch.manual_seed(0)
+    block = Block()
+    rank = dist.get_rank()
+    attention = RingAttention(CASE.layout(rank), exchange=Counting, keep_kv=keep_kv)
+    x = torch.randn(len(CASE.rows(rank)), 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    Counting.starts = 0
+    if policy == "none":
+        out = block(x, attention)
+    elif policy == "full":
+        out = checkpoint(block, x, attention, use_reentrant=False)
+    else:
+        saved = [torch.ops.longctx.ring_attention.default]
+        context = lambda: create_selective_checkpoint_contexts(saved)  # noqa: E731
+        out = checkpoint(block, x, attention, use_reentrant=False, context_fn=context)
+    gradients = torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))
+    return list(gradients), Counting.starts
+
+
+def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) -> None:
+    """One exchange forward, one to fetch again unless kept, one to return gradients; full recomputation does one more."""
+    starts = {}
+    wanted = None
+    for keep_kv in (False, True):
+        for policy in ("none", "selective", "full"):
+            results = workers.run(run_recomputed, 2, keep_kv, policy)
+            starts[keep_kv, policy] = results[0][1]
+            wanted = wanted or [gradients for gradients, _ in results]
+            for (gradients, _), other in zip(results, wanted, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(gradients, other, strict=True))
+    assert starts == {
+        (False, "none"): 3,
+        (False, "selective"): 3,
+        (False, "full"): 4,
+        (True, "none"): 2,
+        (True, "selective"): 2,
+        (True, "full"): 3,
+    }
