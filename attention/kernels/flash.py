@@ -1,0 +1,220 @@
+"""Flash kernel: the best installed library of variable-length flash attention (`flash_libraries`), driven by segments.
+
+Such a library takes sequences that lie without gaps in one buffer, `cu_seqlens` being their edges, and for all of a call one
+window aligned to the bottom right corner. So the segments of a call are laid out as follows, once for each tuple of segments:
+
+- Where the segments leave rows of q out, a sequence without keys stands; for rows of k, one without queries. Nothing is copied.
+  Libraries differ in what they write for such rows, so the results there are set to 0 (log-sum-exp: -inf) afterwards.
+  Some load whole tiles and multiply by 0 what is not theirs: rows outside all segments must be finite.
+- If the keys do not lie in the order of the queries, k and v are gathered.
+- Segments of different windows go to different calls, as few as hold them all; every band of the contract is such a window
+  once the keys that nobody sees are cut off, because each query sees a key.
+
+Backward goes to each library's own backward function, which takes the merged out and log-sum-exp, in its deterministic mode.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+
+import torch
+
+from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Sequences
+from longctx.attention.segments import Segment, Segments
+from longctx.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def refusal(request: Request) -> str | None:
+    """See `contract`."""
+    found = _library(request)
+    return found if isinstance(found, str) else None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `contract`."""
+    library = _library_for(q, v, softcap)
+    out = lse = None
+    for plan in _plans_for(q, k, segments):
+        part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, scale, softcap)
+        part_lse = heads_lse.transpose(0, 1).contiguous()
+        _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
+        # Calls cover different queries and leave 0 and -inf elsewhere, so that this changes no digit.
+        out = part if out is None else out.add_(part)
+        lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
+    if out is None or lse is None:
+        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `contract`."""
+    library = _library_for(q, v, softcap)
+    heads_lse = lse.transpose(0, 1).contiguous()
+    total: tuple[torch.Tensor, ...] = ()
+    for plan in _plans_for(q, k, segments):
+        dq, dk, dv = library.backward(dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, scale, softcap)
+        _fill(plan.q_gaps, (dq, 0.0))
+        _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
+        part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
+        # As in forward: calls cover different queries and different keys.
+        total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
+    dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
+    return dq, dk, dv
+
+
+@cache
+def _library(request: Request) -> Library | str:
+    """The first library that does what is asked, logged once, or why there is none."""
+    if request.device != "cuda":
+        return f"runs on CUDA devices, not on {request.device}"
+    if request.dtype not in (torch.bfloat16, torch.float16):
+        return f"takes bfloat16 and float16, not {request.dtype}"
+    if request.head_dim % 8 or request.v_head_dim % 8:
+        return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+    capability = torch.cuda.get_device_capability()
+    refusals: list[str] = []
+    for library in LIBRARIES:
+        why = library.missing() or library.refusal(request, capability)
+        if why is None:
+            passed_over = f" ({'; '.join(refusals)})" if refusals else ""
+            log.info("flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over)
+            return library
+        refusals.append(f"{library.name}: {why}")
+    return f"finds no library for this: {'; '.join(refusals)}"
+
+
+def _library_for(q: torch.Tensor, v: torch.Tensor, softcap: float) -> Library:
+    found = _library(Request(q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap)))
+    if isinstance(found, str):
+        raise UserError(f"kernel flash {found}; take kernel=auto")
+    return found
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """One call of a library: its sequences, the rows that it leaves out (None: none), and the rows of k and v that it takes
+    (None: all, where they lie); `k_gaps` counts in the rows taken."""
+
+    sequences: Sequences
+    q_gaps: torch.Tensor | None
+    k_gaps: torch.Tensor | None
+    k_rows: torch.Tensor | None
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.k_rows is None else x.index_select(0, self.k_rows)
+
+    def scatter(self, gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return gradient if self.k_rows is None else torch.zeros_like(like).index_copy_(0, self.k_rows, gradient)
+
+
+def _fill(rows: torch.Tensor | None, *tensors: tuple[torch.Tensor, float]) -> None:
+    if rows is not None:
+        for tensor, value in tensors:
+            tensor.index_fill_(0, rows, value)
+
+
+def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_Plan, ...]:
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else None
+    return _plans(tuple(segments), len(q), len(k), q.device, stream)
+
+
+# All layers and both passes repeat the segments of a micro-batch, of which a classic ring of 64 has up to 127 tuples.
+@lru_cache(maxsize=256)
+def _plans(
+    segments: tuple[Segment, ...], q_rows: int, k_rows: int, device: torch.device, stream: int | None
+) -> tuple[_Plan, ...]:
+    """The calls that compute these segments, with their tables on `device`, to be used on the stream that made them."""
+    return tuple(_plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments))
+
+
+Window = tuple[int | None, int | None]
+"""How many keys before and after its own a query sees, its own being the one as far from the end; None: all."""
+
+
+def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
+    """Segments by window. One that a limit does not bind goes where it is in nobody's way: short documents to the long ones."""
+    groups: list[tuple[Window, list[Segment]]] = []
+    cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
+    for segment in sorted((s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)):
+        queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
+        wanted = (
+            None if segment.lo is None else keys - queries - segment.lo,
+            None if segment.hi is None else segment.hi - (keys - queries),
+        )
+        enough = keys - 1, queries - 1
+        for window, group in groups:
+            if all(
+                given == want or (want is None and given is not None and given >= least)
+                for given, want, least in zip(window, wanted, enough, strict=True)
+            ):
+                group.append(segment)
+                break
+        else:
+            groups.append((wanted, [segment]))
+    return groups
+
+
+def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int, device: torch.device) -> _Plan:
+    segments = sorted(segments)
+    gathered = any(before.k_stop > after.k_start for before, after in pairwise(segments))
+    edges_q, edges_k = [0], [0]
+    q_gaps: list[range] = []
+    k_gaps: list[range] = []
+
+    def add(queries: int, keys: int) -> None:
+        if queries or keys:
+            if not keys:
+                q_gaps.append(range(edges_q[-1], edges_q[-1] + queries))
+            if not queries:
+                k_gaps.append(range(edges_k[-1], edges_k[-1] + keys))
+            edges_q.append(edges_q[-1] + queries)
+            edges_k.append(edges_k[-1] + keys)
+
+    for segment in segments:
+        add(segment.q_start - edges_q[-1], 0)
+        add(0, 0 if gathered else segment.k_start - edges_k[-1])
+        add(segment.q_stop - segment.q_start, segment.k_stop - segment.k_start)
+    add(q_rows - edges_q[-1], 0)
+    add(0, 0 if gathered else k_rows - edges_k[-1])
+    return _Plan(
+        Sequences(
+            _table(edges_q, torch.int32, device),
+            _table(edges_k, torch.int32, device),
+            _longest(edges_q),
+            _longest(edges_k),
+            *window,
+        ),
+        _rows(q_gaps, device),
+        _rows(k_gaps, device),
+        _rows([range(s.k_start, s.k_stop) for s in segments], device) if gathered else None,
+    )
+
+
+def _longest(edges: Sequence[int]) -> int:
+    return max(after - before for before, after in pairwise(edges))
+
+
+def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor | None:
+    return _table([row for rows in ranges for row in rows], torch.int64, device) if ranges else None
+
+
+def _table(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor on `device`, copied there without waiting for it."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

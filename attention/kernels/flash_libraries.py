@@ -1,0 +1,383 @@
+"""The libraries of flash attention that the flash kernel knows, best first, each behind the same two functions.
+
+Read from flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), flash-attn 3 (the operators of hopper/flash_api.cpp, the same in
+its 2.8.3 and 2026 sources), flash-attn 2.8.3 and torch 2.11-2.13. All take q [Tq, heads, dim], k [Tk, kv_heads, dim] and
+v [Tk, kv_heads, v_dim] with the edges of sequences in int32, align windows to the bottom right, return the log-sum-exp as
+[heads, Tq] in float32, and have a backward that takes out and log-sum-exp as they are given.
+
+The deterministic backward costs memory: flash-attn 2 and torch hold dQ in float32 once for every split of the keys, and for
+grouped heads dK and dV of every query head (heads / kv_heads times their size), so bound the keys of a call by the number of
+exchange stages. Flash-attn 3 and 4 add into float32 accumulators of the true size, in an order kept by semaphores.
+
+There is no path of one dense call per segment (SDPA): a CUDA build of torch with flash attention has it for variable lengths.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from longctx.attention.kernels.contract import Request
+
+Capability = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences of a call: edges of their queries and keys (int32, on the device, as many of each), and the longest of each.
+
+    Window: how many keys before (left) and after (right) its own a query sees, its own being the one as far from the end as it
+    is itself (alignment to the bottom right); None: all.
+    """
+
+    edges_q: torch.Tensor
+    edges_k: torch.Tensor
+    longest_q: int
+    longest_k: int
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        return self.left is None and self.right == 0
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The window as flash-attn 2, 3 and torch take it: -1 for all."""
+        return -1 if self.left is None else self.left, -1 if self.right is None else self.right
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Longest queries and keys, raised where flash-attn 2 (and its copy in torch) would misread the true ones.
+
+        One query a sequence and grouped heads is taken for decoding, where every sequence must have exactly one. And a window
+        is taken for unlimited if it reaches the longest keys, and an unlimited side for one that does, both wrong on the right
+        if there are more queries than keys.
+        """
+        windowed = not self.causal and (self.left, self.right) != (None, None)
+        return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
+
+
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, Sequences, float, float],
+    tuple[torch.Tensor, torch.Tensor],
+]
+"""(q, k, v, sequences, scale, softcap) → out, lse [heads, Tq]."""
+
+Backward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequences, float, float],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+]
+"""(dout, q, k, v, out, lse [heads, Tq], sequences, scale, softcap) → dq, dk, dv."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library: why it is not here (`missing`), why it does not do something although it is (`refusal`), and its functions.
+
+    What it writes for queries without keys and keys without queries does not matter.
+    """
+
+    name: str
+    missing: Callable[[], str | None]
+    refusal: Callable[[Request, Capability], str | None]
+    forward: Forward
+    backward: Backward
+
+
+@cache
+def _import_error(module: str) -> str | None:
+    """Why a module cannot be imported; an installed library of the wrong torch or CUDA raises all kinds of errors."""
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        return f"not installed (no module {error.name})"
+    except Exception as error:
+        return f"cannot be imported ({error})"
+    return None
+
+
+def _unequal(request: Request) -> str | None:
+    if request.head_dim != request.v_head_dim:
+        return f"needs equal head sizes of k and v, not {request.head_dim} and {request.v_head_dim}"
+    return None
+
+
+def _too_large(request: Request, largest: int) -> str | None:
+    size = max(request.head_dim, request.v_head_dim)
+    return f"has no deterministic backward for head size {size}, over {largest}" if size > largest else None
+
+
+# flash-attn 4
+
+
+def _missing_4() -> str | None:
+    why = _import_error("flash_attn.cute.interface")
+    return f"{why}: pip install flash-attn-4" if why else None
+
+
+def _refusal_4(request: Request, capability: Capability) -> str | None:
+    if capability[0] not in (9, 10, 11):
+        return f"has a deterministic backward on Hopper and data-centre Blackwell, not on capability {capability}"
+    # Its own tests check backward up to 128, and unequal sizes (192 and 128) only without grouped heads.
+    return _unequal(request) or _too_large(request, 128)
+
+
+def _forward_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
+        q, k, v, softcap=softcap, return_lse=True, **_options_4(sequences, scale)
+    )
+    return results[0], results[1]
+
+
+def _backward_4(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, out, dout, lse, softcap=softcap, deterministic=True, **_options_4(sequences, scale)
+    )
+    return gradients
+
+
+def _options_4(sequences: Sequences, scale: float) -> dict[str, Any]:
+    return {
+        "softmax_scale": scale,
+        "causal": sequences.causal,
+        "window_size_left": sequences.left,
+        "window_size_right": sequences.right,
+        "cu_seqlens_q": sequences.edges_q,
+        "cu_seqlens_k": sequences.edges_k,
+        "max_seqlen_q": sequences.longest_q,
+        "max_seqlen_k": sequences.longest_k,
+    }
+
+
+# flash-attn 3: its operators, because the Python functions around them changed their arguments and they did not
+
+
+def _missing_3() -> str | None:
+    return _import_error("flash_attn_interface")
+
+
+def _refusal_3(request: Request, capability: Capability) -> str | None:
+    if capability[0] != 9:
+        return f"is for Hopper, not for capability {capability}"
+    sizes = request.head_dim, request.v_head_dim
+    if sizes[0] != sizes[1] and not (128 < sizes[0] <= 192 and 96 < sizes[1] <= 128):
+        return f"takes head sizes of k and v that are equal or about 192 and 128, not {sizes[0]} and {sizes[1]}"
+    return _too_large(request, 192)
+
+
+def _forward_3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The default number of splits depends on the other sequences of the call; one keeps results the same.
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scale, softcap))
+    return out, lse
+
+
+def _backward_3(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=True, **_options_3(sequences, scale, softcap))
+    return dq, dk, dv
+
+
+def _options_3(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
+    left, right = sequences.limits
+    return {
+        "cu_seqlens_q": sequences.edges_q,
+        "cu_seqlens_k": sequences.edges_k,
+        "max_seqlen_q": sequences.longest_q,
+        "max_seqlen_k": sequences.longest_k,
+        "softmax_scale": scale,
+        "is_causal": sequences.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": softcap,
+    }
+
+
+# flash-attn 2
+
+
+def _missing_2() -> str | None:
+    if why := _import_error("flash_attn.flash_attn_interface"):
+        return why
+    version: str = import_module("flash_attn").__version__
+    major, minor = version.split(".")[:2]
+    return None if (int(major), int(minor)) >= (2, 8) else f"{version} is too old: 2.8 or newer"
+
+
+def _refusal_2(request: Request, capability: Capability) -> str | None:
+    if capability[0] < 8:
+        return f"needs Ampere or newer, not capability {capability}"
+    return _unequal(request) or _too_large(request, 256)
+
+
+def _forward_2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
+        q, k, v, **_options_2(sequences, scale, softcap)
+    )
+    return out, lse
+
+
+def _backward_2(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        alibi_slopes=None,
+        deterministic=True,
+        **_options_2(sequences, scale, softcap),
+    )
+    return dq, dk, dv
+
+
+def _options_2(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
+    left, right = sequences.limits
+    longest_q, longest_k = sequences.bounds
+    return {
+        "cu_seqlens_q": sequences.edges_q,
+        "cu_seqlens_k": sequences.edges_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": sequences.causal,
+        "window_size_left": left,
+        "window_size_right": right,
+        "softcap": softcap,
+    }
+
+
+# torch's copy of flash-attn 2
+
+
+def _missing_torch() -> str | None:
+    if torch.version.hip:
+        return "has other operators on ROCm"
+    return None if torch.backends.cuda.is_flash_attention_available() else "this build of torch has no flash attention"
+
+
+def _refusal_torch(request: Request, capability: Capability) -> str | None:
+    return "has no soft cap" if request.softcap else _refusal_2(request, capability)
+
+
+def _forward_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    (left, right), bounds = sequences.limits, sequences.bounds
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        sequences.edges_q,
+        sequences.edges_k,
+        *bounds,
+        0.0,
+        sequences.causal,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out, lse
+
+
+def _backward_torch(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sequences: Sequences,
+    scale: float,
+    softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    (left, right), bounds = sequences.limits, sequences.bounds
+    with _deterministic():
+        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            sequences.edges_q,
+            sequences.edges_k,
+            *bounds,
+            0.0,
+            sequences.causal,
+            q.new_zeros(2, dtype=torch.uint64),  # state of the dropout that there is not
+            q.new_empty(0),
+            scale=scale,
+            window_size_left=left,
+            window_size_right=right,
+        )
+    return gradients
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """torch's switch for the whole process, which is where its flash operator looks; without filling fresh memory by NaN."""
+    memory: Any = torch.utils.deterministic  # its attribute is a property of a class that type checkers do not see
+    was, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")
+    memory.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(was)
+        memory.fill_uninitialized_memory = filled
+
+
+LIBRARIES = (
+    Library("flash-attn 4", _missing_4, _refusal_4, _forward_4, _backward_4),
+    Library("flash-attn 3", _missing_3, _refusal_3, _forward_3, _backward_3),
+    Library("flash-attn 2", _missing_2, _refusal_2, _forward_2, _backward_2),
+    Library("torch's flash operators", _missing_torch, _refusal_torch, _forward_torch, _backward_torch),
+)

@@ -1,0 +1,261 @@
+"""The flash kernel over every library, on the CPU: stand-ins with the libraries' own arguments and traps (`flash_fakes`)."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.attention.kernels import flash, flash_libraries, reference
+from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
+from longctx.attention.masks import Mask
+from longctx.attention.schedule import Schedule
+from longctx.attention.segments import Segment, packed_causal
+from longctx.errors import UserError
+from longctx.planning.plan import Placement
+from tests.attention_cases import Case
+from tests.flash_fakes import installed
+
+HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
+BF16 = Request("cuda", torch.bfloat16, 128, 128)
+NAMES = [library.name for library in LIBRARIES]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fakes() -> Iterator[None]:
+    with installed():
+        flash_libraries._import_error.cache_clear()
+        yield
+    flash_libraries._import_error.cache_clear()
+
+
+@pytest.fixture(params=LIBRARIES, ids=NAMES)
+def library(request: pytest.FixtureRequest) -> Library:
+    found: Library = request.param
+    return found
+
+
+def use(patch: pytest.MonkeyPatch, library: Library) -> None:
+    patch.setattr(flash, "_library_for", lambda q, v, softcap: library)
+
+
+@st.composite
+def segment_lists(draw: st.DrawFn) -> tuple[list[Segment], int, int]:
+    """Segments without common queries or keys, in any order of queries and keys, with gaps; and the rows of q and k."""
+    shapes = draw(st.lists(st.tuples(*[st.integers(0, 3), st.integers(1, 9)] * 2), min_size=1, max_size=5))
+    bands = draw(st.sampled_from(["causal", "dense", "any"]))
+    key_order = draw(st.permutations(range(len(shapes))))
+    keys, k_stop = {}, 0
+    for index in key_order:
+        gap, count = shapes[index][2:]
+        count = shapes[index][1] if bands == "causal" else count
+        keys[index] = k_stop + gap, k_stop + gap + count
+        k_stop += gap + count
+    segments, q_stop = [], 0
+    for index, (gap, count, _, _) in enumerate(shapes):
+        lo, hi = {"causal": (None, 0), "dense": (None, None)}.get(bands) or (
+            draw(st.none() | st.integers(-9, 9)),
+            draw(st.none() | st.integers(-9, 9)),
+        )
+        segment = Segment(q_stop + gap, q_stop + gap + count, *keys[index], lo, hi)
+        whole = segment.cut((segment.q_start, segment.q_stop), (segment.k_start, segment.k_stop))
+        # The queries that see a key, with the keys that nobody sees and the limits that hide nothing left in.
+        shift = whole.q_start - segment.q_start
+        if not whole.empty:
+            segments.append(
+                segment._replace(
+                    q_start=whole.q_start,
+                    q_stop=whole.q_stop,
+                    lo=None if lo is None else lo + shift,
+                    hi=None if hi is None else hi + shift,
+                )
+            )
+        q_stop += gap + count
+    return draw(st.permutations(segments)), q_stop + draw(st.integers(0, 2)), k_stop + draw(st.integers(0, 2))
+
+
+def check(
+    segments: list[Segment], q_rows: int, k_rows: int, seed: int, heads: tuple[int, int] = (4, 2), cap: float = 0.0
+) -> None:
+    """Forward and backward, with a log-sum-exp that other calls have raised, are the reference's."""
+    generator = torch.Generator().manual_seed(seed)
+    q, dout = (torch.randn(q_rows, heads[0], 8, generator=generator) for _ in range(2))
+    k, v = torch.randn(k_rows, heads[1], 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
+    wanted = reference.forward(q, k, v, segments, 0.4, cap)
+    torch.testing.assert_close(flash.forward(q, k, v, segments, 0.4, cap), wanted)
+    out, lse = wanted[0] * 0.6, wanted[1] + 0.5
+    gradients = flash.backward(dout, q, k, v, out, lse, segments, 0.4, cap)
+    torch.testing.assert_close(gradients, reference.backward(dout, q, k, v, out, lse, segments, 0.4, cap))
+
+
+@given(drawn=segment_lists(), seed=st.integers(0, 1000), cap=st.sampled_from([0.0, 3.0]))
+@settings(max_examples=150)
+def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, int], seed: int, cap: float) -> None:
+    for library in LIBRARIES:
+        if cap and library.refusal(Request("cuda", torch.bfloat16, 8, 8, softcap=True), HOPPER):
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            use(patch, library)
+            check(*drawn, seed, cap=cap)
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        Segment(0, 9, 0, 3, None, 0),  # right of the diagonal unlimited for no query, though the limit reaches all keys
+        Segment(0, 9, 0, 3, -8, None),  # the other side limited
+        Segment(0, 9, 0, 3, -8, 1),
+        Segment(0, 3, 0, 9, 2, None),
+    ],
+)
+def test_bands_over_more_queries_than_keys(library: Library, segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, library)
+    check([segment], 10, 9, 0)
+
+
+def test_single_queries_with_grouped_heads(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, library)
+    check([Segment(0, 1, 0, 4), Segment(2, 3, 4, 5)], 3, 6, 0)
+
+
+def test_no_segments(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, library)
+    check([], 3, 2, 0)
+    check([Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
+
+
+def test_unequal_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 3 takes head sizes 192 and 128."""
+    library = LIBRARIES[NAMES.index("flash-attn 3")]
+    assert library.refusal(Request("cuda", torch.bfloat16, 192, 128), HOPPER) is None
+    use(monkeypatch, library)
+    q, k, v, dout = torch.randn(5, 2, 24), torch.randn(5, 1, 24), torch.randn(5, 1, 16), torch.randn(5, 2, 16)
+    segments = [Segment(1, 5, 1, 5, hi=0)]
+    out, lse = reference.forward(q, k, v, segments, 0.3)
+    torch.testing.assert_close(flash.forward(q, k, v, segments, 0.3), (out, lse))
+    torch.testing.assert_close(
+        flash.backward(dout, q, k, v, out, lse, segments, 0.3), reference.backward(dout, q, k, v, out, lse, segments, 0.3)
+    )
+
+
+def calls_made(segments: list[Segment] | tuple[Segment, ...]) -> list[tuple[int | None, int | None]]:
+    return [window for window, _ in flash._groups(segments)]
+
+
+def test_one_call_for_each_call_of_a_ring() -> None:
+    """Whatever the degrees: packed documents of one token and more locally, the stages' calls, and a window that is longer than
+    some documents and shorter than others."""
+    assert calls_made(packed_causal([1, 5, 1, 300])) == [(None, 0)]
+    lengths = (1, 40, 60, 90)
+    placements = (Placement(0, 1, 1), Placement(1, 0, 2), Placement(2, 1, 3), Placement(3, 0, 4))
+    case = Case(4, lengths, placements, exchange_stages=2)
+    for rank in range(4):
+        schedule = Schedule.build(case.layout(rank))
+        for call in (*schedule.local, *(call for stage in schedule.stages for call in stage.calls)):
+            assert len(calls_made(call.segments)) == 1
+            plan = flash._plans(call.segments, 1000, 1000, torch.device("cpu"), None)[0]
+            assert plan.k_rows is None, "nothing is gathered"
+    windowed = [area for length in (1, 9, 16, 17, 90) for area in Mask(window=16).areas(0, length)]
+    starts = accumulate((area.q_stop for area in windowed), initial=0)
+    packed = [Segment(s, s + a.q_stop, s, s + a.k_stop, a.lo, a.hi) for s, a in zip(starts, windowed, strict=False)]
+    assert calls_made(packed) == [(15, 0)]
+
+
+def test_tables_are_made_once() -> None:
+    segments = tuple(packed_causal([3, 4]))
+    flash._plans.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, LIBRARIES[0])
+        for _ in range(3):
+            check(list(segments), 7, 7, 0)
+    assert flash._plans.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "capability", "wanted"),
+    [
+        (BF16, HOPPER, "flash-attn 4"),
+        (BF16, BLACKWELL, "flash-attn 4"),
+        (BF16, AMPERE, "flash-attn 2"),
+        (BF16, (12, 0), "flash-attn 2"),
+        (Request("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
+        (Request("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
+        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 2"),
+        (Request("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
+    ],
+)
+def test_the_best_library_is_chosen_and_named(
+    request_: Request,
+    capability: tuple[int, int],
+    wanted: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with caplog.at_level(logging.INFO):
+        found = flash._library.__wrapped__(request_)
+    assert isinstance(found, Library) and found.name == wanted
+    assert f": {wanted}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("request_", "capability", "parts"),
+    [
+        (Request("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
+        (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
+        (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
+        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: takes head sizes"]),
+        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: has no deterministic backward for head size 512"]),
+        (BF16, (7, 5), ["flash-attn 3: is for Hopper", "flash-attn 2: needs Ampere"]),
+    ],
+)
+def test_refusals_say_why(
+    request_: Request, capability: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    why = flash._library.__wrapped__(request_)
+    assert isinstance(why, str)
+    for part in parts:
+        assert part in why
+
+
+def test_refusals_of_torch() -> None:
+    """Its operators have no soft cap, and this machine's build may have none."""
+    library = LIBRARIES[NAMES.index("torch's flash operators")]
+    assert library.refusal(BF16, AMPERE) is None
+    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "has no soft cap"
+    missing = library.missing()
+    assert (missing is None) == torch.backends.cuda.is_flash_attention_available()
+
+
+def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = dict(zip(NAMES, LIBRARIES, strict=True))
+    assert by_name["flash-attn 2"].missing() is None
+    monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.5.9.post1")
+    assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: 2.8 or newer"
+    flash_libraries._import_error.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    why = by_name["flash-attn 4"].missing()
+    assert why is not None and why.endswith("pip install flash-attn-4")
+    flash_libraries._import_error.cache_clear()
+
+
+def test_asked_for_on_the_cpu() -> None:
+    q = torch.randn(3, 2, 8)
+    with pytest.raises(UserError, match="kernel flash runs on CUDA devices, not on cpu"):
+        flash.forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
+
+
+def test_the_switch_of_torch_is_set_back() -> None:
+    def state() -> tuple[int, bool]:
+        return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+
+    before = state()
+    with flash_libraries._deterministic():
+        assert state() == (2, False)
+    assert state() == before
