@@ -106,7 +106,10 @@ def request(**change: Any) -> dict[str, Any]:
         ({"mode": "static", "degree": 1}, "document 1 has 200 tokens: 1 ranks of 128.*degree 2"),
         ({"mode": "static", "bins": {200: 2}}, "bins are given with mode static"),
         ({"mode": "bins", "bins": {150: 1}}, "document 1 has 200 tokens: the bins end at 150"),
-        ({"mode": "bins", "bins": {200: 1}}, "document 1 has 200 tokens, and its bin's degree 1 holds 128"),
+        (
+            {"mode": "bins", "bins": {200: 1}},
+            "document 1 has 200 tokens, and its bin's degree 1 holds 128: raise .* to 2, or tokens_per_rank to 200",
+        ),
         ({"mode": "bins", "bins": {200: 5}}, "bin 200: 5 .*1..4"),
         ({"mode": "bins", "bins": {}}, "bins are empty"),
         ({"max_remote_tokens": 0}, "max_remote_tokens is 0"),

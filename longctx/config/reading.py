@@ -1,7 +1,6 @@
 """Reading a configuration: YAML file, then dotted overrides, then types and bounds, then rules; all problems in one error."""
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pydantic_core import ErrorDetails
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.settings import Config
+from longctx.safe_yaml import SafeLoader
 
 Values = dict[str, Any]
 
@@ -22,24 +22,6 @@ SETTINGS = {
     for key, setting in type(field.default).model_fields.items()
 }
 """Every setting by its dotted name."""
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML in which `3e-4` is a number, as in YAML 1.2, and a key given twice is refused rather than overwritten."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
@@ -64,7 +46,7 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: 
 
 def _read(path: Path) -> Values:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file {path}: check the path, or start from one of the examples") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -86,7 +68,7 @@ def _apply(override: str, values: Values) -> Problem | None:
     if not equals or not dot:
         return Problem(override, None, "an override has the form section.key=value", "write --batch.tokens_per_rank=4096")
     try:
-        value = yaml.load(text, _Loader)
+        value = yaml.load(text, SafeLoader)
     except yaml.YAMLError as error:
         return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote it, or mend it")
     content = values.setdefault(section, {})

@@ -69,12 +69,14 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
             f"document {document} has {lengths[document]} tokens: the bins end at {bounds[-1]}; add a bin, or take mode auto"
         )
     degrees = np.array([table[int(bound)] for bound in bounds], dtype=np.int64)[index]
-    over = np.flatnonzero(largest_shards(lengths, degrees) > tokens_per_rank)
+    shards = largest_shards(lengths, degrees)
+    over = np.flatnonzero(shards > tokens_per_rank)
     if len(over):
         document = int(over[0])
         raise PlanError(
             f"document {document} has {lengths[document]} tokens, and its bin's degree {degrees[document]} holds "
-            f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree or tokens_per_rank {tokens_per_rank}"
+            f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree to "
+            f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank to {shards[document]}"
         )
     return degrees
 

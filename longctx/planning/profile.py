@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from longctx.errors import UserError
+from longctx.safe_yaml import SafeLoader
 
 SHIPPED = Path(__file__).parent / "profiles"
 
@@ -71,7 +72,7 @@ class HardwareProfile:
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be a whole number")
         problems += self._efficiency_problems()
         if problems:
-            raise ProfileError("hardware profile: " + "; ".join(problems))
+            raise ProfileError("; ".join(problems))
 
     def _efficiency_problems(self) -> list[str]:
         table = self.attention_efficiency
@@ -92,7 +93,7 @@ class HardwareProfile:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "hardware profile") -> "HardwareProfile":
-        """Builds a profile from plain data. Raises ProfileError naming every missing or unknown constant."""
+        """Builds a profile from plain data. Raises ProfileError naming `source` and every constant that is wrong or missing."""
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in values.items() if key not in ("name", "about", "measured")}
         missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
@@ -102,7 +103,10 @@ class HardwareProfile:
         table = values["attention_efficiency"]
         if not isinstance(table, (list, tuple)) or not all(isinstance(row, (list, tuple)) for row in table):
             raise ProfileError(f"{source}: attention_efficiency is {table!r}: must be a list of [tokens, efficiency] pairs")
-        return cls(**{**values, "attention_efficiency": tuple(tuple(row) for row in table)})
+        try:
+            return cls(**{**values, "attention_efficiency": tuple(tuple(row) for row in table)})
+        except ProfileError as error:
+            raise ProfileError(f"{source}: {error}") from None
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "HardwareProfile":
@@ -110,19 +114,25 @@ class HardwareProfile:
         shipped = SHIPPED / f"{name_or_path}.yaml"
         path = shipped if shipped.is_file() else Path(name_or_path)
         if not path.is_file():
-            names = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.yaml")))
+            names = ", ".join(shipped_profiles())
             raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
         if not isinstance(values, dict):
-            raise ProfileError(f"{path} must hold a mapping of constants, not {type(values).__name__}")
+            held = "nothing" if values is None else type(values).__name__
+            raise ProfileError(f"{path} holds {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
         return cls.from_dict(values, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back."""
         return {**asdict(self), "attention_efficiency": [list(row) for row in self.attention_efficiency]}
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with longctx."""
+    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def _is_number(value: object) -> bool:
