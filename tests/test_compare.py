@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from longctx.cli import main
+from longctx.planning.bound import tight_bound_s
 from longctx.planning.mixes import load_mix
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
-from longctx.report.compare import COLUMNS, PLANNERS, Case, Row, compare_case, cut, mean_rows, static_curve, static_degrees
+from longctx.report.compare import COLUMNS, PLANNERS, Case, Row, compare_case, cut, mean_rows, static_curve
 from longctx.report.compare_steps import list_source, make_cases, sweeps
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -22,7 +23,7 @@ LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
-    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100).rows}
+    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100, kv_bytes=100).rows}
 
 
 def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, Row]) -> None:
@@ -43,7 +44,11 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
         slots = len(plan.micro_batches) * 16 * 16384
         assert row.padding_share == pytest.approx(1 - sum(LENGTHS) / slots)
         layouts = [plan.layout(k, rank) for k in range(len(plan.micro_batches)) for rank in range(16)]
+        assert row.most_tokens == max(lay.tokens for lay in layouts)
         assert row.remote_tokens == max(sum(s.length - s.tokens for s in lay.shards if s.degree > 1) for lay in layouts)
+        assert row.remote_kv_bytes == 100 * row.remote_tokens
+        assert row.tight_bound_s == tight_bound_s(plan)
+        assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 > 0
     assert rows["static"].speedup == 1
     static, auto = rows["static"].makespan_s, rows["auto"].makespan_s
     assert static is not None and auto is not None and rows["auto"].speedup == static / auto >= 1
@@ -61,8 +66,19 @@ def test_the_curve_holds_the_degrees_that_fit() -> None:
     curve = dict(static_curve(Case((40_000, 100), 6, 8192), H100))
     assert {degree for degree, seconds in curve.items() if seconds is None} == {1, 2, 3, 4}
     assert curve[6] == make_plan((40_000, 100), ranks=6, tokens_per_rank=8192, profile=H100, mode="static", degree=6).makespan_s
-    assert static_degrees(5) == {1, 2, 3, 4, 5}
-    assert {1, 2, 3, 96, 100} <= static_degrees(100) and 5 not in static_degrees(100)
+
+
+def test_the_best_static_degree_is_sought_among_all() -> None:
+    """Two documents that just fit 40 of 80 ranks each: no power of two does as well, nor three times one."""
+    row = compare_case(Case((40 * 4096, 40 * 4096, 500), 80, 4100), H100, ("static",)).rows[0]
+    assert row.winner == "static:40"
+
+
+def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
+    for row in rows.values():
+        if row.makespan_s is not None:
+            assert row.tight_bound_s is not None and row.lower_bound_s is not None
+            assert row.lower_bound_s <= row.tight_bound_s <= row.makespan_s
 
 
 def test_what_a_baseline_cannot_hold_is_a_note_and_not_an_error() -> None:
@@ -76,12 +92,15 @@ def test_what_a_baseline_cannot_hold_is_a_note_and_not_an_error() -> None:
 def test_means_are_means(rows: dict[str, Row]) -> None:
     auto = rows["auto"]
     assert auto.makespan_s is not None and auto.speedup is not None
-    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, speedup=4 * auto.speedup, documents=66)
+    more = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
+    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, speedup=4 * auto.speedup, documents=66, **more)  # type: ignore[arg-type]  # a dict of mixed values
     mean = mean_rows([auto, other])
     assert len(mean) == 1
     assert mean[0].makespan_s == pytest.approx(2 * auto.makespan_s)
     assert mean[0].speedup == pytest.approx(2 * auto.speedup)
     assert mean[0].documents == 65
+    assert (mean[0].most_tokens, mean[0].remote_tokens) == (99_999, auto.remote_tokens), "memory must hold the most"
+    assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
 
 
 def test_long_documents_are_cut_and_it_is_said() -> None:
@@ -122,6 +141,24 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
     ):
         assert title in out
     assert "8 ranks: 24 documents" in out
+    assert "tokens of others" in out and "K and V" not in out and "GiB" not in out
+
+
+def test_a_model_gives_the_bytes_of_gathered_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The 8b preset has 8 heads of 128 for K and for V: 4,096 bytes a token and layer in bfloat16."""
+    page = tmp_path / "page.html"
+    request = ("--mix", "wlb_128k", "--ranks", "8", "--tokens-per-rank", "4096", "--documents", "24", "--model", "8b")
+    assert compare(*request, "--steps", "1", "--json") == 0
+    means = json.loads(capsys.readouterr().out)["means"]
+    held = {row["planner"]: row["remote_kv_bytes"] for row in means if not row["note"]}
+    assert held == {row["planner"]: 4096 * row["remote_tokens"] for row in means if not row["note"]}
+    assert held["static"] > 0
+    assert compare(*request, "--steps", "1", "--html", str(page)) == 0
+    shown = f"{held['static'] / 2**30:.2f} GiB"
+    assert "their K and V" in (out := capsys.readouterr().out) and shown in out
+    parsed = Page()
+    parsed.feed(page.read_text(encoding="utf-8"))
+    assert shown in parsed.text and "one layer of the preset 8b, in bfloat16" in parsed.text
 
 
 def test_json_and_csv_hold_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +207,7 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
     assert parsed.tags.count("figcaption") == parsed.tags.count("figure") == parsed.tags.count("img")
     auto = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100)
     assert f"{auto.makespan_s:.3g} s" in parsed.text
+    assert f"no plan can pass{tight_bound_s(auto):.3g} s" in parsed.text
 
 
 @pytest.mark.parametrize(
@@ -182,6 +220,7 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
         (["--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
         (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens belongs to a store, and this is a mix"),
         (["--mix", "wlb_128k", "--html", "missing/page.html"], "there is no folder missing"),
+        (["--measure", "run.yaml", "--model", "8b"], "--model does not go with --measure"),
         (
             ["--mix", "wlb_128k", "--ranks", "2", "--documents", "200", "--long-documents", "error"],
             "2 ranks of 16384 hold at most 32768",

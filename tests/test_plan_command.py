@@ -3,11 +3,17 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from longctx.cli import main
 from longctx.commands.plan import parse_bins
+from longctx.config import load
+from longctx.planning.assignment import Assignment
+from longctx.planning.bins import derived_bins
+from longctx.planning.bound import tight_bound_s
+from longctx.planning.cost import score
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
@@ -32,6 +38,7 @@ def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> 
     data = json.loads(capsys.readouterr().out)
     made = make_plan([30000, 500, 700, 12000, 40], ranks=4, tokens_per_rank=8192, profile=H100)
     assert data.pop("planning_ms") > 0
+    assert made.lower_bound_s <= data.pop("tight_bound_s") == tight_bound_s(made) <= made.makespan_s
     expected = made.to_json()
     del expected["planning_ms"]
     assert data == expected
@@ -43,6 +50,7 @@ def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureF
     out = capsys.readouterr().out
     assert "static → static:4" in out
     assert "gap" in out
+    assert "no plan takes less than" in out
     rows = [line for line in out.splitlines() if line.startswith("rank ")]
     assert len(rows) == 4
     assert all("AAA" in row for row in rows)
@@ -114,6 +122,47 @@ def test_a_binary_or_missing_file_is_refused(tmp_path: Path, capsys: pytest.Capt
     assert "is not text" in capsys.readouterr().err
     assert plan(tmp_path / "missing") == 2
     assert "missing" in capsys.readouterr().err
+
+
+def test_the_bins_of_a_plan_can_be_pasted_into_settings(
+    lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(lengths, "--mode", "bins") == 0
+    out = capsys.readouterr().out
+    run = tmp_path / "run.yaml"
+    run.write_text(out[out.index("context:") :])
+    context = load(run, ["batch.tokens_per_rank=8192", f"data.store={tmp_path}"]).context
+    assert context.mode == "bins" and context.bins == derived_bins(H100, 4, 8192)
+    given = ",".join(f"{longest}:{degree}" for longest, degree in context.bins.items())
+    assert plan(lengths, "--mode", "bins", "--json") == 0
+    derived = json.loads(capsys.readouterr().out)
+    assert plan(lengths, "--mode", "bins", "--bins", given, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["hash"] == derived["hash"]
+
+
+def test_bins_say_what_they_hold(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths, "--mode", "bins", "--bins", "600:1,12000:2,20000:3,40000:4", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [(row["longest"], row["degree"], row["documents"], row["tokens"]) for row in data["bins"]] == [
+        (600, 1, 2, 540),
+        (12000, 2, 2, 12700),
+        (20000, 3, 0, 0),
+        (40000, 4, 1, 30000),
+    ]
+    made = Plan.from_json(data)
+    times = score(made.profile, np.array(made.lengths), Assignment.of(made), 4)
+    assert sum(row["seconds"] for row in data["bins"]) == pytest.approx(int((times.time - times.exposed).sum()) / 4e9)
+    assert plan(lengths, "--json") == 0
+    assert "bins" not in json.loads(capsys.readouterr().out)
+
+
+def test_bins_hold_what_only_an_odd_degree_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """18 tokens fit 6 ranks of 3, but the last bin of the derived table ends before."""
+    path = tmp_path / "odd.txt"
+    for length in range(1, 19):
+        path.write_text(f"{length}\n")
+        if plan(path, "--mode", "bins", "--json", ranks=6, tokens=3) == 0:
+            assert sum(row["documents"] for row in json.loads(capsys.readouterr().out)["bins"]) == 1
 
 
 def test_bins_are_parsed() -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure
-from longctx.commands.plan import DEFAULT_MICRO_BATCHES, read_lengths
+from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, read_lengths
 from longctx.errors import UserError
+from longctx.model.presets import PRESETS
 from longctx.planning.mixes import mix_names
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ DOCUMENTS_A_RANK = 4
 DEFAULT_STEPS = 3
 DEFAULT_TOKENS_PER_RANK = 16384
 DEFAULT_PROFILE = "h100-nvlink-ib"
+BFLOAT16_BYTES = 2
 DETAILED = 64
 """The number of ranks that is shown in detail, or the nearest one given."""
 
@@ -60,7 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help="most tokens on a rank at once"
     )
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help="hardware profile: a shipped name, or a YAML or JSON file")
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
+    parser.add_argument(
+        "--model",
+        choices=PRESETS,
+        help="show K and V that a rank gathers in bytes: of one layer of this preset, in bfloat16",
+    )
     parser.add_argument(
         "--long-documents",
         choices=("split", "drop", "error"),
@@ -113,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     here = [case for case in cases if case.ranks == detailed]
     if arguments.html:
         cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
-    rows, plans = _compare(cases, profile, here[0])
+    rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
         _write_csv(rows, arguments.csv)
@@ -161,7 +168,17 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
 
 
-def _compare(cases: Sequence["Case"], profile: "HardwareProfile", shown: "Case") -> tuple[list["Row"], dict[str, "Plan"]]:
+def _kv_bytes(preset: str | None) -> int | None:
+    """Bytes of one token's K and V in one layer."""
+    if preset is None:
+        return None
+    shape = PRESETS[preset]
+    return 2 * shape.num_key_value_heads * shape.head_dim * BFLOAT16_BYTES
+
+
+def _compare(
+    cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
+) -> tuple[list["Row"], dict[str, "Plan"]]:
     """All rows, and the plans of one case. Shows progress on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -178,7 +195,7 @@ def _compare(cases: Sequence["Case"], profile: "HardwareProfile", shown: "Case")
             def started(planner: str, case: "Case" = case) -> None:
                 progress.update(task, description=f"{case.ranks} ranks: {TITLES[planner]}")
 
-            outcome = compare_case(case, profile, started=started, finished=lambda: progress.advance(task))
+            outcome = compare_case(case, profile, kv_bytes=kv_bytes, started=started, finished=lambda: progress.advance(task))
             rows += outcome.rows
             if case is shown:
                 plans.update(outcome.plans)
@@ -217,6 +234,7 @@ def _write_page(
         plans=plans,
         static_curve=static_curve(here[0], profile),
         megatron_groups_s=_megatron_groups_s(here[0], profile) if "megatron-main" in plans else None,
+        model=arguments.model,
         about=_about(),
         changed="; ".join(changed),
     )

@@ -2,11 +2,14 @@
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from longctx.errors import UserError
+from longctx.planning.profile import shipped_profiles
 
 SUMMARY = "Plan one step from document lengths, without training"
+PROFILE_HELP = f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())}"
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
@@ -22,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
-    parser.add_argument("--profile", default="h100-nvlink-ib", help="hardware profile: a shipped name, or a YAML or JSON file")
+    parser.add_argument("--profile", default="h100-nvlink-ib", help=PROFILE_HELP)
     parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
     parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
     parser.add_argument(
@@ -44,13 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("split", "drop", "error"),
         help="documents longer than ranks × tokens per rank (default: split)",
     )
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON, with the tight bound, and the bins of mode bins"
+    )
     parser.add_argument("--png", type=Path, metavar="F", help="draw the plan into this file (.png, .svg or .pdf)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from longctx.planning.bins import derived_bins
+    from longctx.planning.bound import tight_bound_s
     from longctx.planning.planner import make_plan
     from longctx.planning.profile import HardwareProfile
+    from longctx.report.bins import fill_bins, print_bins
 
     if arguments.png and arguments.png.suffix not in PICTURES:
         raise UserError(f"--png is {arguments.png}: its name must end in {', '.join(PICTURES)}")
@@ -66,18 +74,25 @@ def run(arguments: argparse.Namespace) -> int:
         bins=arguments.bins,
         max_remote_tokens=arguments.max_remote_tokens,
     )
+    bins = None
+    if plan.mode == "bins":
+        bins = fill_bins(plan, arguments.bins or derived_bins(profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
         from longctx.report.plots import save_plan
 
         save_plan(plan, arguments.png)
     if arguments.json:
-        print(json.dumps(plan.to_json()))
+        more = {} if bins is None else {"bins": [asdict(row) for row in bins]}
+        print(json.dumps({**plan.to_json(), "tight_bound_s": tight_bound_s(plan), **more}))
     else:
         from rich.console import Console
 
         from longctx.report.terminal import draw_plan
 
-        draw_plan(plan, Console(), source)
+        console = Console()
+        draw_plan(plan, console, source)
+        if bins is not None:
+            print_bins(bins, console)
     return 0
 
 

@@ -9,7 +9,8 @@ bound is the least M for which both can be. It says how much of a plan's gap to 
 import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
-from longctx.planning.cost import attention_ns, bound_ns, hidden_ns, linear_ns, mate_ns, nanoseconds, node_parts
+from longctx.planning.cost import NANOSECONDS, attention_ns, bound_ns, hidden_ns, linear_ns, mate_ns, nanoseconds, node_parts
+from longctx.planning.plan import Plan
 from longctx.planning.profile import HardwareProfile
 
 MOST = 512
@@ -38,6 +39,17 @@ def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, toke
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
     return fixed + low
+
+
+def tight_bound_s(plan: Plan) -> float:
+    """Seconds that no plan of the same documents, ranks, budget and profile can beat."""
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    return tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+
+
+def unavoidable_gap(tight_s: float, lower_s: float) -> float:
+    """How far the tight bound is above the lower bound: the part of a gap that no plan can avoid. 0.02 means 2 %."""
+    return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
 def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:

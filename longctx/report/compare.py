@@ -7,26 +7,24 @@ hardware profile.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, spread, tokens_on_ranks
+from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_ranks
 from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline
-from longctx.planning.cost import NANOSECONDS, score
+from longctx.planning.bound import tight_bound_s, unavoidable_gap
+from longctx.planning.cost import score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
-from longctx.planning.static import static_bounds_ns
 
 OURS = ("auto", "bins")
 TITLES = {"auto": "auto", "bins": "bins", "static": "best static"} | {name: b.title for name, b in BASELINES.items()}
 PLANNERS = tuple(TITLES)
 """Every way of planning that is compared, in the order of all tables and figures."""
-ALL_DEGREES_UP_TO = 64
-"""Up to so many ranks every static degree is tried; beyond, 2^k, 3·2^k, N and the one that auto found."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,19 @@ class Row:
     """One way of planning one step.
 
     Times in seconds, shares as fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1). `speedup`
-    is the best static plan's time over this one's. `note` is empty, or says why there is no plan; all figures are then None.
+    is the best static plan's time over this one's; the best one is sought among all degrees. `note` is empty, or says why there
+    is no plan; all figures of the plan are then None.
 
     Attributes:
+        tight_bound_s: no plan of these documents is faster; at least the lower bound.
+        unavoidable_gap: how far that is above the lower bound: the part of `gap` that no plan can avoid.
         exchange_share: ranks wait for K and V that attention could not hide.
         idle_share: ranks wait for the slowest rank of their micro-batch.
         fixed_share: launches of micro-batches, and the optimizer.
         padding_share: token slots (micro-batches × ranks × tokens per rank) that hold no token; longctx does not compute them.
+        most_tokens: most tokens that a rank holds in a micro-batch.
         remote_tokens: most tokens of other ranks whose K and V a rank holds at once, at one exchange stage.
+        remote_kv_bytes: their K and V in one layer; None unless it was said what a token takes.
     """
 
     sweep: str
@@ -70,13 +73,17 @@ class Row:
     makespan_s: float | None = None
     lower_bound_s: float | None = None
     speedup: float | None = None
+    tight_bound_s: float | None = None
     gap: float | None = None
+    unavoidable_gap: float | None = None
     work_share: float | None = None
     exchange_share: float | None = None
     idle_share: float | None = None
     fixed_share: float | None = None
     padding_share: float | None = None
+    most_tokens: int | None = None
     remote_tokens: int | None = None
+    remote_kv_bytes: int | None = None
     micro_batches: int | None = None
     planning_ms: float | None = None
     note: str = ""
@@ -101,12 +108,14 @@ def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
+    kv_bytes: int | None = None,
     started: Callable[[str], object] = lambda planner: None,
     finished: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Plans one step in every way asked for; a planner that cannot hold the documents says so in the note of its row.
 
-    `started` and `finished` are called around every planner, to show progress.
+    `kv_bytes` are those of one token's K and V in one layer. `started` and `finished` are called around every planner, to show
+    progress.
 
     Raises PlanError if the documents fit no degree at all.
     """
@@ -116,9 +125,7 @@ def compare_case(
     for planner in planners:
         started(planner)
         try:
-            if planner == "static":
-                plans[planner] = best_static(case, profile, plans["auto"])
-            elif planner in BASELINES:
+            if planner in BASELINES:
                 plans[planner] = plan_baseline(planner, case.lengths, **_request(case, profile))
             elif planner not in plans:
                 plans[planner] = make_plan(case.lengths, **_request(case, profile), mode=planner)
@@ -126,42 +133,21 @@ def compare_case(
             notes[planner] = str(error)
         finished()
     static = plans["static"].makespan_s if "static" in plans else None
-    rows = [_row(case, planner, plans.get(planner), static, notes.get(planner, "")) for planner in planners]
+    tight_s = tight_bound_s(plans["auto"])
+    rows = []
+    for planner in planners:
+        row = _description(case, planner, notes.get(planner, ""))
+        if planner in plans:
+            row = replace(row, **_figures(plans[planner], static, tight_s, kv_bytes))
+        rows.append(row)
     return Outcome(case, tuple(rows), plans)
-
-
-def best_static(case: Case, profile: HardwareProfile, auto: Plan) -> Plan:
-    """The best plan with one degree for all. Degrees whose own bound is no better than the best so far are not planned."""
-    lengths = np.array(case.lengths, dtype=np.int64)
-    degrees = static_degrees(case.ranks)
-    if auto.winner.startswith("static:"):
-        degrees.add(int(auto.winner.removeprefix("static:")))
-    bounds = [
-        (static_bounds_ns(profile, lengths, case.ranks, case.tokens_per_rank, degree)[1], degree)
-        for degree in degrees
-        if degree * case.tokens_per_rank >= max(case.lengths)
-    ]
-    best: Plan | None = None
-    planning_ms = 0.0
-    for bound, degree in sorted(bounds):
-        if best is not None and bound / NANOSECONDS >= best.makespan_s:
-            break
-        try:
-            plan = make_plan(case.lengths, **_request(case, profile), mode="static", degree=degree)
-        except PlanError:
-            continue  # an odd budget holds a token less than the bound assumed
-        planning_ms += plan.planning_ms
-        if best is None or plan.makespan_s < best.makespan_s:
-            best = plan
-    if best is None:
-        raise PlanError(f"no single degree holds every document at {case.tokens_per_rank} tokens a rank")
-    return Plan(**{**best.__dict__, "planning_ms": planning_ms})
 
 
 def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:
     """(degree, makespan in seconds, or None if a document does not fit) for degrees 2^k, 3·2^k and N."""
     curve: list[tuple[int, float | None]] = []
-    for degree in sorted(_coarse_degrees(case.ranks)):
+    coarse = {d << i for d in (1, 3) for i in range(case.ranks.bit_length()) if d << i <= case.ranks} | {case.ranks}
+    for degree in sorted(coarse):
         try:
             plan = make_plan(case.lengths, **_request(case, profile), mode="static", degree=degree)
         except PlanError:
@@ -169,17 +155,6 @@ def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float 
         else:
             curve.append((degree, plan.makespan_s))
     return curve
-
-
-def static_degrees(ranks: int) -> set[int]:
-    """The degrees among which the best static one is sought."""
-    if ranks <= ALL_DEGREES_UP_TO:
-        return set(range(1, ranks + 1))
-    return _coarse_degrees(ranks)
-
-
-def _coarse_degrees(ranks: int) -> set[int]:
-    return {d << i for d in (1, 3) for i in range(ranks.bit_length()) if d << i <= ranks} | {ranks}
 
 
 def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -196,8 +171,9 @@ def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
     return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
 
 
-def _row(case: Case, planner: str, plan: Plan | None, static: float | None, note: str) -> Row:
-    row = Row(
+def _description(case: Case, planner: str, note: str) -> Row:
+    """A row without figures."""
+    return Row(
         sweep=case.sweep,
         seed=case.seed,
         ranks=case.ranks,
@@ -209,8 +185,10 @@ def _row(case: Case, planner: str, plan: Plan | None, static: float | None, note
         planner=planner,
         note=note,
     )
-    if plan is None:
-        return row
+
+
+def _figures(plan: Plan, static_s: float | None, tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+    """What a row says of a plan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = score(plan.profile, lengths, assignment, plan.ranks)
@@ -219,36 +197,42 @@ def _row(case: Case, planner: str, plan: Plan | None, static: float | None, note
     busy = int(times.time.sum()) / ranks / makespan
     fixed = (times.step_ns + len(times.time) * times.launch_ns) / makespan
     shape = (len(plan.micro_batches), ranks)
-    rings = assignment.degree > 1
-    stop = assignment.first_rank + assignment.degree
-    whole = spread(lengths * rings, assignment.micro_batch, assignment.first_rank, stop, shape)
-    own = tokens_on_ranks(lengths, assignment, shape)
-    alone = np.bincount(assignment.micro_batch * ranks + assignment.first_rank, lengths * ~rings, shape[0] * ranks)
-    remote = int((whole - (own - alone.reshape(shape))).max())
-    return Row(
-        **{
-            **asdict(row),
-            "winner": plan.winner,
-            "makespan_s": plan.makespan_s,
-            "lower_bound_s": plan.lower_bound_s,
-            "speedup": None if static is None else static / plan.makespan_s,
-            "gap": plan.gap,
-            "work_share": busy - exchange,
-            "exchange_share": exchange,
-            "idle_share": 1 - fixed - busy,
-            "fixed_share": fixed,
-            "padding_share": 1 - row.tokens / (shape[0] * ranks * plan.tokens_per_rank),
-            "remote_tokens": remote,
-            "micro_batches": shape[0],
-            "planning_ms": plan.planning_ms,
-        }
-    )
+    own, remote = _tokens(lengths, assignment, shape)
+    return {
+        "winner": plan.winner,
+        "makespan_s": plan.makespan_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "tight_bound_s": tight_s,
+        "speedup": None if static_s is None else static_s / plan.makespan_s,
+        "gap": plan.gap,
+        "unavoidable_gap": unavoidable_gap(tight_s, plan.lower_bound_s),
+        "work_share": busy - exchange,
+        "exchange_share": exchange,
+        "idle_share": 1 - fixed - busy,
+        "fixed_share": fixed,
+        "padding_share": 1 - sum(plan.lengths) / (shape[0] * ranks * plan.tokens_per_rank),
+        "most_tokens": own,
+        "remote_tokens": remote,
+        "remote_kv_bytes": None if kv_bytes is None else kv_bytes * remote,
+        "micro_batches": shape[0],
+        "planning_ms": plan.planning_ms,
+    }
+
+
+def _tokens(lengths: Integers, a: Assignment, shape: tuple[int, int]) -> tuple[int, int]:
+    """Most tokens of its own, and most tokens of its ring mates, that a rank has to do with in a micro-batch."""
+    rings = a.degree > 1
+    whole = spread(lengths * rings, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
+    own = tokens_on_ranks(lengths, a, shape)
+    alone = np.bincount(a.micro_batch * shape[1] + a.first_rank, lengths * ~rings, shape[0] * shape[1])
+    return int(own.max()), int((whole - (own - alone.reshape(shape))).max())
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
     """One row for each planner and setting, the mean over seeds; speedups by geometric mean, `winner` the commonest.
 
-    A planner that failed for some seed has no figures, and the first of its notes. What describes the documents is a mean too.
+    A planner that failed for some seed has no figures, and the first of its notes. What describes the documents is a mean too;
+    what memory must hold is the most of all seeds.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -258,10 +242,10 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 
 
 DESCRIPTION = ("documents", "tokens", "longest")
-WHOLE = ("micro_batches", "remote_tokens")
+MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
 FIGURES = (
-    *("makespan_s", "lower_bound_s", "gap", "work_share", "exchange_share", "idle_share", "fixed_share", "padding_share"),
-    "planning_ms",
+    *("makespan_s", "lower_bound_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share", "idle_share"),
+    *("fixed_share", "padding_share", "planning_ms"),
 )
 
 
@@ -270,15 +254,21 @@ def _mean(rows: list[Row]) -> Row:
     values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
     values["note"] = next((row.note for row in rows if row.note), "")
     if values["note"]:
-        values |= dict.fromkeys((*FIGURES, *WHOLE, "speedup"), None) | {"winner": ""}
+        values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", "speedup"), None) | {"winner": ""}
         return Row(**values)
     winners = [row.winner for row in rows]
     values["winner"] = max(winners, key=winners.count)
     values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
-    values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in WHOLE}
+    values["micro_batches"] = round(fmean(row.micro_batches or 0 for row in rows))
+    values |= {name: max((getattr(row, name) for row in rows), key=lambda most: most or 0) for name in MOST}
     speedups = [row.speedup for row in rows if row.speedup is not None]
     values["speedup"] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
     return Row(**values)
+
+
+def gibibytes(count: int | None) -> str:
+    """`1.25 GiB`; empty for None."""
+    return "" if count is None else f"{count / (1 << 30):.2f} GiB"
 
 
 def sweep_budgets(tokens_per_rank: int) -> list[int]:

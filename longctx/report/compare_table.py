@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from longctx.report.compare import PLANNERS, TITLES, Row
+from longctx.report.compare import PLANNERS, TITLES, Row, gibibytes
 
 
 def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Console) -> None:
@@ -20,9 +20,24 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Cons
     words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, the longest {here[0].longest:,}"
     _title(f"{ranks:,} ranks: {words}", console)
     console.print(_details(here))
+    _title(f"{ranks:,} ranks: most that a rank holds at once, in one exchange stage", console)
+    console.print(_memory(here))
     notes = dict.fromkeys((TITLES[row.planner], f"{row.ranks} ranks", row.note) for row in swept if row.note)
     for title, where, note in notes:
         console.print(f"{title}, {where}: {note}", style="dim", highlight=False, markup=False)
+    console.print()
+    for line in _captions(here):
+        console.print(line, style="dim", highlight=False, markup=False)
+
+
+def _captions(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "gap: above the lower bound, which takes the network for free; what `no plan can pass` shows of it is unavoidable",
+        "best static: the best of all degrees, which stands in brackets",
+    ]
+    if any(row.remote_kv_bytes is not None for row in rows):
+        lines.append("K and V: bfloat16, forward; backward holds as many bytes of gradients beside them")
+    return lines
 
 
 def _title(words: str, console: Console) -> None:
@@ -67,11 +82,28 @@ def _details(rows: Sequence[Row]) -> Table:
             f"{row.planning_ms:,.0f} ms",
             style="bold" if row.planner == "auto" else None,
         )
+    auto = next(row for row in rows if row.planner == "auto")
+    static = next((row for row in rows if row.planner == "static" and row.makespan_s), None)
+    table.add_row("no plan can pass", f"{auto.tight_bound_s:.4g}", _bound(static), f"{auto.unavoidable_gap:.1%}", style="dim")
+    return table
+
+
+def _memory(rows: Sequence[Row]) -> Table:
+    """Tokens of its own, tokens of its ring mates, and the bytes of their K and V if it is known what a token takes."""
+    shown = [row for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)) if row.makespan_s is not None]
+    in_bytes = any(row.remote_kv_bytes is not None for row in shown)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("", "tokens", "tokens of others", *(["their K and V in a layer"] if in_bytes else [])):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in shown:
+        cells = [f"{row.most_tokens:,}", f"{row.remote_tokens:,}"]
+        cells += [gibibytes(row.remote_kv_bytes)] if in_bytes else []
+        table.add_row(TITLES[row.planner], *cells, style="bold" if row.planner == "auto" else None)
     return table
 
 
 def _bound(static: Row | None) -> str:
-    return "" if static is None else _times((static.makespan_s or 0) / (static.lower_bound_s or 1))
+    return "" if static is None else _times((static.makespan_s or 0) / (static.tight_bound_s or 1))
 
 
 def _times(speedup: float | None) -> str:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 from longctx.planning.baselines import BASELINES
+from longctx.planning.bound import tight_bound_s
 from longctx.planning.plan import Plan
 from longctx.planning.profile import HardwareProfile
 from longctx.report import page_figures as figures
-from longctx.report.compare import PLANNERS, TITLES, Row
+from longctx.report.compare import PLANNERS, TITLES, Row, gibibytes
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Comparison:
         about: facts about the run, such as the command, versions and the machine: name → value.
         changed: what was done to documents that do not fit, in words; empty if nothing.
         static_curve: (degree, makespan in seconds or None if a document does not fit).
+        model: the preset in whose K and V memory is counted, if one was named.
         megatron_groups_s: time of the first step if Megatron main's groups were run as they are, without the token budget.
     """
 
@@ -39,6 +41,7 @@ class Comparison:
     static_curve: Sequence[tuple[int, float | None]]
     megatron_groups_s: float | None
     about: dict[str, str]
+    model: str | None = None
     changed: str = ""
 
     def reference(self) -> list[Row]:
@@ -68,7 +71,8 @@ def render(comparison: Comparison) -> str:
 def _summary(c: Comparison) -> str:
     rows = {row.planner: row for row in c.reference()}
     auto, static = rows["auto"], rows.get("static")
-    cards = [(f"{auto.gap:.1%}", "above the lower bound: no plan of any kind can be faster by more than this")]
+    left = (auto.makespan_s or 0) / (auto.tight_bound_s or 1) - 1
+    cards = [(f"{left:.1%}", "above a time that no plan of any kind can beat: the most that is left to gain")]
     if static and static.makespan_s and auto.speedup:
         cards.insert(0, (f"{auto.speedup:.2f}×", f"auto over the best static degree ({_winner(static)})"))
         plain = rows.get("plain-static")
@@ -108,15 +112,15 @@ def _at_reference(c: Comparison) -> str:
     static = next((row for row in rows if row.planner == "static" and row.makespan_s), None)
     parts = [f"<h2>One step on {c.ranks:,} ranks</h2>"]
     if static:
-        bound = (static.makespan_s or 0) / (static.lower_bound_s or 1)
+        bound = (static.makespan_s or 0) / (static.tight_bound_s or 1)
         parts.append(
             _figure(
                 figures.speedup_bars(rows, bound),
                 "Speedup of every way of planning over the best static degree",
                 f"Each bar is the time of the best static plan ({_winner(static)}, {static.makespan_s:.3g} s) divided by the "
                 f"time of this plan, for the same documents and the same cost model{_mean_words(c)}. The best static plan is "
-                "the fastest of all degrees tried, not of powers of two alone, and of two ways of packing. The dashed line "
-                f"is the lower bound: even with a free network and perfect balance no plan passes it.",
+                "the fastest of all degrees, not of powers of two alone, and of two ways of packing. The dashed line is the "
+                "tight bound at the end of this page: it is proven that no plan passes it.",
             )
         )
     parts.append(
@@ -129,7 +133,7 @@ def _at_reference(c: Comparison) -> str:
             "and as longer work, because attention on short chunks is less efficient.",
         )
     )
-    parts.append(_reference_table(rows))
+    parts.append(_reference_table(rows, c.model))
     if c.megatron_groups_s is not None and "megatron-main" in c.plans:
         parts.append(
             "<p class=caption>Megatron's own runtime runs the documents of a rank one by one and has no barrier inside a "
@@ -141,11 +145,11 @@ def _at_reference(c: Comparison) -> str:
     if held:
         parts.append(
             _figure(
-                figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, c.plans["auto"].lower_bound_s),
+                figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, tight_bound_s(c.plans["auto"])),
                 "Time of the step at every static degree",
                 "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
                 "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
-                f"{'all degrees' if c.ranks <= 64 else 'these degrees and the one that auto finds best'}.",
+                "all degrees; shown are 2^k, 3·2^k and the number of ranks.",
             )
         )
     missing = [row for row in rows if row.note]
@@ -157,24 +161,40 @@ def _at_reference(c: Comparison) -> str:
     return "\n".join(parts)
 
 
-def _reference_table(rows: Sequence[Row]) -> str:
+def _reference_table(rows: Sequence[Row], model: str | None) -> str:
     head = (
-        "<tr><th>planner<th>time of the step<th>speedup<th>above the bound<th>waits for K, "
-        "V<th>idle<th>padding<th>micro-batches<th>remote tokens<th>planning</tr>"
+        "<tr><th>planner<th>time of the step<th>speedup<th>gap<th>waits for K, V<th>idle<th>padding<th>micro-batches"
+        f"<th>tokens on a rank<th>tokens of others{'<th>their K and V' if model else ''}<th>planning</tr>"
     )
     body = "".join(
         f"<tr{' class=ours' if row.planner == 'auto' else ''}><th>{_text(_name(row))}</th><td>{row.makespan_s:.3g} s</td>"
         f"<td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
-        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.remote_tokens:,}</td>"
+        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.most_tokens:,}</td><td>{row.remote_tokens:,}</td>"
+        f"{f'<td>{gibibytes(row.remote_kv_bytes)}</td>' if model else ''}"
         f"<td>{row.planning_ms:,.0f} ms</td></tr>"
         for row in rows
         if row.makespan_s is not None
     )
+    auto = next(row for row in rows if row.planner == "auto")
+    static = next((row for row in rows if row.planner == "static" and row.makespan_s), None)
+    limit = _times(static.makespan_s / auto.tight_bound_s) if static and static.makespan_s and auto.tight_bound_s else ""
+    body += (
+        f"<tr class=bound><th>no plan can pass</th><td>{auto.tight_bound_s:.3g} s</td><td>{limit}</td>"
+        f"<td>{auto.unavoidable_gap:.1%}</td>{'<td></td>' * (8 if model else 7)}</tr>"
+    )
+    in_bytes = (
+        f" Their K and V are those of one layer of the preset {model}, in bfloat16; backward holds as many bytes of gradients "
+        "beside them."
+        if model
+        else " `--model` shows them in bytes."
+    )
     caption = (
-        "Waits and idle are shares of all ranks' time. Padding is the share of token slots (micro-batches × ranks × tokens a "
-        "rank) that hold no token: longctx computes nothing for them, a system with fixed shapes would. Remote tokens are the "
-        "most tokens of other ranks whose K and V one rank holds at once, if it gathers them in one stage; more stages hold "
-        "less."
+        "Gap is the time over the lower bound, which takes the network for free; the part of it in the last line is "
+        "unavoidable. Waits and idle are shares of all ranks' time. Padding is the share of token slots (micro-batches × ranks "
+        "× tokens a rank) that hold no token: longctx computes nothing for them, a system with fixed shapes would. Tokens on a "
+        "rank and tokens of others are the most that any rank holds in a micro-batch: its own, whose activations it keeps, and "
+        "those of other ranks whose K and V it holds at once, if it gathers them in one stage; more stages hold less."
+        + in_bytes
     )
     return f"<div class=scroll><table class=numbers>{head}{body}</table></div><p class=caption>{caption}</p>"
 
@@ -211,6 +231,7 @@ def _sweeps(c: Comparison) -> str:
                 "dynamic degrees gain.",
             )
         )
+        unavoidable = [(row.ranks, 100 * row.unavoidable_gap) for row in by_ranks if row.unavoidable_gap is not None]
         parts.append(
             _figure(
                 figures.lines(
@@ -220,12 +241,13 @@ def _sweeps(c: Comparison) -> str:
                     "ranks",
                     "% above the bound",
                     _near(by_ranks),
+                    unavoidable,
                 ),
                 "Distance to the lower bound by ranks",
-                "Time of each plan over the lower bound, less one; zero would be perfect. The bound lets every document use a "
-                "free network and spreads its work over all ranks, so part of the distance no plan can close, above all where "
-                "one document is a large part of the step. Planners further away than the best static degree are left out; "
-                "the table has them.",
+                "Time of each plan over the lower bound, less one. That bound takes the network for free, so that part of "
+                "the distance no plan can close, above all where one document is a large part of the step: below the dashed "
+                "line, the tight bound, there is no plan. Planners further away than the best static degree are left out; the "
+                "table has them.",
             )
         )
     if by_budget:
@@ -318,7 +340,9 @@ exchange that is hidden behind attention as far as the profile says, whatever th
 <pre>rank       = linear · tokens + Σ attention · s² / degree / efficiency(chunk) + max(0, exchange − overlap · attention)
 exchange   = latency + max(bytes inside the node / bandwidth, bytes across nodes / bandwidth)
 step       = fixed + Σ over micro-batches (launch + slowest rank)
-bound      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks</pre>
+lower      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks
+tight      = fixed + launch · fewest micro-batches + the least M that does for both: every document has
+             a degree at which it alone takes at most M, and all work at these degrees is at most M a rank</pre>
 <p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and what other systems gain or lose by their own kernels
 and exchange. So this page compares planning, not whole systems. Modelled times are as good as the profile: measure your own
 machine before you trust seconds; ratios are less sensitive.</p>
@@ -332,8 +356,8 @@ planner chooses degree, ranks and micro-batch of every document; it also scores 
 
 def _all_rows(c: Comparison) -> str:
     head = (
-        "<tr><th>varied<th>planner<th>ranks<th>tokens a "
-        "rank<th>documents<th>longest<th>time<th>bound<th>speedup<th>gap<th>waits<th>idle<th>padding<th>planning</tr>"
+        "<tr><th>varied<th>planner<th>ranks<th>tokens a rank<th>documents<th>longest<th>time<th>lower bound<th>tight bound"
+        "<th>speedup<th>gap<th>waits<th>idle<th>padding<th>planning</tr>"
     )
     body = "".join(_row(row) for row in c.rows)
     return (
@@ -348,11 +372,11 @@ def _row(row: Row) -> str:
         f"<td>{row.documents:,}</td><td>{row.longest:,}</td>"
     )
     if row.makespan_s is None:
-        return first + f"<td class=note colspan=8>{_text(row.note)}</td></tr>"
+        return first + f"<td class=note colspan=9>{_text(row.note)}</td></tr>"
     return (
-        first + f"<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{_times(row.speedup)}</td>"
-        f"<td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td><td>{row.padding_share:.1%}</td>"
-        f"<td>{row.planning_ms:,.0f} ms</td></tr>"
+        f"{first}<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{row.tight_bound_s:.4g} s</td>"
+        f"<td>{_times(row.speedup)}</td><td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
+        f"<td>{row.padding_share:.1%}</td><td>{row.planning_ms:,.0f} ms</td></tr>"
     )
 
 

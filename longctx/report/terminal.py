@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from longctx.planning.bound import tight_bound_s, unavoidable_gap
 from longctx.planning.plan import Plan
 from longctx.planning.timeline import Timeline, timeline
 from longctx.report.degrees import by_class, class_name, colour
@@ -26,13 +27,14 @@ def draw_plan(plan: Plan, console: Console, source: str = "") -> None:
 
 
 def _header(plan: Plan, console: Console, source: str) -> None:
-    tokens = sum(plan.lengths)
+    tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
     lines = [
         f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × {plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
         + (f"   from {escape(source)}" if source else ""),
         f"makespan [bold]{plan.makespan_s:.4g} s[/bold]   bound {plan.lower_bound_s:.4g} s   gap [bold]{plan.gap:.1%}[/bold]   "
         f"exposed {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
+        f"no plan takes less than {tight_s:.4g} s: {unavoidable_gap(tight_s, plan.lower_bound_s):.1%} of gap is unavoidable",
         f"{len(plan.micro_batches)} micro-batches   stages {_ranges(plan.stages)}   planned in {plan.planning_ms:.0f} ms",
     ]
     for line in lines:
