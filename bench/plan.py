@@ -1,11 +1,13 @@
 """Benchmark of planning: auto, bins, the best static degree and other systems on every length mix, by the cost model alone.
 
-    python bench/plan.py      # all mixes × 8, 64, 256, 1,024 ranks × 1, 4, 16 documents a rank: some minutes
-    python bench/plan.py --mixes wlb_128k --ranks 64 --seeds 2 --out /tmp/plan
+    python bench/plan.py      # both tables: some minutes
+    python bench/plan.py --tables speedups --mixes wlb_128k --ranks 64 --seeds 2 --out /tmp/plan
 
-Writes OUT.csv (a line for each planner and setting, means over seeds, with machine, versions and date) and OUT.md (the table).
-Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare
-them within one run, on a machine that does nothing else (its load before the run is noted).
+Two tables: `speedups` has every planner on 8 to 1,024 ranks; `gaps` has auto's distance to the lower bound, and how much of it
+no plan can avoid, also on numbers of ranks that are no powers of two, and with documents stretched until the longest of a step
+has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds, with machine, versions and date) and
+OUT.md. Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process:
+compare them within one run, on a machine that does nothing else (its load before the run is noted).
 """
 
 import argparse
@@ -14,7 +16,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,36 +29,63 @@ from longctx.planning.mixes import load_mix, mix_names
 from longctx.planning.profile import HardwareProfile
 from longctx.report.compare import COLUMNS, PLANNERS, TITLES, Case, Row, compare_case, cut, mean_rows
 
-RANKS = (8, 64, 256, 1024)
-DOCUMENTS_A_RANK = (1, 4, 16)
 TOKENS_PER_RANK = 16384
 SEEDS = 5
 PROFILE = "h100-nvlink-ib"
+STRETCHED = 2 << 20
+"""Tokens of the longest document of every step, where documents are stretched."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Steps of `documents` a rank from a mix; `longest` stretches them until the longest of a step has so many tokens."""
+
+    table: str
+    mix: str
+    ranks: int
+    documents: int
+    longest: int | None = None
+
+    @property
+    def planners(self) -> tuple[str, ...]:
+        return PLANNERS if self.table == "speedups" else ("auto", "static")
+
+
+Result = tuple[Setting, list[Row]]
+
+
+def settings(mixes: Sequence[str]) -> list[Setting]:
+    """Everything that is measured, in the order of the tables."""
+    speedups = [Setting("speedups", mix, n, d) for mix in mixes for n in (8, 64, 256, 1024) for d in (1, 4, 16)]
+    gaps = [Setting("gaps", mix, n, d) for mix in mixes for n in (6, 8, 24, 48, 64, 256) for d in (1, 4, 10)]
+    return speedups + gaps + [Setting("gaps", mix, 256, d, STRETCHED) for mix in mixes for d in (1, 4, 10)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", default="speedups,gaps")
     parser.add_argument("--mixes", default=",".join(mix_names()))
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)))
-    parser.add_argument("--documents", default=",".join(map(str, DOCUMENTS_A_RANK)), help="documents a rank")
+    parser.add_argument("--ranks", help="only rows with these ranks, such as 8,64")
+    parser.add_argument("--documents", help="only cells with so many documents a rank, such as 1,4")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan", help="without a suffix")
     arguments = parser.parse_args()
     began, load = time.perf_counter(), os.getloadavg()[0]
     profile = HardwareProfile.load(PROFILE)
-    settings = [
-        (mix, int(ranks), int(documents))
-        for mix in arguments.mixes.split(",")
-        for ranks in arguments.ranks.split(",")
-        for documents in arguments.documents.split(",")
+    wanted = [
+        setting
+        for setting in settings(arguments.mixes.split(","))
+        if setting.table in arguments.tables.split(",")
+        and (arguments.ranks is None or str(setting.ranks) in arguments.ranks.split(","))
+        and (arguments.documents is None or str(setting.documents) in arguments.documents.split(","))
     ]
     warm_up(profile)
-    results: list[tuple[str, int, list[Row]]] = []
+    results: list[Result] = []
     with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("planning", total=len(settings))
-        for mix, ranks, documents in settings:
-            progress.update(task, description=f"{mix}, {ranks} ranks, {documents} a rank")
-            results.append((mix, documents, measure(mix, ranks, documents, arguments.seeds, profile)))
+        task = progress.add_task("planning", total=len(wanted))
+        for setting in wanted:
+            progress.update(task, description=f"{setting.mix}, {setting.ranks} ranks, {setting.documents} a rank")
+            results.append((setting, measure(setting, arguments.seeds, profile)))
             progress.advance(task)
     facts = {
         **machine(),
@@ -77,13 +106,20 @@ def warm_up(profile: HardwareProfile) -> None:
     compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
 
 
-def measure(mix: str, ranks: int, documents: int, seeds: int, profile: HardwareProfile) -> list[Row]:
-    """Mean rows of all planners over steps of `documents` a rank."""
+def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]:
+    """Mean rows of the setting's planners."""
     rows: list[Row] = []
     for seed in range(seeds):
-        lengths = cut(load_mix(mix).draw(documents * ranks, seed), longest_document(ranks, TOKENS_PER_RANK))
-        rows += compare_case(Case(lengths, ranks, TOKENS_PER_RANK, seed=seed), profile).rows
+        drawn = load_mix(setting.mix).draw(setting.documents * setting.ranks, seed)
+        lengths = cut(stretch(drawn, setting.longest), longest_document(setting.ranks, TOKENS_PER_RANK))
+        case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed)
+        rows += compare_case(case, profile, setting.planners).rows
     return mean_rows(rows)
+
+
+def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
+    """All lengths times one factor, so that the longest becomes `longest`; as they are if it is None."""
+    return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
 
 
 def machine() -> dict[str, str]:
@@ -109,62 +145,79 @@ def processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write_csv(results: Sequence[tuple[str, int, list[Row]]], facts: dict[str, str], path: Path) -> None:
+def write_csv(results: Sequence[Result], facts: dict[str, str], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
-        columns = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length")]
-        writer = csv.DictWriter(file, ["mix", "documents_a_rank", *columns, *facts], extrasaction="ignore")
+        columns = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
+        names = ["table", "mix", "documents_a_rank", "stretched_to", *columns, *facts]
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
-        for mix, documents, rows in results:
+        for setting, rows in results:
+            where = {"table": setting.table, "mix": setting.mix, "documents_a_rank": setting.documents}
             for row in rows:
                 values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
-                writer.writerow({"mix": mix, "documents_a_rank": documents, **values, **facts})
+                writer.writerow({**where, "stretched_to": setting.longest, **values, **facts})
 
 
-def markdown(results: Sequence[tuple[str, int, list[Row]]], facts: dict[str, str]) -> str:
-    others = [planner for planner in PLANNERS if planner not in ("auto", "static")]
-    head = [
-        "mix",
-        "ranks",
-        "docs a rank",
-        "best static",
-        "**auto**",
-        *(TITLES[p] for p in others),
-        "bound",
-        "gap of auto",
-        "auto plans in",
-    ]
-    lines = [
-        "Speedup over the best static degree (its commonest degree is named), modelled; in brackets those ahead of auto.",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---|" + "---:|" * (len(head) - 1),
-    ]
-    for mix, documents, rows in results:
-        by = {row.planner: row for row in rows}
-        auto, static = by["auto"], by["static"]
-        limit = (static.makespan_s or 0) / (static.lower_bound_s or 1)
-        cells = [
-            mix,
-            f"{auto.ranks:,}",
-            str(documents),
-            static.winner.removeprefix("static:") or "none fits",
-            f"**{times(auto)}**",
-        ]
-        cells += [f"[{times(by[p])}]" if ahead(by[p], auto) else times(by[p]) for p in others]
-        cells += [f"{limit:.2f}" if limit else "—", f"{auto.gap:.1%}", f"{auto.planning_ms:,.0f} ms"]
-        lines.append("| " + " | ".join(cells) + " |")
-    notes = dict.fromkeys(
-        f"{TITLES[r.planner]}, {mix}, {r.ranks} ranks: {r.note}" for mix, _, rows in results for r in rows if r.note
-    )
-    lines += ["", *(f"- {note}" for note in notes)] if notes else []
+def markdown(results: Sequence[Result], facts: dict[str, str]) -> str:
+    lines: list[str] = []
+    if speedups := [(setting, rows) for setting, rows in results if setting.table == "speedups"]:
+        lines += speedup_table(speedups)
+    if gaps := [(setting, rows) for setting, rows in results if setting.table == "gaps"]:
+        lines += gap_table(gaps)
     lines += [
-        "",
-        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds; the bound is "
-        "the speedup that no plan can pass. " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ". Made by "
-        "`python bench/plan.py`.",
+        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. "
+        + ", ".join(f"{name} {value}" for name, value in facts.items())
+        + ". Made by `python bench/plan.py`.",
         "",
     ]
     return "\n".join(lines)
+
+
+def speedup_table(results: Sequence[Result]) -> list[str]:
+    others = [planner for planner in PLANNERS if planner not in ("auto", "static")]
+    head = ["mix", "ranks", "docs a rank", "best static", "**auto**", *(TITLES[p] for p in others)]
+    lines = [
+        "Speedup over the best static degree (its commonest degree is named), modelled; in brackets those ahead of auto. "
+        "No plan passes `limit`. The gap is that of auto to the lower bound; beside it stands the part that no plan can avoid.",
+        "",
+        *table_head([*head, "limit", "gap", "unavoidable gap", "auto plans in"]),
+    ]
+    for setting, rows in results:
+        by = {row.planner: row for row in rows}
+        auto, static = by["auto"], by["static"]
+        limit = (static.makespan_s or 0) / (auto.tight_bound_s or 1)
+        degree = static.winner.removeprefix("static:") or "none fits"
+        cells = [setting.mix, f"{auto.ranks:,}", str(setting.documents), degree, f"**{times(auto)}**"]
+        cells += [f"[{times(by[p])}]" if ahead(by[p], auto) else times(by[p]) for p in others]
+        cells += [f"{limit:.2f}" if limit else "—", f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}"]
+        lines.append("| " + " | ".join([*cells, f"{auto.planning_ms:,.0f} ms"]) + " |")
+    notes = dict.fromkeys(
+        f"{TITLES[r.planner]}, {s.mix}, {r.ranks} ranks: {r.note}" for s, rows in results for r in rows if r.note
+    )
+    return [*lines, "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+
+
+def gap_table(results: Sequence[Result]) -> list[str]:
+    """Settings that differ only in the documents a rank share a line."""
+    counts = sorted({setting.documents for setting, _ in results})
+    lines = [
+        "Gap of auto to the lower bound by documents a rank; in brackets the part of it that no plan can avoid.",
+        "",
+        *table_head(["mix", "ranks", "longest document", *(f"{count} a rank" for count in counts)]),
+    ]
+    cells: dict[tuple[str, int, int | None], dict[int, Row]] = {}
+    for setting, rows in results:
+        auto = next(row for row in rows if row.planner == "auto")
+        cells.setdefault((setting.mix, setting.ranks, setting.longest), {})[setting.documents] = auto
+    for (mix, ranks, longest), found in cells.items():
+        length = "that of the mix" if longest is None else f"all stretched to {longest:,}"
+        gaps = [f"{row.gap:.1%} ({row.unavoidable_gap:.1%})" if (row := found.get(count)) else "" for count in counts]
+        lines.append("| " + " | ".join([mix, f"{ranks:,}", length, *gaps]) + " |")
+    return [*lines, ""]
+
+
+def table_head(names: Sequence[str]) -> list[str]:
+    return ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
 
 
 def times(row: Row) -> str:

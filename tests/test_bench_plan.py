@@ -1,0 +1,49 @@
+"""The planning benchmark, on few of its settings: its tables say what its CSV holds."""
+
+import csv
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "plan.py"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_plan", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # data classes look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_tables_are_those_of_its_rows(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan"
+    options = ["--mixes", "wlb_128k", "--ranks", "6,8", "--documents", "4", "--seeds", "1", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
+    bench.main()
+    with out.with_suffix(".csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["table"], row["ranks"]) for row in rows} == {("speedups", "8"), ("gaps", "6"), ("gaps", "8")}
+    lines = out.with_suffix(".md").read_text().splitlines()
+    assert capsys.readouterr().out.strip().splitlines() == lines
+    for row in rows:
+        assert float(row["lower_bound_s"]) <= float(row["tight_bound_s"]) <= float(row["makespan_s"])
+        if row["planner"] == "auto":
+            gaps = f"{float(row['gap']):.1%}", f"{float(row['unavoidable_gap']):.1%}"
+            shown = f"| {gaps[0]} | {gaps[1]} |" if row["table"] == "speedups" else f"| {gaps[0]} ({gaps[1]}) |"
+            assert [line for line in lines if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line]
+
+
+def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
+    assert bench.stretch([100, 3, 1], 1000) == [1000, 30, 10]
+    assert bench.stretch([100, 3, 1], 10) == [10, 1, 1]
+    assert bench.stretch([100, 3], None) == [100, 3]
+    stretched = [setting for setting in bench.settings(["wlb_128k"]) if setting.longest]
+    assert {setting.ranks for setting in stretched} == {256} and {setting.longest for setting in stretched} == {2 << 20}
