@@ -120,7 +120,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("train.recompute=some", "'none', 'selective' or 'full'"),
         ("train.timeout_s=.inf", "finite"),
         ("train.run_dir=3", "must be a path"),
-        ("context.kernel=flash", "'auto', 'cpu' or 'reference'"),
+        ("context.kernel=fast", "'auto', 'flash', 'cpu' or 'reference'"),
         ("context.max_remote_tokens=0", "greater than or equal to 1"),
         ("data.long_documents=truncate", "'split', 'drop' or 'error'"),
         ("optimizer.min_learning_rate_ratio=1.5", "less than or equal to 1"),
@@ -189,6 +189,13 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
 )
 def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:
     assert rule in problems(*overrides, world_size=world_size)[key]
+
+
+@pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])
+def test_kernels_of_another_device(kernel: str, device: str) -> None:
+    found = problems(f"context.kernel={kernel}", f"train.device={device}")
+    assert f"this kernel cannot run on train.device {device}" in found["context.kernel"]
+    assert load(f"context.kernel={kernel}", "train.device=auto").context.kernel == kernel
 
 
 def test_check_says_the_same_of_a_loaded_configuration() -> None:

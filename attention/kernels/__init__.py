@@ -3,7 +3,7 @@
 import logging
 from functools import cache
 
-from longctx.attention.kernels import cpu, reference
+from longctx.attention.kernels import cpu, flash, reference
 from longctx.attention.kernels.contract import Kernel, Request
 from longctx.errors import UserError
 
@@ -11,7 +11,7 @@ __all__ = ["KERNELS", "Kernel", "KernelError", "Request", "choose_kernel"]
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, Kernel] = {"cpu": cpu, "reference": reference}
+KERNELS: dict[str, Kernel] = {"flash": flash, "cpu": cpu, "reference": reference}
 """In the order in which `auto` asks them."""
 
 
@@ -23,7 +23,7 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     """
     if name not in ("auto", *KERNELS):
         raise KernelError(f"kernel is {name!r}: choose auto, {', '.join(KERNELS)}")
-    refusals = []
+    refusals: list[str] = []
     for candidate, kernel in KERNELS.items() if name == "auto" else [(name, KERNELS[name])]:
         why = kernel.refusal(request)
         if why is None:

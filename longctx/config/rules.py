@@ -49,10 +49,10 @@ def _context(config: Config) -> Iterator[Problem]:
     if context.bins is not None and context.mode != "bins":
         rule = f"only mode bins reads a table, and context.mode is {context.mode}"
         yield Problem("context.bins", context.bins, rule, "set context.mode to bins, or leave the table out", mode)
-    if context.kernel == "cpu" and config.train.device == "cuda":
-        yield Problem(
-            "context.kernel", "cpu", "this kernel cannot run on train.device cuda", "use kernel auto", ("train.device",)
-        )
+    device = config.train.device
+    if (context.kernel, device) in (("cpu", "cuda"), ("flash", "cpu")):
+        rule = f"this kernel cannot run on train.device {device}"
+        yield Problem("context.kernel", context.kernel, rule, "use kernel auto", ("train.device",))
 
 
 def _bins(config: Config) -> Iterator[Problem]:

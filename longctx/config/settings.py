@@ -118,8 +118,13 @@ class ContextSection(Section):
         description="tokens of other ranks whose K and V an exchange stage should hold (two stages are held at a time); less "
         "memory, more stages (null: all at once)",
     )
-    kernel: Literal["auto", "cpu", "reference"] = Field(
-        "auto", description="attention kernel; cpu: torch's flash attention for CPUs; reference: dense, slow, float64"
+    keep_kv: bool = Field(
+        False, description="hold the K and V that were received until backward, instead of receiving them again: more memory"
+    )
+    kernel: Literal["auto", "flash", "cpu", "reference"] = Field(
+        "auto",
+        description="attention kernel; flash: the best flash attention installed (`pip install longctx[flash]`), or torch's own; "
+        "cpu: torch's flash attention for CPUs; reference: dense, slow, float64",
     )
 
 
