@@ -11,8 +11,9 @@ if __name__ != "longctx.attention":
 
 from longctx.attention.exchange import ExchangeError
 from longctx.attention.masks import Mask
+from longctx.attention.operator import OPERATOR
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.schedule import Schedule
 
-__all__ = ["ExchangeError", "Mask", "RingAttention", "Schedule", "reference_attention", "ring_attention"]
+__all__ = ["OPERATOR", "ExchangeError", "Mask", "RingAttention", "Schedule", "reference_attention", "ring_attention"]

@@ -234,3 +234,6 @@ def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[t
 
 
 forward.register_autograd(_gradients, setup_context=_setup_context)
+
+OPERATOR = torch.ops.longctx.ring_attention.default
+"""What selective recomputation is told to keep."""

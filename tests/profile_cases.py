@@ -70,7 +70,7 @@ def time_a_slow_rank(seconds: float) -> list[float]:
     return [timing.seconds for timing in watch(slow, large, slow)]
 
 
-def count_bytes(length: int, recompute: bool) -> list[tuple[int, int]]:
+def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, int]]:
     """(sent, received) bytes of every pass of one layer's attention over one document on all ranks, on this rank."""
     counted: list[tuple[int, int]] = []
 
@@ -81,7 +81,7 @@ def count_bytes(length: int, recompute: bool) -> list[tuple[int, int]]:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = layout_of(rank, 1, length, degree=ranks, ring_index=rank)
-    attention = RingAttention(layout, group=make_groups(torch.device("cpu")).exchange, exchange=Counting)
+    attention = RingAttention(layout, group=make_groups(torch.device("cpu")).exchange, exchange=Counting, keep_kv=keep_kv)
     q, k, v = (torch.randn(layout.tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     if recompute:
         attention(q.detach(), k.detach(), v.detach())

@@ -1,5 +1,6 @@
 """The operator as torch sees it: compiled without graph breaks or recompiling, and kept by selective recomputation."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from longctx.attention import RingAttention
+from longctx.attention import OPERATOR, RingAttention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.planning.plan import Placement
 from tests.attention_cases import Case
@@ -77,9 +78,8 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
     elif policy == "full":
         out = checkpoint(block, x, attention, use_reentrant=False)
     else:
-        saved = [torch.ops.longctx.ring_attention.default]
-        context = lambda: create_selective_checkpoint_contexts(saved)  # noqa: E731
-        out = checkpoint(block, x, attention, use_reentrant=False, context_fn=context)
+        keep_attention = partial(create_selective_checkpoint_contexts, [OPERATOR])
+        out = checkpoint(block, x, attention, use_reentrant=False, context_fn=keep_attention)
     gradients = torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))
     return list(gradients), Counting.starts
 

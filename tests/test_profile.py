@@ -132,14 +132,16 @@ def test_overlap_is_found(percent: int, cases: list[tuple[float, float]]) -> Non
     assert overlap == pytest.approx(percent / 100 if longest > percent / 100 else longest, abs=2e-3)
 
 
-@pytest.mark.parametrize(("ranks", "recompute"), [(2, False), (3, False), (3, True)])
-def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "recompute", "keep_kv"), [(2, False, False), (3, False, False), (3, True, False), (3, False, True)]
+)
+def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool, keep_kv: bool) -> None:
     """What the cost model counts is what crosses the wire where most does, pass by pass."""
     length = 2 * ranks * 10
-    by_rank = workers.run(profile_cases.count_bytes, ranks, length, recompute)
+    by_rank = workers.run(profile_cases.count_bytes, ranks, length, recompute, keep_kv)
     passes = zip(*by_rank, strict=True)
     slowest = sum(max(max(sent, received) for sent, received in of_pass) for of_pass in passes)
-    expected = kv_bytes_per_token(1, 2, 8, 4, 2 if recompute else 1)
+    expected = kv_bytes_per_token(1, 2, 8, 4, 3 + recompute - keep_kv)
     assert slowest == expected * (ranks - 1) * length // ranks
 
 

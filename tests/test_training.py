@@ -41,6 +41,10 @@ SPLITS = {
     "another token budget": (2, ["batch.tokens_per_rank=750"]),
     "padded, in stages": (3, ["batch.tokens_per_rank=512", "batch.pad_to_multiple_of=64", "context.max_remote_tokens=150"]),
     "recompute selective": (2, ["train.recompute=selective", "batch.tokens_per_rank=750"]),
+    "recompute selective, received keys kept": (
+        2,
+        ["train.recompute=selective", "context.keep_kv=true", "batch.tokens_per_rank=750"],
+    ),
     "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
 }
 

@@ -63,10 +63,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each normed before and added to the residual stream.
-
-    `before` and `after` are the two halves around attention; selective recomputation repeats them and keeps attention.
-    """
+    """One layer: attention and MLP, each normed before and added to the residual stream."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -76,16 +73,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
-    def before(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.self_attn.project(self.input_layernorm(x), cos, sin)
-
-    def after(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        attended = attention(*self.self_attn.project(self.input_layernorm(x), cos, sin), self.layer)
         x = x + self.self_attn.o_proj(attended.flatten(1))
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        return self.after(x, attention(*self.before(x, cos, sin), self.layer))
 
 
 class Transformer(nn.Module):

@@ -2,20 +2,26 @@
 
 from functools import partial
 
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from longctx.attention import OPERATOR
 from longctx.model.transformer import Transformer
 
-MODES: dict[str, tuple[str, ...]] = {"none": (), "selective": ("before", "after"), "full": ("forward",)}
-"""The methods of a block that each mode repeats in backward."""
+MODES = ("none", "selective", "full")
 
 
 def apply_recompute(model: Transformer, mode: str) -> None:
     """Makes every block recompute, in place, before it is sharded.
 
-    none: everything is kept. selective: all but attention is recomputed, so attention and its exchange run once; kept are
-    the block's input, q, k, v and the attention output. full: only the block's input is kept, attention is repeated.
+    none: everything is kept. selective: all but attention is recomputed, so attention and its exchange run once; kept are the
+    block's input, the attention output and its log-sum-exp. full: only the block's input is kept, attention is repeated.
     """
+    if mode not in MODES:
+        raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
+    if mode == "none":
+        return
+    repeat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    if mode == "selective":
+        repeat = partial(repeat, context_fn=partial(create_selective_checkpoint_contexts, [OPERATOR]))
     for block in model.layers:
-        for name in MODES[mode]:
-            setattr(block, name, partial(checkpoint, getattr(block, name), use_reentrant=False, preserve_rng_state=False))
+        block.forward = partial(repeat, block.forward)

@@ -104,12 +104,12 @@ def _residual(modelled: Sequence[float], measured: Sequence[float]) -> float:
     return math.sqrt(math.fsum(squares) / len(squares))
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, forwards: int = 1) -> int:
-    """Bytes of one token's K and V in all layers and passes: fetched in every forward, fetched and returned in backward.
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
+    """Bytes of one token's K and V in all layers and passes: fetched forward, fetched again and returned in backward.
 
     That is what crosses the wire at the ends of a ring: index 0 fetches all rows of its mates and returns all their gradients,
     the last index sends all of its rows and gets all their gradients back. Ranks between them move less (three quarters on
-    average), but a pass takes as long as its slowest rank. `forwards` is 2 if attention is recomputed. Gradients travel in the
-    dtype of K and V.
+    average), but a pass takes as long as its slowest rank. Recomputed attention makes 4 `passes`, K and V kept for backward one
+    less. Gradients travel in the dtype of K and V.
     """
-    return layers * 2 * kv_heads * head_dim * element_bytes * (forwards + 2)
+    return layers * 2 * kv_heads * head_dim * element_bytes * passes

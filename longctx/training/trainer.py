@@ -128,8 +128,9 @@ class Trainer:
         last = micro_batch.index == len(batch.micro_batches) - 1
         reduce_gradients(self.model, in_this_backward=last)
         device = self.mesh.device
+        context = self.config.context
         attention = RingAttention(
-            micro_batch.layout, group=self.mesh.exchange, kernel=self.config.context.kernel, device=device
+            micro_batch.layout, group=self.mesh.exchange, kernel=context.kernel, keep_kv=context.keep_kv, device=device
         )
         head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
         try:

@@ -81,7 +81,7 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         how = f"messages of {sizes[0]:,} to {sizes[-1]:,} bytes, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
     latency, residual = max(latencies)
-    passes = rig.shape.num_hidden_layers * (rig.forwards + 2)
+    passes = rig.shape.num_hidden_layers * (rig.fetches + 1)
     how = f"{latency * 1e6:,.0f} µs a message × {passes} (layers × passes)"
     return [*found, Measurement({"latency_s": latency * passes}, how, residual)]
 
@@ -158,10 +158,10 @@ def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
         stages.append((given, rows(stage.received_rows), stage.receives, taken, rows(sum(count for _, count in back)), back))
 
     def run() -> None:
-        for number in range(rig.forwards + 1):
+        for number in range(rig.fetches):
             for given, incoming, receives, taken, returned, back in stages:
                 exchange.start(given, incoming, receives).wait()
-                if number == rig.forwards:
+                if number == rig.fetches - 1:
                     exchange.start(taken, returned, back).wait()
 
     return run

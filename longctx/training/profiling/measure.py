@@ -105,7 +105,7 @@ def measure(
     tell("building the model")
     rig = Rig(config, mesh, shape, longest_s)
     kv_bytes = kv_bytes_per_token(
-        shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, rig.dtype.itemsize, rig.forwards
+        shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1
     )
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
     profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node)
@@ -113,7 +113,7 @@ def measure(
     if several_nodes and nodes.per_node == 1:
         why = "one rank a node"
     sources = {name: Source(f"{why}: taken over from {base}", taken_over=True) for name in profile.to_dict()}
-    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {rig.forwards + 2} passes")
+    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {rig.fetches + 1} passes")
     if several_nodes:
         sources["ranks_per_node"] = Source("the launcher")
     points: list[dict[str, Any]] = []

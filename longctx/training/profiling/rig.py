@@ -50,10 +50,14 @@ class Rig:
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
         self.forwards = 2 if config.train.recompute == "full" else 1
         """How often a step computes attention forward."""
+        self.fetches = self.forwards + (0 if config.context.keep_kv else 1)
+        """How often a step exchanges K and V; once more, it exchanges their gradients."""
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
-        device, kernel = self.mesh.device, self.config.context.kernel
-        return RingAttention(layout, group=self.mesh.exchange, kernel=kernel, device=device, exchange=exchange)
+        context, mesh = self.config.context, self.mesh
+        return RingAttention(
+            layout, group=mesh.exchange, kernel=context.kernel, keep_kv=context.keep_kv, device=mesh.device, exchange=exchange
+        )
 
     def random_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, positions and labels."""
