@@ -186,7 +186,7 @@ def _reference_table(rows: Sequence[Row], model: str | None) -> str:
         f" Their K and V are those of one layer of the preset {model}, in bfloat16; backward holds as many bytes of gradients "
         "beside them."
         if model
-        else " `--model` shows them in bytes."
+        else " Give --model to see their K and V in bytes."
     )
     caption = (
         "Gap is the time over the lower bound, which takes the network for free; the part of it in the last line is "
