@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 
+from longctx.data import IGNORED_LABEL
 from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
 from longctx.errors import UserError
 
@@ -29,7 +30,6 @@ FORMAT = "longctx-store"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-IGNORED_LABEL = -100
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -1,0 +1,257 @@
+"""Ring attention for the models of `transformers`: `attn_implementation="longctx"`.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longctx")
+    micro_batches, targets = pack_documents(plan, rank, documents)
+    for batch in micro_batches:
+        model(**model_inputs(batch, targets)).loss.backward()
+
+The layout travels as a keyword argument of the model, as the lengths of packed sequences do for flash-attn. So each micro-batch
+keeps its own, also when several are under way, and when gradient checkpointing runs a layer again in backward, where a
+context around the forward would be gone (and on a GPU the thread another one).
+
+No mask is ever built. What the layout cannot express, and layers that mix tokens in another way, are refused, never ignored.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from longctx.attention.masks import Mask
+from longctx.attention.ring import RingAttention
+from longctx.errors import UserError
+from longctx.planning.layout import Layout
+
+NAME = "longctx"
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers that work on packed documents; others (convolutions, linear attention, ..) would mix them."""
+_HARMLESS = {
+    "position_ids",  # already in q and k
+    "cache_position",
+    "use_cache",
+    "deterministic",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "shift_labels",
+}
+"""Keyword arguments that reach the attention and mean nothing to it."""
+
+
+class HuggingFaceError(UserError):
+    """A model, or an argument of it, that ring attention cannot serve, or not exactly."""
+
+
+class PackedTokens(Protocol):
+    """What a rank holds in one micro-batch, such as `longctx.data.packing.MicroBatch`; int64 [tokens] each."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def tokens(self) -> torch.Tensor: ...
+    @property
+    def labels(self) -> torch.Tensor: ...
+    @property
+    def positions(self) -> torch.Tensor: ...
+
+
+def register() -> None:
+    """Makes `attn_implementation="longctx"` known to transformers, for `from_pretrained`, `from_config` and
+    `set_attn_implementation`, and for any model whose attention goes through transformers' attention interface.
+
+    Raises HuggingFaceError if transformers is not installed, or too old.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise HuggingFaceError(
+            f"transformers cannot be used ({error}): install a version that has AttentionMaskInterface, "
+            "pip install 'longctx[huggingface]'"
+        ) from error
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, describe_mask)
+
+
+def model_inputs(
+    batch: PackedTokens,
+    target_tokens: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    kernel: str = "auto",
+    stages: int | None = None,
+    keep_kv: bool = False,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """The keyword arguments of a model for one micro-batch.
+
+    Args:
+        batch: this rank's share, from `pack_documents` or the `Loader` of longctx.data.
+        target_tokens: targets of the whole step, over all ranks. `loss` of the model's output is then the sum over this rank's
+            targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: no labels are
+            given and the model computes no loss; use `batch.labels`, which are shifted already.
+        group, kernel, stages, keep_kv: see `ring_attention`.
+        device: where the model is.
+
+    Every rank runs the model on every micro-batch, in the same order. A rank without tokens gets one token of padding.
+    """
+    # Models cannot reshape zero tokens: a rank without any gets one of padding.
+    missing = int(not len(batch.tokens))
+    tokens, labels, positions = (
+        torch.nn.functional.pad(tensor, (0, missing), value=filler).to(device).unsqueeze(0)
+        for tensor, filler in ((batch.tokens, 0), (batch.labels, -100), (batch.positions, 0))
+    )
+    inputs = {
+        "input_ids": tokens,
+        "position_ids": positions,
+        "use_cache": False,
+        "ring_attention": Rings(batch.layout, group=group, kernel=kernel, stages=stages, keep_kv=keep_kv),
+    }
+    if target_tokens is not None:
+        # `labels` makes the model compute a loss, `shift_labels` are what it is computed of.
+        inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
+    return inputs
+
+
+class Rings:
+    """The ring attention of one micro-batch, one for each kind of layer: layers that attend alike share a schedule.
+
+    `options` are those of RingAttention.
+    """
+
+    def __init__(self, layout: Layout, **options: Any) -> None:
+        self.layout, self.options = layout, options
+        self._made: dict[Any, RingAttention] = {}
+
+    def of(self, scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
+        """Attention for layers of this kind, on this device."""
+        kind = scale, softcap, window, device
+        if kind not in self._made:
+            mask = Mask(window=window)
+            self._made[kind] = RingAttention(
+                self.layout, mask=mask, scale=scale, softcap=softcap, device=device, **self.options
+            )
+        return self._made[kind]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: "CausalMask | None" = None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    ring_attention: Rings | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function that transformers calls in every layer.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, ..] → ([1, tokens, heads, v_head_dim], None).
+    `s_aux` [heads] are the learned sinks of gpt-oss. Raises HuggingFaceError for whatever would change the result and is not
+    supported.
+    """
+    if ring_attention is None:
+        raise HuggingFaceError(
+            "attention 'longctx' was called without a layout: call the model as model(**model_inputs(batch, ..)) of "
+            "longctx.attention.huggingface. If you did, this model does not hand keyword arguments on to its attention, and "
+            "cannot be used"
+        )
+    name = type(module).__name__
+    _check_layer_types(getattr(module, "config", None))
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise HuggingFaceError(f"{name} is not causal: only causal language models are supported")
+    if query.shape[0] != 1:
+        raise HuggingFaceError(f"input_ids have batch size {query.shape[0]}: pack all documents into one row of tokens")
+    if dropout:
+        raise HuggingFaceError(f"{name} asks for dropout of {dropout} in attention: set attention_dropout to 0 in its config")
+    refused = [key for key, value in others.items() if key not in _HARMLESS and value is not None and value is not False]
+    if refused:
+        raise HuggingFaceError(
+            f"{name} gives its attention {', '.join(refused)}, of which 'longctx' knows nothing: leave the argument out of the "
+            "call of the model; if it is the model's own, the model cannot be used"
+        )
+    window = _one_window(attention_mask, sliding_window)
+    attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
+    # [1, heads, tokens, dim] → [tokens, heads, dim]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attention(q, k, v, getattr(module, "layer_idx", None), sink_logits=s_aux).unsqueeze(0), None
+
+
+def _check_layer_types(config: Any) -> None:
+    """Raises HuggingFaceError if the model has layers that would mix packed documents."""
+    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(LAYER_TYPES))
+    if unknown:
+        raise HuggingFaceError(
+            f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss the tokens of other "
+            f"ranks: only {' and '.join(LAYER_TYPES)} are supported"
+        )
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """What a layer gets in place of a dense mask. It is no tensor, so a model that computes its attention itself fails.
+
+    Every query sees the last `window` keys up to itself, or all of them if it is None.
+    """
+
+    window: int | None = None
+
+
+def describe_mask(
+    *, config: Any, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any
+) -> CausalMask:
+    """The mask function that transformers calls before the first layer: says what the mask would be, without building it.
+
+    Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window.
+    """
+    _check_layer_types(config)
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise HuggingFaceError("attention_mask hides tokens: leave it out; packed documents have no padding between them")
+    parts = list(_parts(mask_function))
+    windows = [inside["sliding_window"] for name, inside in parts if name == "sliding_window_overlay"]
+    # Transformers sees documents, or here chunks of them, in jumps of the positions; the layout knows better.
+    known = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
+    names = {name for name, _ in parts}
+    if not {"causal_mask_function"} <= names <= known:
+        raise HuggingFaceError(
+            f"the model wants a mask made of {', '.join(sorted(names))}: 'longctx' has causal attention only, with or without "
+            "a sliding window"
+        )
+    return CausalMask(min(windows, default=None))
+
+
+def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The mask functions of `transformers.masking_utils` that one is the intersection of: names, and what they close over."""
+    name = mask_function.__qualname__.split(".")[0]
+    cells = getattr(mask_function, "__closure__", None) or ()
+    inside = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    if name == "and_masks":
+        for part in inside["mask_functions"]:
+            yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _parts(inside["mask_function"])
+    else:
+        yield name, inside
+
+
+def _one_window(attention_mask: CausalMask | torch.Tensor | None, sliding_window: int | None) -> int | None:
+    """The window that mask and argument agree on; some models give the one, some both."""
+    if attention_mask is None:
+        return sliding_window
+    if not isinstance(attention_mask, CausalMask):
+        raise HuggingFaceError("a dense attention mask was given: leave attention_mask out; the layout says who sees whom")
+    if sliding_window not in (None, attention_mask.window):
+        raise HuggingFaceError(
+            f"the layer has a sliding window of {sliding_window}, and its mask one of {attention_mask.window}: make them equal"
+        )
+    return attention_mask.window

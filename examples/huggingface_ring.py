@@ -1,0 +1,59 @@
+"""Fine-tunes a transformers model on packed documents, each split over as many processes as it is worth.
+
+    torchrun --nproc-per-node 2 examples/huggingface_ring.py
+
+Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small Qwen3 with random
+weights, so that nothing is downloaded. Loss and gradients are those of a single process that takes one document after the other
+with plain attention.
+"""
+
+import torch
+import torch.distributed as dist
+from sample_documents import read_documents, report
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from longctx.attention.huggingface import model_inputs, register
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+
+
+def build_model(attention: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+    config = AutoConfig.for_model("qwen3", vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **size)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # or from_pretrained(name, ..)
+
+
+def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, Plan]:
+    """Loss of a step and, in the model, its gradients, the same on every rank."""
+    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
+    lengths = [len(document) for document in documents]
+    plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
+    micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
+    loss = torch.zeros(())
+    for batch in micro_batches:
+        part = model(**model_inputs(batch, targets)).loss
+        part.backward()
+        loss += part.detach()
+    for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(tensor)  # sums: every part is divided by the targets of the whole step already
+    return loss.item(), plan
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    register()
+    model = build_model("longctx")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(10):
+        loss, plan = forward_backward(model, read_documents(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        report(step, loss, plan)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

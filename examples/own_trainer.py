@@ -1,0 +1,89 @@
+"""Ring attention in a training loop and a model of your own, in plain PyTorch.
+
+    torchrun --nproc-per-node 2 examples/own_trainer.py
+
+Runs in less than a minute on two CPU cores. What a model needs for it: tokens lie one after the other, [tokens, ..] without a
+batch axis; positions come with them; and attention is a call. Everything else of a model works on single tokens anyway. Loss
+and gradients are those of a single process that takes one document after the other.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from sample_documents import LENGTHS, read_documents, report
+from torch import nn
+from torch.nn import functional as F
+
+from longctx.attention import RingAttention
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+
+WIDTH, HEADS, LAYERS = 64, 4, 2
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""q, k, v [tokens, heads, head_dim] → [tokens, heads, head_dim]."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, attention: Attention) -> torch.Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).view(len(x), 3, HEADS, WIDTH // HEADS).unbind(1)
+        x = x + self.out(attention(q, k, v).flatten(1))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Model(nn.Module):
+    """Tokens and positions [tokens] → logits [tokens, 256]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(256, WIDTH), nn.Embedding(max(LENGTHS), WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention) -> torch.Tensor:
+        x = self.embed(tokens) + self.position(positions)
+        for block in self.blocks:
+            x = block(x, attention)
+        return self.head(x)
+
+
+def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float, Plan]:
+    """Loss of a step and, in the model, its gradients, the same on every rank."""
+    profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
+    lengths = [len(document) for document in documents]
+    plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
+    micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
+    loss = torch.zeros(())
+    for batch in micro_batches:  # every rank runs every micro-batch, also one in which it has no tokens
+        logits = model(batch.tokens, batch.positions, RingAttention(batch.layout))
+        part = F.cross_entropy(logits, batch.labels, reduction="sum") / targets  # labels are shifted, -100 at the ends
+        part.backward()
+        loss += part.detach()
+    for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
+        dist.all_reduce(tensor)  # sums: every part is divided by the targets of the whole step already
+    return loss.item(), plan
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(10):
+        loss, plan = forward_backward(model, read_documents(step))
+        optimizer.step()
+        optimizer.zero_grad()
+        report(step, loss, plan)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

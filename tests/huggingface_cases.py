@@ -1,0 +1,111 @@
+"""Tiny models of transformers, trained once by ring attention over several ranks and once in one process without packing."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from longctx.attention.huggingface import model_inputs, register
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Placement
+from tests.data_cases import placed_plan
+
+LENGTHS = (61, 1, 24, 90, 13, 2)
+PLACEMENTS = (
+    (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)),
+    (Placement(3, 0, 2, reversed=True), Placement(4, 1, 1)),
+    (Placement(5, 0, 1),),
+)
+"""Degrees 1 and 2 side by side, and a micro-batch in which rank 1 has no token."""
+
+SIZE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 16},
+    "gpt2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None},
+    "mistral": {"sliding_window": 16},
+    "gemma2": {"sliding_window": 16, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 4, "attention_dropout": 0.0},
+    "gpt_oss": {"sliding_window": 16, "num_local_experts": 2, "num_experts_per_tok": 1, "eos_token_id": None},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""What a model type has besides: scale of its own, sliding windows, soft-capping, sinks, head sizes that differ."""
+
+
+def build_model(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
+    """A model of this type; its weights depend on the type alone and are large enough for attention to matter."""
+    config = AutoConfig.for_model(kind, **{**SIZE, **SPECIAL.get(kind, {}), **settings})
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, SIZE["vocab_size"], (length,), generator=generator) for length in lengths]
+
+
+def unpacked(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of one process that takes one document after the other."""
+    targets = sum(len(document) - 1 for document in documents)
+    loss = torch.zeros(())
+    for document in documents:
+        ids = document.unsqueeze(0)
+        part = model(input_ids=ids, labels=ids, num_items_in_batch=targets, use_cache=False).loss
+        part.backward()
+        loss += part.detach()
+    return loss.item(), gradients(model)
+
+
+def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def ring_step(kind: str, recompute: bool = False) -> tuple[float, list[torch.Tensor]]:
+    """On each rank: loss and gradients of all micro-batches, summed over the ranks.
+
+    `recompute`: all forwards come before the first backward, which runs the layers again.
+    """
+    register()
+    model = build_model(kind, "longctx").train()
+    if recompute:
+        model.gradient_checkpointing_enable()
+    plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
+    micro_batches, targets = pack_documents(plan, dist.get_rank(), make_documents())
+    parts = []
+    for batch in micro_batches:
+        parts.append(model(**model_inputs(batch, targets)).loss)
+        if not recompute:
+            parts[-1].backward()
+    if recompute:
+        for part in reversed(parts):
+            part.backward()
+    loss = torch.stack(parts).detach().sum()
+    found = gradients(model)
+    for tensor in (loss, *found):
+        dist.all_reduce(tensor)
+    return loss.item(), found

@@ -1,0 +1,223 @@
+"""Models of transformers with attn_implementation="longctx": equal to one unpacked process, or refused."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Placement
+from tests.data_cases import placed_plan
+from tests.workers import Workers
+
+transformers = pytest.importorskip("transformers")
+
+from transformers import masking_utils  # noqa: E402
+
+from longctx.attention.huggingface import (  # noqa: E402
+    CausalMask,
+    HuggingFaceError,
+    attend,
+    describe_mask,
+    model_inputs,
+    register,
+)
+from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked  # noqa: E402
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register()
+
+
+def assert_equal_to_unpacked(kind: str, results: list[tuple[float, list[torch.Tensor]]], plain: str = "sdpa") -> None:
+    model = build_model(kind, plain)
+    loss, expected = unpacked(model, make_documents())
+    assert max(float(gradient.abs().max()) for gradient in expected) > 0.01
+    for ring_loss, ring_gradients in results:
+        assert ring_loss == pytest.approx(loss, abs=TOLERANCE)
+        for name, mine, theirs in zip(dict(model.named_parameters()), ring_gradients, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, atol=TOLERANCE, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "gpt2", "deepseek_v3", "mistral"])
+def test_two_ranks_equal_one_unpacked_process(workers: Workers, kind: str) -> None:
+    assert_equal_to_unpacked(kind, workers.run(ring_step, 2, kind))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_soft_capping_and_sinks_equal_the_eager_model(workers: Workers, kind: str) -> None:
+    assert_equal_to_unpacked(kind, workers.run(ring_step, 2, kind), plain="eager")
+
+
+@pytest.mark.parametrize(
+    ("kind", "without"),
+    [("mistral", {"sliding_window": None}), ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"sliding_window": 4096})],
+)
+def test_the_special_settings_matter(kind: str, without: dict[str, Any]) -> None:
+    """Else a test of equality with them would pass if they were ignored."""
+    with_it, without_it = (unpacked(build_model(kind, "eager", **settings), make_documents())[0] for settings in ({}, without))
+    assert abs(with_it - without_it) > 100 * TOLERANCE
+
+
+def test_recomputation_takes_the_layout_of_its_own_micro_batch(workers: Workers) -> None:
+    """All forwards come before the first backward, which runs the layers again."""
+    assert_equal_to_unpacked("llama", workers.run(ring_step, 2, "llama", True))
+
+
+def test_a_model_can_change_to_it_and_back() -> None:
+    model = build_model("llama", "sdpa")
+    documents = make_documents()
+    loss, expected = unpacked(model, documents)
+    expected = [gradient.clone() for gradient in expected]
+    model.zero_grad()
+    model.set_attn_implementation("longctx")
+    everything = [[Placement(document, 0, 1) for document in range(len(documents))]]
+    (batch,), targets = pack_documents(placed_plan(LENGTHS, 1, everything), 0, documents)
+    packed = model(**model_inputs(batch, targets)).loss
+    packed.backward()
+    assert packed.item() == pytest.approx(loss, abs=TOLERANCE)
+    torch.testing.assert_close(gradients(model), expected, atol=TOLERANCE, rtol=0)
+    without_loss = model(**model_inputs(batch))
+    assert without_loss.loss is None and without_loss.logits.shape[:2] == (1, sum(LENGTHS))
+
+
+def one_document(length: int = 16) -> dict[str, Any]:
+    """The inputs of one document on one rank."""
+    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
+    return model_inputs(batch, targets)
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
+    """A dense one of 131,072 tokens would take 16 GiB."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, sliding_window=window, attn_implementation="longctx")
+    tokens = 131_072
+    positions = torch.cat([torch.arange(100), torch.arange(tokens - 100)]).unsqueeze(0)
+    create = masking_utils.create_sliding_window_causal_mask if window else masking_utils.create_causal_mask
+    embedded = torch.empty(1, tokens, 0)
+    mask = create(config, inputs_embeds=embedded, attention_mask=None, past_key_values=None, position_ids=positions)
+    assert mask == CausalMask(window)
+
+
+def test_a_call_without_layout_says_what_to_pass() -> None:
+    model = build_model("llama", "longctx")
+    with pytest.raises(HuggingFaceError, match=r"called without a layout: call the model as model\(\*\*model_inputs"):
+        model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
+
+
+def some_layer(**attributes: Any) -> Any:
+    return SimpleNamespace(**{"is_causal": True, "config": SimpleNamespace(), "layer_idx": 0, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dropout": 0.1}, "asks for dropout of 0.1 in attention"),
+        ({"position_bias": torch.zeros(1)}, "gives its attention position_bias, of which"),
+        ({"head_mask": torch.zeros(1)}, "gives its attention head_mask, of which"),
+        ({"output_attentions": True}, "gives its attention output_attentions, of which"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "gives its attention cu_seq_lens_q, of which"),
+        ({"is_causal": False}, "is not causal"),
+        ({"attention_mask": torch.zeros(1, 1, 16, 16)}, "a dense attention mask was given"),
+        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, and its mask one of 8"),
+        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, and its mask one of None"),
+        ({"module": some_layer(is_causal=False)}, "is not causal"),
+        ({"module": some_layer(config=SimpleNamespace(layer_types=["linear_attention"]))}, "layers of type linear_attention"),
+        ({"ring_attention": None}, "called without a layout"),
+        ({"batch": 2}, "input_ids have batch size 2"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
+    arguments = {"module": some_layer(), "ring_attention": one_document()["ring_attention"], "batch": 1, **arguments}
+    shape = arguments.pop("batch"), 2, 16, 8
+    query, key, value = (torch.randn(shape) for _ in range(3))
+    with pytest.raises(HuggingFaceError, match=message):
+        attend(query=query, key=key, value=value, **arguments)
+
+
+def test_harmless_arguments_pass() -> None:
+    query, key, value = (torch.randn(1, 2, 16, 8) for _ in range(3))
+    ring = one_document()["ring_attention"]
+    out, weights = attend(
+        some_layer(),
+        query,
+        key,
+        value,
+        CausalMask(),
+        scaling=0.3,
+        dropout=0.0,
+        position_ids=torch.zeros(1, 16),
+        output_attentions=False,
+        position_bias=None,
+        ring_attention=ring,
+    )
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.3)
+    torch.testing.assert_close(out, expected.transpose(1, 2), atol=TOLERANCE, rtol=0)
+    assert weights is None
+
+
+def describe(mask_function: Any, attention_mask: torch.Tensor | None = None) -> CausalMask:
+    return describe_mask(config=SimpleNamespace(), mask_function=mask_function, attention_mask=attention_mask)
+
+
+def test_masks_are_described_by_what_they_are_made_of() -> None:
+    causal = masking_utils.causal_mask_function
+    assert describe(causal) == CausalMask()
+    assert describe(causal, torch.ones(1, 8, dtype=torch.bool)) == CausalMask()
+    assert describe(masking_utils.sliding_window_causal_mask_function(7)) == CausalMask(7)
+    twice = masking_utils.and_masks(
+        masking_utils.sliding_window_overlay(5), masking_utils.sliding_window_causal_mask_function(7)
+    )
+    assert describe(twice) == CausalMask(5)
+
+
+@pytest.mark.parametrize(
+    ("mask_function", "what"),
+    [
+        (masking_utils.bidirectional_mask_function, "bidirectional_mask_function"),
+        (masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64)), "chunked_overlay"),
+        (masking_utils.or_masks(masking_utils.causal_mask_function, lambda *_: True), "or_masks"),
+        (masking_utils.and_masks(masking_utils.causal_mask_function, lambda *_: True), "<lambda>"),
+        (masking_utils.sliding_window_overlay(4), "sliding_window_overlay"),
+    ],
+)
+def test_other_masks_are_refused(mask_function: Any, what: str) -> None:
+    with pytest.raises(HuggingFaceError, match=f"the model wants a mask made of .*{what}.*: 'longctx' has causal"):
+        describe(mask_function)
+
+
+def test_padding_is_refused() -> None:
+    with pytest.raises(HuggingFaceError, match="attention_mask hides tokens"):
+        build_model("llama", "longctx")(**one_document(), attention_mask=torch.tensor([[0] + [1] * 15]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("qwen3_next", {"num_hidden_layers": 4}, "layers of type linear_attention"),
+        ("llama4_text", {}, "layers of type chunked_attention"),
+        ("llama", {"attention_dropout": 0.1}, "asks for dropout of 0.1 in attention"),
+        ("stablelm", {}, "does not hand keyword arguments on"),
+    ],
+)
+def test_models_that_it_cannot_serve_are_refused(kind: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(HuggingFaceError, match=message):
+        build_model(kind, "longctx", **settings)(**one_document())
+
+
+def test_a_model_that_attends_by_itself_does_not_run_unmasked() -> None:
+    """BLOOM takes any attn_implementation and uses none."""
+    with pytest.raises(TypeError, match="CausalMask"):
+        build_model("bloom", "longctx")(**one_document())
+
+
+def test_without_transformers_it_says_what_to_install() -> None:
+    code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import register; register()"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode and "pip install 'longctx[huggingface]'" in process.stderr
