@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from longctx.attention.kernels import flash, flash_libraries, reference
 from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
 from longctx.attention.masks import Mask
 from longctx.attention.schedule import Schedule
@@ -40,8 +41,11 @@ def library(request: pytest.FixtureRequest) -> Library:
     return found
 
 
-def use(patch: pytest.MonkeyPatch, library: Library) -> None:
-    patch.setattr(flash, "_library_for", lambda q, v, softcap: library)
+class Over(Flash):
+    """The kernel over one library, whatever the device."""
+
+    def _choose(self, request: Request) -> Library:
+        return self.libraries[0]
 
 
 @st.composite
@@ -80,16 +84,23 @@ def segment_lists(draw: st.DrawFn) -> tuple[list[Segment], int, int]:
 
 
 def check(
-    segments: list[Segment], q_rows: int, k_rows: int, seed: int, heads: tuple[int, int] = (4, 2), cap: float = 0.0
+    library: Library,
+    segments: list[Segment],
+    q_rows: int,
+    k_rows: int,
+    seed: int,
+    heads: tuple[int, int] = (4, 2),
+    cap: float = 0.0,
 ) -> None:
     """Forward and backward, with a log-sum-exp that other calls have raised, are the reference's."""
+    kernel = Over([library])
     generator = torch.Generator().manual_seed(seed)
     q, dout = (torch.randn(q_rows, heads[0], 8, generator=generator) for _ in range(2))
     k, v = torch.randn(k_rows, heads[1], 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
     wanted = reference.forward(q, k, v, segments, 0.4, cap)
-    torch.testing.assert_close(flash.forward(q, k, v, segments, 0.4, cap), wanted)
+    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap), wanted)
     out, lse = wanted[0] * 0.6, wanted[1] + 0.5
-    gradients = flash.backward(dout, q, k, v, out, lse, segments, 0.4, cap)
+    gradients = kernel.backward(dout, q, k, v, out, lse, segments, 0.4, cap)
     torch.testing.assert_close(gradients, reference.backward(dout, q, k, v, out, lse, segments, 0.4, cap))
 
 
@@ -99,9 +110,7 @@ def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, in
     for library in LIBRARIES:
         if cap and library.refusal(Request("cuda", torch.bfloat16, 8, 8, softcap=True), HOPPER):
             continue
-        with pytest.MonkeyPatch.context() as patch:
-            use(patch, library)
-            check(*drawn, seed, cap=cap)
+        check(library, *drawn, seed, cap=cap)
 
 
 @pytest.mark.parametrize(
@@ -113,33 +122,30 @@ def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, in
         Segment(0, 3, 0, 9, 2, None),
     ],
 )
-def test_bands_over_more_queries_than_keys(library: Library, segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, library)
-    check([segment], 10, 9, 0)
+def test_bands_over_more_queries_than_keys(library: Library, segment: Segment) -> None:
+    check(library, [segment], 10, 9, 0)
 
 
-def test_single_queries_with_grouped_heads(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, library)
-    check([Segment(0, 1, 0, 4), Segment(2, 3, 4, 5)], 3, 6, 0)
+def test_single_queries_with_grouped_heads(library: Library) -> None:
+    check(library, [Segment(0, 1, 0, 4), Segment(2, 3, 4, 5)], 3, 6, 0)
 
 
-def test_no_segments(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, library)
-    check([], 3, 2, 0)
-    check([Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
+def test_no_segments(library: Library) -> None:
+    check(library, [], 3, 2, 0)
+    check(library, [Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
 
 
-def test_unequal_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unequal_head_sizes() -> None:
     """flash-attn 3 takes head sizes 192 and 128."""
     library = LIBRARIES[NAMES.index("flash-attn 3")]
     assert library.refusal(Request("cuda", torch.bfloat16, 192, 128), HOPPER) is None
-    use(monkeypatch, library)
+    kernel = Over([library])
     q, k, v, dout = torch.randn(5, 2, 24), torch.randn(5, 1, 24), torch.randn(5, 1, 16), torch.randn(5, 2, 16)
     segments = [Segment(1, 5, 1, 5, hi=0)]
     out, lse = reference.forward(q, k, v, segments, 0.3)
-    torch.testing.assert_close(flash.forward(q, k, v, segments, 0.3), (out, lse))
+    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.3), (out, lse))
     torch.testing.assert_close(
-        flash.backward(dout, q, k, v, out, lse, segments, 0.3), reference.backward(dout, q, k, v, out, lse, segments, 0.3)
+        kernel.backward(dout, q, k, v, out, lse, segments, 0.3), reference.backward(dout, q, k, v, out, lse, segments, 0.3)
     )
 
 
@@ -169,10 +175,8 @@ def test_one_call_for_each_call_of_a_ring() -> None:
 def test_tables_are_made_once() -> None:
     segments = tuple(packed_causal([3, 4]))
     flash._plans.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        use(patch, LIBRARIES[0])
-        for _ in range(3):
-            check(list(segments), 7, 7, 0)
+    for _ in range(3):
+        check(LIBRARIES[0], list(segments), 7, 7, 0)
     assert flash._plans.cache_info().misses == 1
 
 
@@ -198,7 +202,7 @@ def test_the_best_library_is_chosen_and_named(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with caplog.at_level(logging.INFO):
-        found = flash._library.__wrapped__(request_)
+        found = Flash().library(request_)
     assert isinstance(found, Library) and found.name == wanted
     assert f": {wanted}" in caplog.text
 
@@ -218,7 +222,7 @@ def test_refusals_say_why(
     request_: Request, capability: tuple[int, int], parts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    why = flash._library.__wrapped__(request_)
+    why = Flash().library(request_)
     assert isinstance(why, str)
     for part in parts:
         assert part in why
@@ -248,7 +252,7 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
 def test_asked_for_on_the_cpu() -> None:
     q = torch.randn(3, 2, 8)
     with pytest.raises(UserError, match="kernel flash runs on CUDA devices, not on cpu"):
-        flash.forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
+        Flash().forward(q, q, q, [Segment(0, 3, 0, 3)], 1.0)
 
 
 def test_the_switch_of_torch_is_set_back() -> None:

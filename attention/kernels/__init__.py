@@ -3,15 +3,16 @@
 import logging
 from functools import cache
 
-from longctx.attention.kernels import cpu, flash, reference
+from longctx.attention.kernels import cpu, reference
 from longctx.attention.kernels.contract import Kernel, Request
+from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
 __all__ = ["KERNELS", "Kernel", "KernelError", "Request", "choose_kernel"]
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, Kernel] = {"flash": flash, "cpu": cpu, "reference": reference}
+KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "reference": reference}
 """In the order in which `auto` asks them."""
 
 

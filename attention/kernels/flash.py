@@ -16,7 +16,7 @@ Backward goes to each library's own backward function, which takes the merged ou
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -29,82 +29,94 @@ from longctx.errors import UserError
 log = logging.getLogger(__name__)
 
 
-def refusal(request: Request) -> str | None:
-    """See `contract`."""
-    found = _library(request)
-    return found if isinstance(found, str) else None
+class Flash:
+    """The kernel over given libraries: the first that does what is asked is taken."""
 
+    def __init__(self, libraries: Sequence[Library] = LIBRARIES) -> None:
+        self.libraries = libraries
+        self._chosen: dict[Request, Library | str] = {}
 
-def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `contract`."""
-    library = _library_for(q, v, softcap)
-    out = lse = None
-    for plan in _plans_for(q, k, segments):
-        part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, scale, softcap)
-        part_lse = heads_lse.transpose(0, 1).contiguous()
-        _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
-        # Calls cover different queries and leave 0 and -inf elsewhere, so that this changes no digit.
-        out = part if out is None else out.add_(part)
-        lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
-    if out is None or lse is None:
-        return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    return out, lse
+    def refusal(self, request: Request) -> str | None:
+        """See `contract`."""
+        found = self.library(request)
+        return found if isinstance(found, str) else None
 
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract`."""
+        library = self._library_for(q, v, softcap)
+        out = lse = None
+        for plan in _plans_for(q, k, segments):
+            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, scale, softcap)
+            part_lse = heads_lse.transpose(0, 1).contiguous()
+            _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
+            # Calls cover different queries and leave 0 and -inf elsewhere, so that this changes no digit.
+            out = part if out is None else out.add_(part)
+            lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
+        if out is None or lse is None:
+            return q.new_zeros(*q.shape[:2], v.shape[2]), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+        return out, lse
 
-def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    segments: Segments,
-    scale: float,
-    softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `contract`."""
-    library = _library_for(q, v, softcap)
-    heads_lse = lse.transpose(0, 1).contiguous()
-    total: tuple[torch.Tensor, ...] = ()
-    for plan in _plans_for(q, k, segments):
-        dq, dk, dv = library.backward(dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, scale, softcap)
-        _fill(plan.q_gaps, (dq, 0.0))
-        _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
-        part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
-        # As in forward: calls cover different queries and different keys.
-        total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
-    dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
-    return dq, dk, dv
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `contract`."""
+        library = self._library_for(q, v, softcap)
+        heads_lse = lse.transpose(0, 1).contiguous()
+        total: tuple[torch.Tensor, ...] = ()
+        for plan in _plans_for(q, k, segments):
+            dq, dk, dv = library.backward(
+                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, scale, softcap
+            )
+            _fill(plan.q_gaps, (dq, 0.0))
+            _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
+            part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
+            # As in forward: calls cover different queries and different keys.
+            total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
+        dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
+        return dq, dk, dv
 
+    def library(self, request: Request) -> Library | str:
+        """The library for a request, logged once, or why there is none."""
+        if request not in self._chosen:
+            self._chosen[request] = self._choose(request)
+        return self._chosen[request]
 
-@cache
-def _library(request: Request) -> Library | str:
-    """The first library that does what is asked, logged once, or why there is none."""
-    if request.device != "cuda":
-        return f"runs on CUDA devices, not on {request.device}"
-    if request.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, not {request.dtype}"
-    if request.head_dim % 8 or request.v_head_dim % 8:
-        return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
-    capability = torch.cuda.get_device_capability()
-    refusals: list[str] = []
-    for library in LIBRARIES:
-        why = library.missing() or library.refusal(request, capability)
-        if why is None:
-            passed_over = f" ({'; '.join(refusals)})" if refusals else ""
-            log.info("flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over)
-            return library
-        refusals.append(f"{library.name}: {why}")
-    return f"finds no library for this: {'; '.join(refusals)}"
+    def _choose(self, request: Request) -> Library | str:
+        if request.device != "cuda":
+            return f"runs on CUDA devices, not on {request.device}"
+        if request.dtype not in (torch.bfloat16, torch.float16):
+            return f"takes bfloat16 and float16, not {request.dtype}"
+        if request.head_dim % 8 or request.v_head_dim % 8:
+            return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+        capability = torch.cuda.get_device_capability()
+        refusals: list[str] = []
+        for library in self.libraries:
+            why = library.missing() or library.refusal(request, capability)
+            if why is None:
+                passed_over = f" ({'; '.join(refusals)})" if refusals else ""
+                log.info(
+                    "flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over
+                )
+                return library
+            refusals.append(f"{library.name}: {why}")
+        return f"finds no library for this: {'; '.join(refusals)}"
 
-
-def _library_for(q: torch.Tensor, v: torch.Tensor, softcap: float) -> Library:
-    found = _library(Request(q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap)))
-    if isinstance(found, str):
-        raise UserError(f"kernel flash {found}; take kernel=auto")
-    return found
+    def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float) -> Library:
+        found = self.library(Request(q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap)))
+        if isinstance(found, str):
+            raise UserError(f"kernel flash {found}; take kernel=auto")
+        return found
 
 
 @dataclass(frozen=True)
