@@ -36,7 +36,9 @@ def _captions(rows: Sequence[Row]) -> list[str]:
         "best static: the best of all degrees, which stands in brackets",
     ]
     if any(row.remote_kv_bytes is not None for row in rows):
-        lines.append("K and V: bfloat16, forward; backward holds as many bytes of gradients beside them")
+        lines.append(
+            "K and V: bfloat16, forward; backward holds as many bytes of gradients beside them, context.keep_kv all layers"
+        )
     return lines
 
 

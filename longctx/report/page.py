@@ -184,7 +184,7 @@ def _reference_table(rows: Sequence[Row], model: str | None) -> str:
     )
     in_bytes = (
         f" Their K and V are those of one layer of the preset {model}, in bfloat16; backward holds as many bytes of gradients "
-        "beside them."
+        "beside them, and the setting context.keep_kv holds all layers."
         if model
         else " Give --model to see their K and V in bytes."
     )
