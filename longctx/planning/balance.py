@@ -39,6 +39,8 @@ def balance(
     excess = np.bincount(slots, time, count).astype(np.int64) - room
     spare = free - np.bincount(slots, tokens, count).astype(np.int64)
     by_time = np.argsort(time, kind="stable")
+    sorted_time, last = time[by_time], len(time) - 1
+    time, tokens = np.append(time, 0), np.append(tokens, 0)  # at index NONE: no document
     nearest = np.arange(NEAREST) - NEAREST // 2
     failed = 0
     for turn in range(rounds):
@@ -51,18 +53,19 @@ def balance(
         is_high = np.zeros(count, dtype=bool)
         is_high[high] = True
         given = np.flatnonzero(is_high[slots])
-        a, none = slots[given], np.full((len(given), len(low)), NONE, dtype=np.int64)
+        a = slots[given]
         wanted = time[given] - (EXCHANGED[turn % len(EXCHANGED)] * over[a]).astype(np.int64)
-        place = np.searchsorted(time[by_time], wanted)[:, None] + nearest
-        others = by_time[np.clip(place, 0, len(by_time) - 1)]
-        taken = np.concatenate([others, none], axis=1)
-        b = np.concatenate([slots[others], none - NONE + low], axis=1)
-        shift = time[given][:, None] - np.where(taken == NONE, 0, time[taken])
-        load = tokens[given][:, None] - np.where(taken == NONE, 0, tokens[taken])
+        place = np.searchsorted(sorted_time, wanted)[:, None] + nearest
+        taken = np.full((len(given), NEAREST + len(low)), NONE, dtype=np.int64)
+        taken[:, :NEAREST] = by_time[np.minimum(np.maximum(place, 0), last)]
+        b = np.empty_like(taken)
+        b[:, :NEAREST] = slots[taken[:, :NEAREST]]
+        b[:, NEAREST:] = low
+        shift, load = time[given][:, None] - time[taken], tokens[given][:, None] - tokens[taken]
         after = np.maximum(over[a][:, None] - shift, over[b] + shift)
         after[(load > spare[b]) | (-load > spare[a][:, None])] = NEVER
-        choice = after.argmin(axis=1)[:, None]
-        after, taken, b, shift, load = (np.take_along_axis(x, choice, axis=1)[:, 0] for x in (after, taken, b, shift, load))
+        choice = np.arange(len(given)), after.argmin(axis=1)
+        after, taken, b, shift, load = after[choice], taken[choice], b[choice], shift[choice], load[choice]
         rows = _disjoint(a, b, after, over)
         if len(rows):
             failed = 0

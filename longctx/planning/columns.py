@@ -1,38 +1,34 @@
 """Columns: the planner of mode `auto`. It chooses how many micro-batches a step has and the degree of every document.
 
 A layout is known by K, the number of micro-batches, and by limits: a document takes the smallest degree at which its ranks are
-done with it within its limit. Limits come from three families:
-- so that all rings together are as wide as the domain, or a multiple or fraction of it: then they stand side by side as columns
-  of like height and fill whole micro-batches;
-- shares of the height that micro-batches have if all work is spread evenly, where one long document binds;
+done with it within its limit. Limits come from two families:
+- shares of the height that micro-batches have if all work is spread evenly: a lower limit makes more and finer pieces, which
+  pack better but lose kernel efficiency;
 - a higher limit for the longest documents, which have some tall micro-batches for themselves and are split no further than
   their like; a closed form says how many documents these should be.
-A lower limit makes more and finer pieces, which pack better but lose kernel efficiency, so that layouts also differ in what
-share of its work a document may waste on inefficiency and exposed exchange. Layouts are ranked by their estimated makespan
-(`shelves.py`), the best few for each K are filled with the documents of degree 1, ever fewer of them are evened out for ever
-more rounds (`balance.py`), and the exact cost decides.
+Layouts are ranked by their estimated makespan (`shelves.py`). The best few for each K are filled with the documents of
+degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`), and the exact cost decides.
 """
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.bins import derived_degrees
-from longctx.planning.cost import alone_ns, nanoseconds, score
+from longctx.planning.cost import alone_ns, score
 from longctx.planning.request import least_degrees
 from longctx.planning.shelves import NEVER, Rings, Step, even_out, fill, place_rings
 
-LAYERS = (0.5, 0.75, 1.0, 1.5, 2.0)
-"""Widths of all rings together, in domains."""
-LOWER_LAYERS = (0.5, 0.75, 1.0)
-"""Widths of the rings below the tall micro-batches, in domains."""
-WASTE = (1.1, 1.25, 4.0)
-"""Work of a document over all its ranks, as a multiple of the least of any degree, that a layout allows."""
-HEIGHTS = (0.7, 0.85, 1.0)
+SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
 """Limits as shares of the height that micro-batches have if all work is spread evenly."""
+LOWER_SHARES = (0.8, 1.0, 1.2)
+"""The same below the tall micro-batches."""
+WASTE = 1.25
+"""Work of a document over all its ranks, as a multiple of the least of any degree, that modest layouts allow."""
 FLOORS = (2, 4, 8)
 """Least degrees of all documents that are tried where there are few of them: fine pieces for want of small documents."""
 FEW = 2
@@ -49,24 +45,25 @@ TIGHT = 0.9
 """Share of the token budget from which one more micro-batch is searched as thoroughly as the fewest."""
 PROMISING = 2
 """How many of the best layouts are tried with one more micro-batch where the tokens leave room for fewer."""
-FILLED = 5
+FILLED = 3
 """How many of the best layouts for each number of micro-batches are filled."""
-EVENED = ((5, 8), (3, 32), (1, 100))
+EVENED = ((2, 8), (1, 64))
 """How many of the best plans are evened out, and for how many rounds, in turn."""
 
 
 def plan_columns(step: Step) -> tuple[Assignment, int]:
     """The best packing found and its makespan in nanoseconds. Every document must fit at some degree."""
     menu = Menu(step)
-    choices = list(_degree_choices(step, menu))
     micro_batches = step.fewest_micro_batches
     while True:
         fewest, more = Layouts(step, micro_batches), Layouts(step, micro_batches + 1)
         roomy = int(step.lengths.sum()) < TIGHT * micro_batches * step.ranks * step.tokens_per_rank
-        _tall_layouts(fewest, menu)
-        _even_layouts(fewest, choices)
-        _tall_layouts(more, menu)
-        _even_layouts(more, [rings.degree for rings in fewest.best[:PROMISING]] if roomy and fewest.best else choices)
+        for layouts in (fewest, more):
+            _tall_layouts(layouts, menu)
+            if layouts is more and roomy and fewest.best:
+                _even_layouts(layouts, [rings.degree for rings in fewest.best[:PROMISING]])
+            else:
+                _even_layouts(layouts, _degree_choices(step, menu, layouts.micro_batches))
         best = _best_filled(step, fewest.filled() + more.filled())
         if best is not None:
             return best
@@ -93,29 +90,22 @@ class Layouts:
         return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), FILLED))
 
 
-def _degree_choices(step: Step, menu: "Menu") -> Iterator[Integers]:
-    """Degrees of all documents, by what they may waste and by the width that rings shall have together."""
-    seen = set()
+def _degree_choices(step: Step, menu: "Menu", micro_batches: int) -> Iterator[Integers]:
+    """Degrees of all documents: by the derived table, and by limits."""
     yield derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
-    for waste in WASTE:
-        for layers in LAYERS:
-            degrees = menu.degrees(int(layers * step.ranks), waste)
-            if degrees.tobytes() not in seen:
-                seen.add(degrees.tobytes())
-                yield degrees
-    for micro_batches in (step.fewest_micro_batches, step.fewest_micro_batches + 1):
-        height = menu.even_height(micro_batches * step.ranks)
-        for share in HEIGHTS:
-            degrees = menu.degrees_below(int(share * height))
-            if degrees.tobytes() not in seen:
-                seen.add(degrees.tobytes())
-                yield degrees
+    height = menu.even_height(micro_batches * step.ranks)
+    seen = set()
+    for cost, share in itertools.product((menu.modest_cost, menu.cost), SHARES):
+        degrees = menu.degrees_below(int(share * height), cost)
+        if degrees.tobytes() not in seen:
+            seen.add(degrees.tobytes())
+            yield degrees
     if len(step.lengths) <= FEW * step.ranks:
-        degrees = menu.degrees(step.ranks, max(WASTE))
+        degrees = menu.side_by_side(step.ranks)
         yield from (np.maximum(degrees, floor) for floor in FLOORS if floor <= step.ranks)
 
 
-def _even_layouts(layouts: Layouts, choices: list[Integers]) -> None:
+def _even_layouts(layouts: Layouts, choices: Iterable[Integers]) -> None:
     """Adds layouts with rings in as few micro-batches as they fill, and in all."""
     for degrees in choices:
         fewest = max(1, -(-int(degrees[degrees > 1].sum()) // layouts.step.ranks))
@@ -131,12 +121,12 @@ def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
         for share in TALL_SHARES:
             width = int(share * tall * step.ranks)
             for lead in _some(menu.most_on(width)):
-                leads.append((_tall_estimate_ns(step, menu, micro_batches, tall, width, lead), tall, width, lead))
+                leads.append((*_tall_estimate_ns(step, menu, micro_batches, tall, width, lead), tall, width, lead))
     seen = set()
-    for _, tall, width, lead in sorted(leads)[:LEADS]:
-        top = menu.degrees(width, max(WASTE), stop=lead)
-        for layers in LOWER_LAYERS:
-            degrees = np.maximum(top, menu.degrees(int(layers * step.ranks), max(WASTE), start=lead))
+    for _, height, tall, width, lead in sorted(leads)[:LEADS]:
+        top = menu.side_by_side(width, lead)
+        for share in LOWER_SHARES:
+            degrees = np.where(menu.rank_of < lead, top, menu.degrees_below(int(share * height), menu.cost))
             if (key := (tall, lead, degrees.tobytes())) not in seen:
                 seen.add(key)
                 layouts.add(degrees, micro_batches, lead, tall)
@@ -150,16 +140,17 @@ def _some(most: int) -> list[int]:
     return numbers if most else []
 
 
-def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, width: int, lead: int) -> int:
-    """Height of all shelves if the `lead` longest documents stand on the first `tall` ones, everything else being a fluid.
+def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, width: int, lead: int) -> tuple[int, int]:
+    """Height of all shelves, and of each below the tall ones, if the `lead` longest documents stand on the first `tall`.
 
-    Short documents stand beside the rings and on top of them up to the limit, or until tokens are used up.
+    Everything else is a fluid: short documents stand beside the rings and on top of them up to the limit, or until tokens are
+    used up.
     """
-    limit, index = menu.within(width, max(WASTE), 0, lead)
+    limit, index = menu.within(width, lead)
     degree, time = menu.options[index], menu.cost[np.arange(lead), index]
     beside = tall * step.ranks - int(degree.sum())
     if beside < 0:
-        return NEVER
+        return NEVER, 0
     full = time + ((step.tokens_per_rank - step.lengths[menu.long[:lead]] // degree) * menu.short_ns_per_token).astype(np.int64)
     taken = int((degree * np.minimum(limit, full)).sum())
     taken += beside * min(limit, int(step.tokens_per_rank * menu.short_ns_per_token))
@@ -171,7 +162,7 @@ def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, w
         within = (menu.cost[lead:] <= height).argmax(axis=1)
         rest = menu.options[within] * menu.cost[np.arange(lead, len(menu.long)), within]
         height += int(rest.sum() - menu.least_work[lead:].sum()) // lower
-    return tall * limit + (micro_batches - tall) * height
+    return tall * limit + (micro_batches - tall) * height, height
 
 
 def _best_filled(step: Step, plans: list[tuple[Rings, Assignment]]) -> tuple[Assignment, int] | None:
@@ -180,15 +171,14 @@ def _best_filled(step: Step, plans: list[tuple[Rings, Assignment]]) -> tuple[Ass
     def makespan(plan: Assignment) -> int:
         return score(step.profile, step.lengths, plan, step.ranks).makespan_ns
 
-    if not plans:
-        return None
-    launch_ns = nanoseconds(step.profile.launch_s)
+    best = [(makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)]
     for kept, rounds in EVENED:
-        plans = sorted(plans, key=lambda item: item[0].makespan_ns(item[1], launch_ns))[:kept]
-        plans += [(rings, even_out(rings, plan, rounds)) for rings, plan in plans]
-    plans = sorted(plans, key=lambda item: item[0].makespan_ns(item[1], launch_ns))[:2]
-    best = min((plan for _, plan in plans), key=makespan)
-    return best, makespan(best)
+        for place, (before, i, rings, plan) in enumerate(best):
+            even = even_out(rings, plan, rounds)
+            if (after := makespan(even)) < before:
+                best[place] = after, i, rings, even
+        best = sorted(best, key=lambda item: item[:2])[:kept]
+    return (best[0][3], best[0][0]) if best else None
 
 
 class Menu:
@@ -201,34 +191,35 @@ class Menu:
         is_long = (step.single_ns > SHORT * height) | (least > 1)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
+        self.rank_of = np.full(self.documents, self.documents)
+        self.rank_of[self.long] = np.arange(len(self.long))
         self.options = _degree_options(step.ranks, least, step.profile.ranks_per_node)
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.options)
         fits = largest_shards(length, degree) <= step.tokens_per_rank
         self.cost = np.where(fits, alone_ns(step.profile, length, degree), NEVER)
         work = np.where(fits, self.cost * self.options.astype(np.float64), np.inf)
         least_work = work.min(axis=1)
-        self.excess = work / least_work[:, None]
+        self.modest_cost = np.where(work <= WASTE * least_work[:, None], self.cost, NEVER)
         self.quickest, self.least_work = self.cost.min(axis=1), least_work.astype(np.int64)
         short_ns = int(step.single_ns[short].sum())
         self.work = short_ns + int(self.least_work.sum())
         self.short_ns_per_token = short_ns / max(1, int(step.lengths[short].sum()))
         self.width = np.where(self.options > 1, self.options, 0)
-        self.steps: dict[float, tuple[Integers, Integers, Integers]] = {}
-        self.found: dict[tuple[int, float, int, int], tuple[int, Integers]] = {}
+        self.found: dict[tuple[int, int], tuple[int, Integers]] = {}
 
     def most_on(self, width: int) -> int:
         """How many of the longest documents fit side by side on that many ranks."""
         narrowest = self.width[(self.cost < NEVER).argmax(axis=1)]
         return int(np.searchsorted(np.cumsum(np.maximum(1, narrowest)), width, side="right"))
 
-    def degrees(self, width: int, waste: float, start: int = 0, stop: int | None = None) -> Integers:
-        """Degrees by the lowest limit at which the rings of long documents `start` to `stop` are at most `width` ranks wide.
+    def side_by_side(self, width: int, stop: int | None = None) -> Integers:
+        """Degrees by the lowest limit at which the rings of the `stop` longest documents are at most `width` ranks wide.
 
-        No document wastes more than `waste` allows, which may keep the rings narrower. The others get degree 1.
+        The others get degree 1.
         """
         degrees = np.ones(self.documents, dtype=np.int64)
         stop = len(self.long) if stop is None else stop
-        degrees[self.long[start:stop]] = self.options[self.within(width, waste, start, stop)[1]]
+        degrees[self.long[:stop]] = self.options[self.within(width, stop)[1]]
         return degrees
 
     def even_height(self, slots: int) -> int:
@@ -236,48 +227,47 @@ class Menu:
         low, high = self.work // slots, int(self.quickest.max(initial=0)) + 2 * self.work // slots
         while high - low > low // 256:
             middle = (low + high) // 2
-            index = self._below(middle)
+            index = _first_below(middle, self.cost)
             time = self.cost[np.arange(len(index)), index]
             enough = self.work + int((self.options[index] * time - self.least_work).sum()) <= slots * middle
             low, high = (low, middle) if enough and int(time.max(initial=0)) <= middle else (middle + 1, high)
         return high
 
-    def degrees_below(self, limit: int) -> Integers:
+    def degrees_below(self, limit: int, cost: Integers) -> Integers:
         """The smallest degrees by which documents take no longer than that, or their quickest if they all do."""
         degrees = np.ones(self.documents, dtype=np.int64)
-        degrees[self.long] = self.options[self._below(limit)]
+        degrees[self.long] = self.options[_first_below(limit, cost)]
         return degrees
 
-    def _below(self, limit: int) -> Integers:
-        result: Integers = (self.cost <= np.maximum(limit, self.quickest)[:, None]).argmax(axis=1)
-        return result
-
-    def within(self, width: int, waste: float, start: int, stop: int) -> tuple[int, Integers]:
+    def within(self, width: int, stop: int) -> tuple[int, Integers]:
         """That limit, and the index of every document's option by it."""
-        key = width, waste, start, stop
+        key = width, stop
         if key not in self.found:
-            height, wider, row = self._steps(waste)
-            here = np.flatnonzero((row >= start) & (row < stop))
+            height, wider, row = self._steps
+            here = np.flatnonzero(row < stop)
             over = np.cumsum(wider[here]) > width
             limit = int(height[here[over.argmax()]]) if over.any() else 0
-            cost = np.where(self.excess[start:stop] <= waste, self.cost[start:stop], NEVER)
+            cost = self.cost[:stop]
             limit = min(limit, int(cost[cost < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
             limits = np.maximum(limit, cost.min(axis=1))
             self.found[key] = int(limits.max(initial=0)), (cost <= limits[:, None]).argmax(axis=1)
         return self.found[key]
 
-    def _steps(self, waste: float) -> tuple[Integers, Integers, Integers]:
+    @cached_property
+    def _steps(self) -> tuple[Integers, Integers, Integers]:
         """As the limit falls, documents take ever higher degrees: at which limit, how many ranks more, and whose row."""
-        if waste not in self.steps:
-            cost = np.where(self.excess <= waste, self.cost, NEVER)
-            before = np.minimum.accumulate(cost, axis=1)[:, :-1]
-            row, option = np.nonzero(cost[:, 1:] < before)
-            wider = self.width[option + 1].copy()
-            again = row[1:] == row[:-1]
-            wider[1:][again] -= self.width[option[:-1] + 1][again]
-            order = np.argsort(-before[row, option], kind="stable")
-            self.steps[waste] = before[row, option][order], wider[order], row[order]
-        return self.steps[waste]
+        before = np.minimum.accumulate(self.cost, axis=1)[:, :-1]
+        row, option = np.nonzero(self.cost[:, 1:] < before)
+        wider = self.width[option + 1].copy()
+        again = row[1:] == row[:-1]
+        wider[1:][again] -= self.width[option[:-1] + 1][again]
+        order = np.argsort(-before[row, option], kind="stable")
+        return before[row, option][order], wider[order], row[order]
+
+
+def _first_below(limit: int, cost: Integers) -> Integers:
+    result: Integers = (cost <= np.maximum(limit, cost.min(axis=1))[:, None]).argmax(axis=1)
+    return result
 
 
 def _degree_options(ranks: int, least: Integers, node: int) -> Integers:

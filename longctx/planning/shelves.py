@@ -78,14 +78,6 @@ class Rings:
         tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
         return self.load.ravel() - time, self.free.ravel() + tokens
 
-    def makespan_ns(self, plan: Assignment, launch_ns: int) -> int:
-        """About the makespan of a plan with these rings: no document's exchange is hidden behind another's attention."""
-        singles = np.flatnonzero(self.degree == 1)
-        slots = plan.micro_batch[singles] * self.load.shape[1] + plan.first_rank[singles]
-        load = self.bare[0] + np.bincount(slots, self.time[singles], self.load.size).astype(np.int64)
-        heights = load.reshape(self.load.shape).max(axis=1)
-        return int(heights.sum()) + int((heights > 0).sum()) * launch_ns
-
 
 def place_rings(
     step: Step, degrees: Integers, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0, below: int = NEVER
