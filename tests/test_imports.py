@@ -117,6 +117,24 @@ def test_importing_it_leaves_torch_and_data_sets_out(module: str) -> None:
     assert not heavy & set(loaded)
 
 
+LIGHT = [name for name in MODULES if part(name) in ("attention", "planning", "errors")] + ["longctx.data.packing"]
+"""What somebody with a trainer of their own imports."""
+
+
+def test_the_parts_for_other_trainers_need_nothing_of_ours() -> None:
+    """Only torch, numpy and pyyaml: not the trainer's dependencies, and no extras. A kernel's library may be missing."""
+    blocked = "pydantic datasets pyarrow tokenizers matplotlib tensorboard rich transformers flash_attn megatron scipy pandas"
+    code = f"""
+import importlib, sys
+for name in {blocked.split()}:
+    sys.modules[name] = None
+for name in {[name for name in LIGHT if not name.startswith("longctx.attention.kernels.triton")]}:
+    importlib.import_module(name)
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+
+
 def test_the_model_knows_nothing_of_processes() -> None:
     for name in MODULES:
         if part(name) == "model":

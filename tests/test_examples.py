@@ -1,0 +1,112 @@
+"""The examples for trainers of other people run under torchrun, and equal one process that takes document after document."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.workers import Workers
+
+pytest.importorskip("transformers")
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+NAMES = ["huggingface_ring", "own_trainer"]
+TOLERANCE = 1e-5
+
+
+def load(name: str) -> ModuleType:
+    """An example as a module, found as torchrun finds what it imports: beside it."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def build(name: str, example: ModuleType, attention: str) -> torch.nn.Module:
+    if name == "huggingface_ring":
+        example.register()
+        return example.build_model(attention)  # type: ignore[no-any-return]
+    torch.manual_seed(0)
+    return example.Model()  # type: ignore[no-any-return]
+
+
+def ring_steps(name: str) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
+    """On each rank: loss, gradients and degrees of the example's first two steps, with an update between them."""
+    example = load(name)
+    model = build(name, example, "longctx")
+    steps = []
+    for step in range(2):
+        loss, plan = example.forward_backward(model, example.read_documents(step))
+        steps.append((loss, *take_gradients(model), plan.degrees))
+    return steps
+
+
+def take_gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor]]:
+    """The gradients; then goes down them and clears them."""
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    model.zero_grad()
+    return (gradients,)
+
+
+def plain_loss(name: str, model: torch.nn.Module, document: torch.Tensor) -> torch.Tensor:
+    """Sum of the token losses of one document, by plain attention."""
+    if name == "huggingface_ring":
+        ids = document.unsqueeze(0)
+        return model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss  # type: ignore[no-any-return]
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+    logits = model(document, torch.arange(len(document)), attention)
+    return F.cross_entropy(logits[:-1], document[1:], reduction="sum")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_equals_one_unpacked_process(workers: Workers, name: str) -> None:
+    example = load(name)
+    model = build(name, example, "sdpa")
+    results: Any = workers.run(ring_steps, 2, name)
+    for step in range(2):
+        documents = example.read_documents(step)
+        targets = sum(len(document) - 1 for document in documents)
+        loss = 0.0
+        for document in documents:
+            part = plain_loss(name, model, document) / targets
+            part.backward()
+            loss += part.item()
+        (gradients,) = take_gradients(model)
+        assert max(float(gradient.abs().max()) for gradient in gradients) > 0.01
+        for steps in results:
+            ring_loss, ring_gradients, degrees = steps[step]
+            assert set(degrees) == {1, 2}
+            assert ring_loss == pytest.approx(loss, abs=TOLERANCE)
+            torch.testing.assert_close(ring_gradients, gradients, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs_under_torchrun(name: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", EXAMPLES / f"{name}.py"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.stderr
+    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 5 on 1, 1 on 2$", process.stdout, re.M)
+    assert [int(step) for step, _ in lines] == list(range(10)), process.stdout
+    assert float(lines[-1][1]) < float(lines[0][1]) - 1
+
+
+def test_the_transformers_example_is_short() -> None:
+    """Less than sixty lines that are not blank, as promised."""
+    lines = (EXAMPLES / "huggingface_ring.py").read_text("utf-8").splitlines()
+    assert sum(bool(line.strip()) for line in lines) < 60
