@@ -1,0 +1,253 @@
+"""Kernel `triton`: our own attention for GPUs: any head size up to 256, any band, soft caps; one launch for all segments.
+
+This is the host side, and imports nothing of Triton until it is used. It cuts segments into tiles and puts their table on the
+device, longest first, so that short and long documents of one call fill the GPU evenly; the programs are in
+`longctx.attention.kernels.triton_device`. Two runs give the same bits: backward computes the scores twice, for dQ and for dK
+and dV, which is 7 products of blocks instead of 5, but needs no atomics, nor dK and dV for every query head.
+
+Where there is no GPU the kernel runs, very slowly, under Triton's interpreter (TRITON_INTERPRET=1 in the environment before it
+is first used): the tests do so. The interpreter cannot multiply bfloat16, which is then computed in float32.
+"""
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from longctx.attention.kernels.contract import Request
+from longctx.attention.segments import Segment, Segments
+from longctx.errors import UserError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LARGEST_HEAD = 256
+
+_LOG2_E = 1.4426950408889634
+_UNLIMITED = 1 << 30
+
+
+class Blocks(NamedTuple):
+    """Rows and columns of the blocks of scores that a program computes, and how Triton compiles its loops."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+ROOMY = 227 << 10
+"""Bytes of shared memory that a program can have on Hopper, and on Blackwell in data centres."""
+
+BLOCKS = {
+    ("forward", 64): Blocks(128, 128, 8, 3),
+    ("forward", 128): Blocks(128, 128, 8, 3),
+    ("forward", 256): Blocks(128, 64, 8, 2),
+    ("dq", 64): Blocks(128, 128, 8, 3),
+    ("dq", 128): Blocks(128, 64, 8, 3),
+    ("dq", 256): Blocks(128, 32, 8, 2),
+    ("dkv", 64): Blocks(128, 64, 8, 3),
+    ("dkv", 128): Blocks(128, 64, 8, 2),
+    ("dkv", 256): Blocks(64, 32, 8, 2),
+}
+"""For bfloat16 and float16 where shared memory is roomy, by program and head size rounded up.
+
+Chosen by what Triton compiles for Hopper (`bench/triton_resources.py`), not by timing: the largest blocks whose accumulators
+stay in registers, with as many stages as shared memory holds. They are fixed, since timing them anew would end determinism.
+"""
+
+SMALL_BLOCKS = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)}
+"""The same elsewhere, for all programs: they fit in 99 KiB."""
+
+FLOAT32_BLOCKS = Blocks(32, 16, 4, 1)
+INTERPRETED_BLOCKS = Blocks(32, 16, 1, 1)
+"""Small, so that small tests meet blocks of every kind."""
+
+
+def refusal(request: Request) -> str | None:
+    """See `contract`."""
+    if find_spec("triton") is None:
+        return "Triton is not installed: pip install triton (it comes with PyTorch's builds for CUDA)"
+    if request.device != "cuda" and not import_module("triton").knobs.runtime.interpret:
+        return f"runs on GPUs, not on {request.device} (for tests also under Triton's interpreter: TRITON_INTERPRET=1)"
+    if request.dtype not in DTYPES:
+        return f"computes in bfloat16, float16 and float32, not in {request.dtype}"
+    if max(request.head_dim, request.v_head_dim) > LARGEST_HEAD:
+        return f"takes head sizes up to {LARGEST_HEAD}, not {request.head_dim} and {request.v_head_dim}"
+    return None
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `contract`."""
+    run = _Run(q, k, v, segments, scale, softcap)
+    q_, k_, v_ = (run.readable(x) for x in (q, k, v))
+    out = q_.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = out.new_empty(out.shape[:2], dtype=torch.float32)
+    tiles = run.tiles("forward")
+    if tiles.rows < q.shape[0]:
+        out.zero_()
+        lse.fill_(float("-inf"))
+    strides = (*q_.stride()[:2], *k_.stride()[:2], *v_.stride()[:2])
+    run.launch("forward", tiles, q.shape[1], (q_, k_, v_, out, lse, tiles.table, *strides, *run.heads, *run.scores))
+    return out.to(q.dtype), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `contract`."""
+    run = _Run(q, k, v, segments, scale, softcap)
+    dout_, q_, k_, v_, out_ = (run.readable(x) for x in (dout, q, k, v, out))
+    dq, dk, dv = q_.new_empty(q.shape), k_.new_empty(k.shape), v_.new_empty(v.shape)
+    statistics = lse.new_empty(2, q.shape[1], q.shape[0])
+    queries, keys = run.tiles("dq"), run.tiles("dkv")
+    if queries.rows < q.shape[0]:
+        dq.zero_()
+    if keys.rows < k.shape[0]:
+        dk.zero_()
+        dv.zero_()
+    strides = tuple(stride for x in (dout_, q_, k_, v_) for stride in x.stride()[:2])
+    sizes = (q.shape[0], *run.heads, scale, *run.scores)
+    more = (*strides, *out_.stride()[:2], *lse.stride(), *sizes)
+    run.launch("dq", queries, q.shape[1], (dout_, q_, k_, v_, out_, lse, dq, statistics, queries.table, *more))
+    run.launch("dkv", keys, k.shape[1], (dout_, q_, k_, v_, dk, dv, statistics, keys.table, *strides, *sizes))
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class Tiles(NamedTuple):
+    """The programs of a launch: their table on the device, one row each, and how many rows of the tensors they cover."""
+
+    table: torch.Tensor
+    rows: int
+
+
+class _Run:
+    """What the launches of one call have in common."""
+
+    def __init__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
+    ) -> None:
+        if scale <= 0:
+            raise UserError(f"scale is {scale}: kernel triton needs a positive one; negate q instead")
+        self.device_code = import_module("longctx.attention.kernels.triton_device")
+        self.interpreted = not isinstance(self.device_code.forward_kernel, self.device_code.triton.JITFunction)
+        self.device, self.segments = q.device, tuple(segments)
+        self.heads = (q.shape[1], q.shape[1] // k.shape[1])
+        self.scores = (scale / softcap, softcap * _LOG2_E) if softcap else (scale * _LOG2_E, 0.0)
+        self.element_size, self.widest = q.element_size(), max(q.shape[2], v.shape[2])
+        self.constants = constants(q.shape[2], v.shape[2], q.dtype, softcap != 0)
+
+    def readable(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` if the kernels can read it as it is, with contiguous heads; else a copy."""
+        if self.interpreted and x.dtype == torch.bfloat16:
+            x = x.float()
+        return x if x.stride(2) == 1 else x.contiguous()
+
+    def blocks(self, program: str) -> Blocks:
+        if self.interpreted:
+            return INTERPRETED_BLOCKS
+        shared_memory = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
+        return choose_blocks(program, self.element_size, self.widest, shared_memory)
+
+    def tiles(self, program: str) -> Tiles:
+        blocks = self.blocks(program)
+        # A table is copied on a stream and read on the same one, so no stream reads it before it is there.
+        stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
+        return _tiles(self.segments, program == "dkv", blocks.rows, blocks.columns, self.device, stream)
+
+    def launch(self, program: str, tiles: Tiles, heads: int, arguments: tuple[Any, ...]) -> None:
+        programs = tiles.table.shape[0] * heads
+        if not programs:
+            return
+        blocks = self.blocks(program)
+        queries, keys = (blocks.columns, blocks.rows) if program == "dkv" else (blocks.rows, blocks.columns)
+        options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
+        kernel = getattr(self.device_code, f"{program}_kernel")
+        with torch.cuda.device_of(arguments[0]):
+            kernel[(programs,)](*arguments, **self.constants, BLOCK_Q=queries, BLOCK_K=keys, **options)
+
+
+def choose_blocks(program: str, element_size: int, widest: int, shared_memory: int) -> Blocks:
+    """For heads of up to `widest` elements of `element_size` bytes, and `shared_memory` bytes of it."""
+    if element_size == 4:
+        return FLOAT32_BLOCKS
+    width = max(64, _power_of_two(widest))
+    return BLOCKS[program, width] if shared_memory >= ROOMY else SMALL_BLOCKS[width]
+
+
+def constants(dim: int, v_dim: int, dtype: torch.dtype, capped: bool) -> dict[str, Any]:
+    """What every program is compiled for.
+
+    Products of float32 are three of TensorFloat-32, which loses next to nothing; with the largest heads those do not fit.
+    """
+    precise = "ieee" if max(dim, v_dim) > 128 else "tf32x3"
+    return {
+        "DIM": dim,
+        "V_DIM": v_dim,
+        "BLOCK_DIM": _power_of_two(dim),
+        "BLOCK_V_DIM": _power_of_two(v_dim),
+        "CAPPED": capped,
+        "PRECISION": precise if dtype == torch.float32 else "tf32",
+    }
+
+
+def _power_of_two(size: int) -> int:
+    """The least one that holds `size` and that Triton can multiply."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+@lru_cache(maxsize=256)
+def _tiles(
+    segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
+) -> Tiles:
+    """The tiles of `segments` on `device`; kept, since all layers of a micro-batch ask for the same ones."""
+    table, covered = tile_table(segments, by_keys, rows, columns)
+    if device.type == "cuda":
+        table = table.pin_memory()
+    return Tiles(table.to(device, non_blocking=True), covered)
+
+
+def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[torch.Tensor, int]:
+    """Cuts the queries of every segment, or with `by_keys` its keys, into blocks of rows.
+
+    Returns the table that `triton_device` describes, int32 [tiles, 8], the tiles with most work first, and the number of rows
+    in it. Empty segments have no tile.
+    """
+    parts = []
+    for segment in segments:
+        q_start, q_stop, k_start, k_stop, lo, hi = segment
+        if q_start == q_stop or k_start == k_stop:
+            continue
+        # Distances key - query, from those in the segment to those in the tensors.
+        near = -_UNLIMITED if lo is None else lo + k_start - q_start
+        far = _UNLIMITED if hi is None else hi + k_start - q_start
+        queries, keys = (q_start, q_stop), (k_start, k_stop)
+        parts.append((*keys, *queries, -far, -near) if by_keys else (*queries, *keys, near, far))
+    fields = torch.tensor(parts, dtype=torch.int64).view(-1, 6).clamp(-_UNLIMITED, _UNLIMITED)
+    counts = (fields[:, 1] - fields[:, 0] + block_rows - 1) // block_rows
+    segment_of = torch.repeat_interleave(counts)
+    number = torch.arange(len(segment_of)) - (counts.cumsum(0) - counts)[segment_of]
+    start, stop, begin, end, least, most = fields[segment_of].unbind(1)
+    row = start + number * block_rows
+    row_stop = torch.minimum(row + block_rows, stop)
+    column = torch.minimum(torch.maximum(row + least, begin), end)
+    column_stop = torch.maximum(torch.minimum(row_stop + most, end), column)
+    # Columns that all rows see, and of these the whole blocks, counted from `column`.
+    seen, seen_stop = torch.maximum(row_stop - 1 + least, column), torch.minimum(row + most + 1, column_stop)
+    before = (seen - column + block_columns - 1) // block_columns
+    whole = ((seen_stop - column) // block_columns - before).clamp(min=0)
+    full = torch.where(whole > 0, column + before * block_columns, column)
+    full_stop = full + whole * block_columns
+    table = torch.stack([row, row_stop, column, column_stop, full, full_stop, least, most], dim=1).int()
+    longest_first = (column_stop - column).argsort(descending=True, stable=True)
+    return table[longest_first].contiguous(), int((row_stop - row).sum())
