@@ -120,7 +120,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("train.recompute=some", "'none', 'selective' or 'full'"),
         ("train.timeout_s=.inf", "finite"),
         ("train.run_dir=3", "must be a path"),
-        ("context.kernel=fast", "'auto', 'flash', 'cpu' or 'reference'"),
+        ("context.kernel=fast", "'auto', 'flash', 'cpu', 'triton' or 'reference'"),
         ("context.max_remote_tokens=0", "greater than or equal to 1"),
         ("data.long_documents=truncate", "'split', 'drop' or 'error'"),
         ("optimizer.min_learning_rate_ratio=1.5", "less than or equal to 1"),

@@ -3,7 +3,7 @@
 import logging
 from functools import cache
 
-from longctx.attention.kernels import cpu, reference
+from longctx.attention.kernels import cpu, reference, triton
 from longctx.attention.kernels.contract import Kernel, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
@@ -12,7 +12,7 @@ __all__ = ["KERNELS", "Kernel", "KernelError", "Request", "choose_kernel"]
 
 log = logging.getLogger(__name__)
 
-KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "reference": reference}
+KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "triton": triton, "reference": reference}
 """In the order in which `auto` asks them."""
 
 

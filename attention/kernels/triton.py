@@ -67,7 +67,7 @@ INTERPRETED_BLOCKS = Blocks(32, 16, 1, 1)
 def refusal(request: Request) -> str | None:
     """See `contract`."""
     if find_spec("triton") is None:
-        return "Triton is not installed: pip install triton (it comes with PyTorch's builds for CUDA)"
+        return "needs Triton: pip install triton (it comes with PyTorch's builds for CUDA)"
     if request.device != "cuda" and not import_module("triton").knobs.runtime.interpret:
         return f"runs on GPUs, not on {request.device} (for tests also under Triton's interpreter: TRITON_INTERPRET=1)"
     if request.dtype not in DTYPES:

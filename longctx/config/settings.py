@@ -121,10 +121,10 @@ class ContextSection(Section):
     keep_kv: bool = Field(
         False, description="hold the K and V that were received until backward, instead of receiving them again: more memory"
     )
-    kernel: Literal["auto", "flash", "cpu", "reference"] = Field(
+    kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = Field(
         "auto",
-        description="attention kernel; flash: the best flash attention installed (`pip install longctx[flash]`), or torch's own; "
-        "cpu: torch's flash attention for CPUs; reference: dense, slow, float64",
+        description="attention kernel; flash: the best flash attention installed (`pip install longctx[flash]`), or torch's "
+        "own; cpu: torch's flash attention for CPUs; triton: our own for GPUs; reference: dense, slow, float64",
     )
 
 
