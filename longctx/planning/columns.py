@@ -12,19 +12,17 @@ degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`),
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.bins import derived_degrees
 from longctx.planning.cost import alone_ns, score
 from longctx.planning.request import least_degrees
-from longctx.planning.shelves import NEVER, Rings, Step, even_out, fill, place_rings
+from longctx.planning.shelves import NEVER, Rings, Split, Step, even_out, fill, place_rings
 
-SHARES = (0.4, 0.55, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
-"""Limits as shares of the height that micro-batches have if all work is spread evenly."""
+SHARES = range(12, 46, 2)
+"""Limits as shares of the height that micro-batches have if all work is spread evenly, in 32nds."""
 LOWER_SHARES = (0.8, 1.0, 1.2)
 """The same below the tall micro-batches."""
 WASTE = 1.25
@@ -35,8 +33,6 @@ FEW = 2
 """Documents a rank."""
 SHORT = 0.3
 """Documents that take less of the ideal height than this are left on one rank."""
-TALL_SHARES = (0.75, 0.875, 1.0)
-"""Widths of the rings there, as shares of what is there."""
 TALL = 2
 """Most micro-batches that the longest documents have for themselves."""
 LEADS = 3
@@ -61,9 +57,10 @@ def plan_columns(step: Step) -> tuple[Assignment, int]:
         for layouts in (fewest, more):
             _tall_layouts(layouts, menu)
             if layouts is more and roomy and fewest.best:
-                _even_layouts(layouts, [rings.degree for rings in fewest.best[:PROMISING]])
+                for rings in fewest.best[:PROMISING]:
+                    _add_even(layouts, rings.degree)
             else:
-                _even_layouts(layouts, _degree_choices(step, menu, layouts.micro_batches))
+                _even_layouts(layouts, menu)
         best = _best_filled(step, fewest.filled() + more.filled())
         if best is not None:
             return best
@@ -77,10 +74,10 @@ class Layouts:
         self.step, self.micro_batches = step, micro_batches
         self.best: list[Rings] = []
 
-    def add(self, degrees: Integers, shelves: int, lead: int = 0, tall: int = 0) -> None:
-        """Places rings of these degrees, unless their work alone says that FILLED others are better."""
+    def add(self, split: Split, shelves: int, lead: int = 0, tall: int = 0) -> None:
+        """Places the rings, unless their work alone says that FILLED others are better."""
         below = self.best[FILLED - 1].estimate_ns if len(self.best) >= FILLED else NEVER
-        rings = place_rings(self.step, degrees, self.micro_batches, shelves, lead, tall, below)
+        rings = place_rings(self.step, split, self.micro_batches, shelves, lead, tall, below)
         if rings is not None:
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
@@ -90,27 +87,29 @@ class Layouts:
         return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), FILLED))
 
 
-def _degree_choices(step: Step, menu: "Menu", micro_batches: int) -> Iterator[Integers]:
-    """Degrees of all documents: by the derived table, and by limits."""
-    yield derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
-    height = menu.even_height(micro_batches * step.ranks)
+def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
+    """Adds layouts by one limit for all documents, and in small steps by a least degree for all."""
+    step = layouts.step
+    height = menu.even_height(layouts.micro_batches * step.ranks)
     seen = set()
     for cost, share in itertools.product((menu.modest_cost, menu.cost), SHARES):
-        degrees = menu.degrees_below(int(share * height), cost)
+        degrees = menu.degrees_below(share * height // 32, cost)
         if degrees.tobytes() not in seen:
             seen.add(degrees.tobytes())
-            yield degrees
+            _add_even(layouts, degrees)
     if len(step.lengths) <= FEW * step.ranks:
         degrees = menu.side_by_side(step.ranks)
-        yield from (np.maximum(degrees, floor) for floor in FLOORS if floor <= step.ranks)
+        for floor in FLOORS:
+            if floor <= step.ranks:
+                _add_even(layouts, np.maximum(degrees, floor))
 
 
-def _even_layouts(layouts: Layouts, choices: Iterable[Integers]) -> None:
+def _add_even(layouts: Layouts, degrees: Integers) -> None:
     """Adds layouts with rings in as few micro-batches as they fill, and in all."""
-    for degrees in choices:
-        fewest = max(1, -(-int(degrees[degrees > 1].sum()) // layouts.step.ranks))
-        for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
-            layouts.add(degrees, shelves)
+    split = layouts.step.split(degrees)
+    fewest = max(1, -(-int(degrees[degrees > 1].sum()) // layouts.step.ranks))
+    for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
+        layouts.add(split, shelves)
 
 
 def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
@@ -118,18 +117,16 @@ def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
     step, micro_batches = layouts.step, layouts.micro_batches
     leads = []
     for tall in range(1, min(TALL, micro_batches - 1) + 1):
-        for share in TALL_SHARES:
-            width = int(share * tall * step.ranks)
-            for lead in _some(menu.most_on(width)):
-                leads.append((*_tall_estimate_ns(step, menu, micro_batches, tall, width, lead), tall, width, lead))
+        for lead in _some(menu.most_on(tall * step.ranks)):
+            leads.append((*_tall_estimate_ns(step, menu, micro_batches, tall, lead), tall, lead))
     seen = set()
-    for _, height, tall, width, lead in sorted(leads)[:LEADS]:
-        top = menu.side_by_side(width, lead)
+    for _, height, tall, lead in sorted(leads)[:LEADS]:
+        top = menu.side_by_side(tall * step.ranks, lead)
         for share in LOWER_SHARES:
             degrees = np.where(menu.rank_of < lead, top, menu.degrees_below(int(share * height), menu.cost))
             if (key := (tall, lead, degrees.tobytes())) not in seen:
                 seen.add(key)
-                layouts.add(degrees, micro_batches, lead, tall)
+                layouts.add(step.split(degrees), micro_batches, lead, tall)
 
 
 def _some(most: int) -> list[int]:
@@ -140,13 +137,13 @@ def _some(most: int) -> list[int]:
     return numbers if most else []
 
 
-def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, width: int, lead: int) -> tuple[int, int]:
+def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, lead: int) -> tuple[int, int]:
     """Height of all shelves, and of each below the tall ones, if the `lead` longest documents stand on the first `tall`.
 
     Everything else is a fluid: short documents stand beside the rings and on top of them up to the limit, or until tokens are
     used up.
     """
-    limit, index = menu.within(width, lead)
+    limit, index = menu.within(tall * step.ranks, lead)
     degree, time = menu.options[index], menu.cost[np.arange(lead), index]
     beside = tall * step.ranks - int(degree.sum())
     if beside < 0:

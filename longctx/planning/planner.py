@@ -119,9 +119,9 @@ def _bin_degrees(
 def _by_bins(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: Integers) -> Candidate:
     """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
     step = Step.of(profile, lengths, ranks, tokens_per_rank)
-    micro_batches = step.fewest_micro_batches
+    split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
-        rings = place_rings(step, degrees, micro_batches, micro_batches)
+        rings = place_rings(step, split, micro_batches, micro_batches)
         assignment = fill(rings, ranks) if rings else None
         if rings and assignment:
             assignment = even_out(rings, assignment, BIN_ROUNDS)

@@ -42,6 +42,28 @@ class Step:
         """No plan has fewer: all tokens over all ranks' budgets."""
         return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
 
+    def split(self, degrees: Integers) -> "Split":
+        """The documents on these degrees."""
+        time, tokens = self.single_ns.copy(), self.lengths.copy()
+        rings = np.flatnonzero(degrees > 1)
+        time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
+        tokens[rings] = largest_shards(self.lengths[rings], degrees[rings])
+        return Split(degrees, time, tokens)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents])."""
+
+    degree: Integers
+    time: Integers
+    tokens: Integers
+
+    @cached_property
+    def work(self) -> int:
+        """Nanoseconds of all documents on all their ranks."""
+        return int((self.degree * self.time).sum())
+
 
 @dataclass(frozen=True)
 class Rings:
@@ -80,26 +102,21 @@ class Rings:
 
 
 def place_rings(
-    step: Step, degrees: Integers, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0, below: int = NEVER
+    step: Step, split: Split, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0, below: int = NEVER
 ) -> Rings | None:
     """Places rings and large documents on the first `shelves` micro-batches.
 
     The `lead` longest documents stand on the first `tall` of these shelves, and the others on the rest of them.
     None if tokens do not fit this way, or if so much work is seen at once to take an estimate of `below` nanoseconds or more.
     """
+    if split.work >= below * step.ranks:
+        return None
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
-    time, tokens = step.single_ns.copy(), lengths.copy()
+    degrees, time, tokens = split.degree, split.time.copy(), split.tokens
     load = np.zeros((micro_batches, ranks), dtype=np.int64)
     free = np.full((micro_batches, ranks), tokens_per_rank, dtype=np.int64)
     shelf, first_rank = np.zeros_like(lengths), np.zeros_like(lengths)
-    rings = np.flatnonzero(degrees > 1)
-    time[rings] = alone_ns(profile, lengths[rings], degrees[rings])
-    tokens[rings] = largest_shards(lengths[rings], degrees[rings])
-    work = int((time * degrees).sum())
-    if work >= below * ranks:
-        return None
-    mean = work // load.size
-    placed = (degrees > 1) | (time > mean // 2)
+    placed = (degrees > 1) | (time > split.work // load.size // 2)
     early = np.flatnonzero(placed)
     early = early[np.argsort(-lengths[early], kind="stable")]
     offsets = np.arange(min(profile.ranks_per_node, ranks))
