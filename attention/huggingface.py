@@ -183,8 +183,16 @@ def attend(
     window = _one_window(attention_mask, sliding_window)
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
     return attention(q, k, v, getattr(module, "layer_idx", None), sink_logits=s_aux).unsqueeze(0), None
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What autocast does for the attention functions of torch: rotation in float32 leaves q and k wider than v."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def _check_layer_types(config: Any) -> None:

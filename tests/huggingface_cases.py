@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longctx.attention.huggingface import model_inputs, register
@@ -85,15 +87,17 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-def ring_step(kind: str, recompute: bool = False) -> tuple[float, list[torch.Tensor]]:
+def ring_step(kind: str, recompute: bool = False, sharded: bool = False) -> tuple[float, list[torch.Tensor]]:
     """On each rank: loss and gradients of all micro-batches, summed over the ranks.
 
-    `recompute`: all forwards come before the first backward, which runs the layers again.
+    `recompute`: all forwards come before the first backward, which runs the layers again. `sharded`: by FSDP2.
     """
     register()
     model = build_model(kind, "longctx").train()
     if recompute:
         model.gradient_checkpointing_enable()
+    if sharded:
+        shard(model)
     plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), make_documents())
     parts = []
@@ -105,7 +109,19 @@ def ring_step(kind: str, recompute: bool = False) -> tuple[float, list[torch.Ten
         for part in reversed(parts):
             part.backward()
     loss = torch.stack(parts).detach().sum()
+    dist.all_reduce(loss)
     found = gradients(model)
-    for tensor in (loss, *found):
-        dist.all_reduce(tensor)
+    if sharded:
+        return loss.item(), [gradient.full_tensor() for gradient in found]
+    for gradient in found:
+        dist.all_reduce(gradient)
     return loss.item(), found
+
+
+def shard(model: PreTrainedModel) -> None:
+    """Shards the layers and the rest, and sums gradients instead of averaging them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)

@@ -70,6 +70,22 @@ def test_recomputation_takes_the_layout_of_its_own_micro_batch(workers: Workers)
     assert_equal_to_unpacked("llama", workers.run(ring_step, 2, "llama", True))
 
 
+def test_a_sharded_model_equals_one_unpacked_process(workers: Workers) -> None:
+    assert_equal_to_unpacked("llama", workers.run(ring_step, 2, "llama", False, True))
+
+
+def test_autocast_reaches_the_attention() -> None:
+    """Rotated q and k are float32 then, and v is bfloat16."""
+    model = build_model("llama", "longctx")
+    with torch.autocast("cpu", torch.bfloat16):
+        packed = model(**one_document()).loss
+        packed.backward()
+        model.set_attn_implementation("sdpa")
+        ids = one_document()["input_ids"]
+        plain = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert packed.item() == pytest.approx(plain.item(), abs=0.02)
+
+
 def test_a_model_can_change_to_it_and_back() -> None:
     model = build_model("llama", "sdpa")
     documents = make_documents()
