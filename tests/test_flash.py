@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -256,8 +257,10 @@ def test_asked_for_on_the_cpu() -> None:
 
 
 def test_the_switch_of_torch_is_set_back() -> None:
+    memory: Any = torch.utils.deterministic
+
     def state() -> tuple[int, bool]:
-        return torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+        return torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
 
     before = state()
     with flash_libraries._deterministic():

@@ -1,0 +1,135 @@
+"""The attention benchmark: in a smoke test here, so that it is ready when there is a GPU, and its checks on one."""
+
+import csv
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.attention.kernels import KERNELS, cpu
+from longctx.attention.segments import Segments
+
+
+@pytest.fixture
+def script(repository: Path) -> Iterator[ModuleType]:
+    """The benchmark as a module; kernels that it adds and its process group are gone afterwards."""
+    spec = importlib.util.spec_from_file_location("bench_attention_gpu", repository / "bench" / "attention_gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    kernels = dict(KERNELS)
+    yield module
+    KERNELS.clear()
+    KERNELS.update(kernels)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run(script: ModuleType, patch: pytest.MonkeyPatch, out: Path, *options: str) -> None:
+    patch.setattr(sys, "argv", ["attention_gpu.py", "--out", str(out), *options])
+    script.main()
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_smoke_on_the_cpu(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu", "--layers", "2")
+    checks = table(tmp_path / "a-checks.csv")
+    assert {row["mask"] for row in checks} == {"causal", "dense", "window", "window with sinks", "prefix"}
+    assert {row["tensor"] for row in checks} == {"out", "dq", "dk", "dv"}
+    assert all(row["right"] == "True" and 0 < float(row["ring"]) < 1e-5 for row in checks)
+
+    rows = table(tmp_path / "a.csv")
+    assert {(row["tokens"], row["degree"], row["documents"]) for row in rows} == {
+        (tokens, degree, documents) for tokens in ("64", "128") for degree in ("1", "2", "4") for documents in ("1", "4")
+    }
+    for row in rows:
+        tokens, degree, documents = int(row["tokens"]), int(row["degree"]), int(row["documents"])
+        pairs = tokens**2 * degree / documents / 2
+        assert int(row["pairs"]) == pytest.approx(pairs, rel=0.1, abs=tokens)
+        assert int(row["single_pairs"]) == pytest.approx(pairs, rel=0.1, abs=tokens)
+        assert int(row["calls"]) == {1: 1, 2: 2, 4: 3}[degree]  # the last of a ring has none after it
+        for what in ("calls", "ring", "single"):
+            for direction, factor in (("forward", 1.0), ("backward", 2.5)):
+                work = int(row["single_pairs" if what == "single" else "pairs"]) * 4 * 4 * 16 * factor
+                rate = work / float(row[f"{direction}_{what}"]) / 1e12
+                assert float(row[f"{direction}_{what}_tflops"]) == pytest.approx(rate, rel=1e-4)
+        assert row["torch"] == torch.__version__ and row["date"]
+
+    pieces = {row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")}
+    assert pieces["copy"] == 1 and all(share > 0 for share in pieces.values())
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "attention_s_per_token2: " in printed and "attention_efficiency: [[" in printed
+
+
+class Off:
+    """The CPU kernel, with an error in one gradient."""
+
+    refusal = staticmethod(cpu.refusal)
+    forward = staticmethod(cpu.forward)
+
+    @staticmethod
+    def backward(dout: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dq, dk, dv = cpu.backward(dout, *rest)
+        return dq, dk * (1 + 1e-5), dv
+
+
+class Unsteady(Off):
+    """The CPU kernel, whose last digits change from run to run."""
+
+    runs = 0
+
+    @staticmethod
+    def backward(dout: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        Unsteady.runs += 1
+        dq, dk, dv = cpu.backward(dout, *rest)
+        return dq * (1 + 6e-8 * Unsteady.runs), dk, dv
+
+
+class Merging(Off):
+    """The CPU kernel with a log-sum-exp that is a little off: right alone, wrong once it is merged."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+        out, lse = cpu.forward(q, k, v, segments, *rest)
+        return out, lse + 1e-5 * (len(k) != len(q))
+
+    backward = staticmethod(cpu.backward)
+
+
+@pytest.mark.parametrize("wrong", [Off, Unsteady, Merging])
+def test_a_wrong_kernel_ends_it(wrong: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(KERNELS, wrong.__name__, wrong())
+    with pytest.raises(SystemExit, match="wrong, so nothing was timed"):
+        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_without_a_gpu_it_says_so(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, tmp_path / "a")
+    assert "--smoke tries the script on a CPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_every_kernel_is_right_on_a_gpu(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(script, monkeypatch, tmp_path / "a", "--smoke")
+    assert all(row["right"] == "True" for row in table(tmp_path / "a-checks.csv"))
