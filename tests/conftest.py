@@ -1,12 +1,18 @@
 """What all tests share: the pool of processes, the repository's root, property tests that draw the same examples each time."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.workers import Workers
+
+# Triton reads this when it is first imported: where there is no GPU, the tests interpret its kernels.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # `--hypothesis-profile explore` draws new examples instead, to look for what the fixed ones miss.
 settings.register_profile("steady", deadline=None, derandomize=True)
