@@ -7,7 +7,7 @@ window aligned to the bottom right corner. So the segments of a call are laid ou
   Libraries differ in what they write for such rows, so the results there are set to 0 (log-sum-exp: -inf) afterwards.
   Some load whole tiles and multiply by 0 what is not theirs: rows outside all segments must be finite.
 - If the keys do not lie in the order of the queries, k and v are gathered.
-- Segments of different windows go to different calls, as few as hold them all; every band of the contract is such a window
+- Segments of different windows go to different calls, where one does not fit another; every band of the contract is a window
   once the keys that nobody sees are cut off, because each query sees a key.
 
 Backward goes to each library's own backward function, which takes the merged out and log-sum-exp, in its deterministic mode.
