@@ -1,9 +1,9 @@
 """The libraries of flash attention that the flash kernel knows, best first, each behind the same two functions.
 
 Read from flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), flash-attn 3 (the operators of hopper/flash_api.cpp, the same in
-its 2.8.3 and 2026 sources), flash-attn 2.8.3, and the operators of torch 2.13. All take q [Tq, heads, dim], k [Tk, kv_heads, dim] and
-v [Tk, kv_heads, v_dim] with the edges of sequences in int32, align windows to the bottom right, return the log-sum-exp as
-[heads, Tq] in float32, and have a backward that takes out and log-sum-exp as they are given.
+its 2.8.3 and 2026 sources), flash-attn 2.8.3, and the operators of torch 2.13. All take q [Tq, heads, dim], k [Tk, kv_heads,
+dim] and v [Tk, kv_heads, v_dim] with the edges of sequences in int32, align windows to the bottom right, return the log-sum-exp
+as [heads, Tq] in float32, and have a backward that takes out and log-sum-exp as they are given.
 
 The deterministic backward costs memory: flash-attn 2 and torch hold dQ in float32 once for every split of the keys, and for
 grouped heads dK and dV of every query head (heads / kv_heads times their size), so bound the keys of a call by the number of
