@@ -6,6 +6,7 @@ done with it within its limit. Limits come from two families:
   pack better but lose kernel efficiency;
 - a higher limit for the longest documents, which have some tall micro-batches for themselves and are split no further than
   their like; a closed form says how many documents these should be.
+Where there are few documents for each rank, one more layout lets them share groups of ranks (`groups.py`).
 Layouts are ranked by their estimated makespan (`shelves.py`). The best few for each K are filled with the documents of
 degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`), and the exact cost decides.
 """
@@ -18,6 +19,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost import alone_ns, score
+from longctx.planning.groups import grouped_rings
 from longctx.planning.request import least_degrees
 from longctx.planning.shelves import NEVER, Rings, Split, Step, even_out, fill, place_rings
 
@@ -27,10 +29,8 @@ LOWER_SHARES = (0.8, 1.0, 1.2)
 """The same below the tall micro-batches."""
 WASTE = 1.25
 """Work of a document over all its ranks, as a multiple of the least of any degree, that modest layouts allow."""
-FLOORS = (2, 4, 8)
-"""Least degrees of all documents that are tried where there are few of them: fine pieces for want of small documents."""
-FEW = 2
-"""Documents a rank."""
+FEW = 4
+"""Up to so many documents a rank, groups are tried as well."""
 SHORT = 0.3
 """Documents that take less of the ideal height than this are left on one rank."""
 TALL = 2
@@ -57,11 +57,15 @@ def plan_columns(step: Step) -> tuple[Assignment, int]:
         for layouts in (fewest, more):
             _tall_layouts(layouts, menu)
             if layouts is more and roomy and fewest.best:
-                for rings in fewest.best[:PROMISING]:
-                    _add_even(layouts, rings.degree)
+                for promising in fewest.best[:PROMISING]:
+                    _add_even(layouts, promising.degree)
             else:
                 _even_layouts(layouts, menu)
-        best = _best_filled(step, fewest.filled() + more.filled())
+        plans = fewest.filled() + more.filled()
+        if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
+            rings = grouped_rings(step, menu.even_height(step.ranks))
+            plans += [(rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree))] if rings else []
+        best = _best_filled(step, plans)
         if best is not None:
             return best
         micro_batches += 2 + micro_batches // 8
@@ -88,7 +92,7 @@ class Layouts:
 
 
 def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
-    """Adds layouts by one limit for all documents, and in small steps by a least degree for all."""
+    """Adds layouts by one limit for all documents."""
     step = layouts.step
     height = menu.even_height(layouts.micro_batches * step.ranks)
     seen = set()
@@ -97,11 +101,6 @@ def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
         if degrees.tobytes() not in seen:
             seen.add(degrees.tobytes())
             _add_even(layouts, degrees)
-    if len(step.lengths) <= FEW * step.ranks:
-        degrees = menu.side_by_side(step.ranks)
-        for floor in FLOORS:
-            if floor <= step.ranks:
-                _add_even(layouts, np.maximum(degrees, floor))
 
 
 def _add_even(layouts: Layouts, degrees: Integers) -> None:
@@ -209,13 +208,12 @@ class Menu:
         narrowest = self.width[(self.cost < NEVER).argmax(axis=1)]
         return int(np.searchsorted(np.cumsum(np.maximum(1, narrowest)), width, side="right"))
 
-    def side_by_side(self, width: int, stop: int | None = None) -> Integers:
+    def side_by_side(self, width: int, stop: int) -> Integers:
         """Degrees by the lowest limit at which the rings of the `stop` longest documents are at most `width` ranks wide.
 
         The others get degree 1.
         """
         degrees = np.ones(self.documents, dtype=np.int64)
-        stop = len(self.long) if stop is None else stop
         degrees[self.long[:stop]] = self.options[self.within(width, stop)[1]]
         return degrees
 

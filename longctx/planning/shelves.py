@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.assignment import Assignment, Integers, largest_shards, spread
 from longctx.planning.balance import balance
 from longctx.planning.cost import alone_ns
 from longctx.planning.profile import HardwareProfile
@@ -86,6 +86,15 @@ class Rings:
     load: Integers
     free: Integers
     height: Integers
+
+    @classmethod
+    def in_one(cls, step: Step, split: Split, first_rank: Integers) -> "Rings":
+        """All documents in one micro-batch, on ranks from these on."""
+        stop, row = first_rank + split.degree, np.zeros_like(first_rank)
+        load = spread(split.time, row, first_rank, stop, (1, step.ranks))
+        free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
+        placed = np.ones(len(row), dtype=bool)
+        return cls(split.degree, split.time, split.tokens, placed, row, first_rank, load, free, load.max(axis=1))
 
     @property
     def estimate_ns(self) -> int:
