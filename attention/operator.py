@@ -16,7 +16,7 @@ from longctx.attention.exchange import Pending
 from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.parts import Call
-from longctx.attention.schedule import Stage
+from longctx.attention.schedule import Hop, Stage
 
 if TYPE_CHECKING:
     from longctx.attention.ring import RingAttention
@@ -79,15 +79,15 @@ def backward(
     """
     this = _Pass(_live[call], layer, "backward", q, k, v)
     sums: list[torch.Tensor] = []
-    stages = iter(this.schedule.stages)
-    returned: tuple[Stage, Pending] | None = None
+    number = -1
+    returning: list[Iterator[None]] = []
     for received, calls in this.steps(kept, fetch=not this.call.keep_kv):
         remote = None if received is None else torch.zeros_like(received)
         for part in calls:
             keys, values = this.keys(k, v, received, part)
             gradients = this.kernel.backward(dout, q, keys, values, out, lse, part.segments, this.scale, this.call.softcap)
             if not sums:  # every rank with a token has local keys, and these come first
-                sums = [this.widened(gradient) for gradient in gradients]
+                sums = [this.widened(gradient).contiguous() for gradient in gradients]
                 continue
             sums[0] += gradients[0]
             if remote is None or part.rows is None:
@@ -100,17 +100,22 @@ def backward(
                 else:
                     remote[part.rows] = packed
         if remote is not None:
-            stage = next(stages)
-            given = this.give_back(stage, remote)
-            # Waiting one stage later hides the messages and keeps no more than two stages of gradients.
-            if returned is not None:
-                this.add_returned(*returned, *sums[1:])
-            returned = stage, given
-    if returned is not None:
-        this.add_returned(*returned, *sums[1:])
+            # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
+            number += 1
+            returning = _advanced([this.give_back(number, remote, *sums[1:]), *returning])
+    while returning:
+        returning = _advanced(returning)
     if not sums:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+
+
+def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Lets each of them do its next piece, in the same order on every rank; those that are done drop out."""
+    return [one for one in returning if next(one, DONE) is not DONE]
+
+
+DONE = object()
 
 
 class _Pass:
@@ -153,41 +158,72 @@ class _Pass:
         are received in `kept`, and are there already if not to `fetch`.
         """
         stages = self.schedule.stages
-        sizes = [stage.received_rows for stage in stages]
-        buffers = kept.split(sizes) if self.call.keep_kv and stages else None
-        pending = self._fetch(stages[0], buffers and buffers[0]) if stages and fetch else None
-        yield None, self.schedule.local
-        for number, stage in enumerate(stages):
-            last = number + 1 == len(stages)
-            ahead = self._fetch(stages[number + 1], buffers and buffers[number + 1]) if fetch and not last else None
-            if pending is not None:
-                yield pending.wait(), stage.calls
-            elif buffers is not None:
-                yield buffers[number], stage.calls
-            pending = ahead
+        if not fetch:
+            yield None, self.schedule.local
+            yield from zip(kept.split([stage.received_rows for stage in stages]), (s.calls for s in stages), strict=True)
+            return
+        start, under_way = 0, []
+        for stage in stages:
+            stop = start + stage.received_rows
+            under_way.append(self._fetch(stage, kept[start:stop] if self.call.keep_kv else None))
+            start = stop
+        two_levels = self.schedule.two_levels
+        for number in range(len(stages) + 1):
+            # First hops are posted when all ranks would post them, whatever documents they hold: messages meet in order.
+            if number < len(stages) and (number == 0 or not two_levels or len(stages[number].hops) > 1):
+                next(under_way[number])
+            if number + 1 < len(stages) and two_levels:
+                next(under_way[number + 1])
+            if number == 0:
+                yield None, self.schedule.local
+            else:
+                yield next(under_way[number - 1]), stages[number - 1].calls
 
-    def _fetch(self, stage: Stage, buffer: torch.Tensor | None) -> Pending:
-        outgoing = [(peer, self.kv.index_select(0, rows)) for peer, rows in stage.sends]
+    def _fetch(self, stage: Stage, buffer: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+        """Posts the first hop, then the second one if there is one, and at last gives the rows received."""
         incoming = self.kv.new_empty(stage.received_rows, self.kv.shape[1]) if buffer is None else buffer
-        return self.exchange.start(outgoing, incoming, stage.receives)
+        parts = incoming.split([hop.received_rows for hop in stage.hops])
+        source = self.kv
+        for hop, part in zip(stage.hops, parts, strict=True):
+            pending = self._send(hop, source, part)
+            yield None
+            source = pending.wait()
+        yield incoming
 
-    def give_back(self, stage: Stage, gradients: torch.Tensor) -> Pending:
-        """Starts returning the gradients of the received rows to their owners, and receiving those of the sent rows."""
-        parts = gradients.split([count for _, count in stage.receives]) if stage.receives else ()
-        outgoing = [(peer, part) for (peer, _), part in zip(stage.receives, parts, strict=True)]
-        rows = [(peer, len(index)) for peer, index in stage.sends]
-        incoming = gradients.new_empty(sum(count for _, count in rows), gradients.shape[1])
-        return self.exchange.start(outgoing, incoming, rows)
+    def _send(self, hop: Hop, source: torch.Tensor, incoming: torch.Tensor) -> Pending:
+        outgoing = [(peer, source.index_select(0, rows)) for peer, rows in hop.sends]
+        return self.exchange.start(outgoing, incoming, hop.receives)
 
-    def add_returned(self, stage: Stage, pending: Pending, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds what the ring mates return to the gradients of this rank's keys, peer after peer in ascending order."""
-        gradients = pending.wait()
-        start = 0
-        for _, rows in stage.sends:
-            part_k, part_v = self._split(gradients[start : start + len(rows)])
-            dk.index_add_(0, rows, part_k.to(dk.dtype))
-            dv.index_add_(0, rows, part_v.to(dv.dtype))
-            start += len(rows)
+    def give_back(self, number: int, gradients: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Iterator[None]:
+        """Returns the gradients of the rows received in a stage the way these came, and adds what comes back to dk and dv.
+
+        Posts one hop at a time, as steps go on: the last hop at once, the first one a step later if there could be two. Who
+        gets several gradients of a row adds them peer after peer in ascending order.
+        """
+        stage = self.schedule.stages[number]
+        if self.schedule.two_levels and number > 0 and len(stage.hops) == 1:
+            yield
+        parts = list(gradients.split([hop.received_rows for hop in stage.hops]))
+        while parts:
+            hop, part = stage.hops[len(parts) - 1], parts.pop()
+            outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
+            rows = [(peer, len(index)) for peer, index in hop.sends]
+            pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
+            yield
+            returned = pending.wait()
+            if parts:
+                total = parts[-1].to(self.sum_dtype)
+                self._add(hop, returned, total)
+                parts[-1] = total.to(part.dtype)
+            else:
+                width = self.k_shape.numel()
+                self._add(hop, returned[:, :width], dk.flatten(1))
+                self._add(hop, returned[:, width:], dv.flatten(1))
+
+    def _add(self, hop: Hop, returned: torch.Tensor, total: torch.Tensor) -> None:
+        """Adds returned rows to the rows that were sent, in place."""
+        for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
+            total.index_add_(0, rows, part.to(total.dtype))
 
 
 @forward.register_fake

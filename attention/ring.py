@@ -35,6 +35,7 @@ def ring_attention(
     kernel: str = "auto",
     stages: int | None = None,
     keep_kv: bool = False,
+    ranks_per_node: int | None = None,
 ) -> torch.Tensor:
     """Attention of every document to itself. Every rank of the domain calls it, with its own layout.
 
@@ -50,6 +51,8 @@ def ring_attention(
         kernel: auto, or the name of a kernel (`longctx.attention.kernels.KERNELS`).
         stages: exchange stages, the plan's if None. More stages hold less of K and V at once.
         keep_kv: hold received K and V until backward instead of fetching them again.
+        ranks_per_node: rows cross the network once for each node of so many consecutive ranks, and go on inside it; None: they
+            go straight to every rank that needs them.
 
     Returns [tokens, q_heads, v_head_dim]; padding rows are 0.
     Raises AttentionInputError for tensors that do not fit, ExchangeError if a message fails or does not come in time.
@@ -63,6 +66,7 @@ def ring_attention(
         kernel=kernel,
         stages=stages,
         keep_kv=keep_kv,
+        ranks_per_node=ranks_per_node,
         device=q.device,
     )
     return attention(q, k, v, sink_logits=sink_logits)
@@ -85,13 +89,16 @@ class RingAttention:
         kernel: str = "auto",
         stages: int | None = None,
         keep_kv: bool = False,
+        ranks_per_node: int | None = None,
         device: torch.device | str = "cpu",
         exchange: type[Exchange] = Exchange,
     ) -> None:
         """As `ring_attention`; `device` is where index tensors live, and another `exchange` moves the rows in another way."""
         if softcap < 0:
             raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for none")
-        self.schedule = Schedule.build(layout, stages, device, mask)
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
+        self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
         self.exchange = exchange
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.number = operator.register(self)

@@ -5,13 +5,16 @@ indices (for all its queries) and head and tail chunks of higher ones (for the q
 ring distances, so one stage gathers everything at once and degree-1 stages are the classic ring. Both ends of a message derive
 its content from the same cut points, in the same order of documents, so no metadata travels.
 
+Where a ring crosses nodes, rows may cross the network once for each node and not for each rank (`Nodes`): stage 0 then gathers
+from the own node, the later ones from others, in two hops: to a relay in the node, and from there to whoever needs the rows.
+
 What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`parts`).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 
@@ -22,20 +25,35 @@ from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Messages and kernel calls of one exchange stage; peers ascend.
+class Hop:
+    """One round of messages, peers ascending.
 
-    sends: (peer, rows of the local buffer); receives: (peer, number of rows), laid one after the other; the calls' rows are
-    those of the received buffer.
+    sends: (peer, rows that it gets); receives: (peer, number of rows), laid one after the other. The first hop of a stage sends
+    rows of the local buffer, the second one rows that the first one received.
     """
 
     sends: tuple[tuple[int, torch.Tensor], ...]
     receives: tuple[tuple[int, int], ...]
-    calls: tuple[Call, ...]
 
     @property
     def received_rows(self) -> int:
         return sum(rows for _, rows in self.receives)
+
+    @property
+    def sent_rows(self) -> int:
+        return sum(len(rows) for _, rows in self.sends)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Messages and kernel calls of one exchange stage. The calls' rows are those received by its one or two hops, in order."""
+
+    hops: tuple[Hop, ...]
+    calls: tuple[Call, ...]
+
+    @property
+    def received_rows(self) -> int:
+        return sum(hop.received_rows for hop in self.hops)
 
 
 @dataclass(frozen=True)
@@ -45,6 +63,8 @@ class Schedule:
     layout: Layout
     local: tuple[Call, ...]
     stages: tuple[Stage, ...]
+    two_levels: bool = False
+    """Whether stages after the first may have two hops, on this rank or another."""
 
     @property
     def received_rows(self) -> int:
@@ -63,16 +83,26 @@ class Schedule:
 
     @classmethod
     def build(
-        cls, layout: Layout, stages: int | None = None, device: torch.device | str = "cpu", mask: Mask = CAUSAL
+        cls,
+        layout: Layout,
+        stages: int | None = None,
+        device: torch.device | str = "cpu",
+        mask: Mask = CAUSAL,
+        ranks_per_node: int | None = None,
     ) -> "Schedule":
-        """Derives the schedule from a layout; `stages` None takes the plan's. Index tensors live on `device`."""
+        """Derives the schedule from a layout; `stages` None takes the plan's. Index tensors live on `device`.
+
+        With `ranks_per_node`, rings that cross nodes of so many consecutive ranks exchange in two levels.
+        """
         wanted = layout.stages if stages is None else stages
         if wanted < 1:
             raise ValueError(f"stages is {wanted}: an exchange has at least one stage; 1 gathers everything at once")
-        documents = [_Document.of(shard, mask) for shard in layout.shards]
+        documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]
         local = local_calls((document.queries, document.queries, document.areas) for document in documents)
-        count = min(wanted, max((shard.degree for shard in layout.shards), default=1) - 1)
-        return cls(layout, local, tuple(_stage(documents, stage, wanted, device) for stage in range(count)))
+        count = max((document.stages(wanted) for document in documents), default=0)
+        return cls(
+            layout, local, tuple(_stage(documents, stage, wanted, device) for stage in range(count)), bool(ranks_per_node)
+        )
 
 
 def stage_of(distance: int, degree: int, stages: int) -> int:
@@ -81,17 +111,78 @@ def stage_of(distance: int, degree: int, stages: int) -> int:
 
 
 @dataclass(frozen=True)
+class _Message:
+    """Positions of one document that ring index `source` or a relay sends on to another ring index; `peer` is a rank."""
+
+    peer: int
+    source: int
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
 class _Document:
-    """What this rank has to do with one document: its shard, the mask's areas, and the shard's tokens as queries."""
+    """What this rank has to do with one document: its shard, the mask's areas, and the shard's tokens as queries.
+
+    nodes: the ring indices on every node that the ring stands on, if it exchanges in two levels; else empty.
+    """
 
     shard: Shard
     areas: list[Segment]
     queries: list[Run]
+    nodes: list[list[int]]
 
     @classmethod
-    def of(cls, shard: Shard, mask: Mask) -> "_Document":
+    def of(cls, shard: Shard, mask: Mask, ranks_per_node: int | None) -> "_Document":
         runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard.length, shard.degree, shard.ring_index)]
-        return cls(shard, mask.areas(shard.document, shard.length), runs)
+        nodes: dict[int, list[int]] = defaultdict(list)
+        for ring_index in range(shard.degree if ranks_per_node else 0):
+            if chunks(shard.length, shard.degree, ring_index):  # who holds nothing of a document takes no part in it
+                nodes[shard.rank_of(ring_index) // (ranks_per_node or 1)].append(ring_index)
+        crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
+        return cls(shard, mask.areas(shard.document, shard.length), runs, list(nodes.values()) if crosses else [])
+
+    def stages(self, wanted: int) -> int:
+        """How many stages its exchange has: one for the own node and some for the others, or some for all."""
+        return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, self.shard.degree - 1)
+
+    def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
+        """Which positions of a ring index the queries of others see."""
+        shard = self.shard
+        spans = (spans_needed(self.areas, shard.length, shard.degree, source, target) for target in targets)
+        return _union(span for needed in spans for span in needed)
+
+    def messages(self, stage: int, stages: int) -> Iterator[tuple[int, bool, _Message]]:
+        """Hop, whether it comes in, and message, for all that this rank sends and receives in a stage."""
+        shard, mine = self.shard, self.shard.ring_index
+        here = self._node_of(mine)
+        for other in self.nodes[here] if self.nodes else range(shard.degree):
+            for incoming, source, target in ((False, mine, other), (True, other, mine)):
+                distance = (target - source) % shard.degree
+                if distance and stage == (0 if self.nodes else stage_of(distance, shard.degree, stages)):
+                    yield 0, incoming, _Message(shard.rank_of(other), source, self.needed(source, [target]))
+        for there in range(len(self.nodes) if stage else 0):
+            for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
+                distance = (target_node - source_node) % len(self.nodes)
+                if distance and stage == 1 + stage_of(distance, len(self.nodes), stages):
+                    yield from self._relayed(source_node, target_node, incoming=incoming)
+
+    def _node_of(self, ring_index: int) -> int:
+        return next((i for i, members in enumerate(self.nodes) if ring_index in members), 0)
+
+    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[tuple[int, bool, _Message]]:
+        """This rank's part in what one node sends another: relays take turns by source."""
+        mine, targets = self.shard.ring_index, self.nodes[target_node]
+        for source in self.nodes[source_node] if incoming else [mine]:
+            relay = targets[source % len(targets)]
+            if not incoming:
+                yield 0, False, _Message(self.shard.rank_of(relay), source, self.needed(source, targets))
+            elif relay == mine:
+                yield 0, True, _Message(self.shard.rank_of(source), source, self.needed(source, targets))
+                for target in targets:
+                    if target != mine:
+                        yield 1, False, _Message(self.shard.rank_of(target), source, self.needed(source, [target]))
+            else:
+                yield 1, True, _Message(self.shard.rank_of(relay), source, self.needed(source, [mine]))
 
 
 def chunks(length: int, degree: int, ring_index: int) -> list[Span]:
@@ -103,37 +194,42 @@ def chunks(length: int, degree: int, ring_index: int) -> list[Span]:
 
 def spans_needed(areas: Sequence[Segment], length: int, degree: int, source: int, target: int) -> list[Span]:
     """Which positions of ring index `source` the queries of ring index `target` see: disjoint spans, ascending."""
-    needed: list[Span] = []
-    for keys in chunks(length, degree, source):
-        cuts = (area.cut(queries, keys) for queries in chunks(length, degree, target) for area in areas)
-        for start, stop in sorted((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty):
-            if needed and start <= needed[-1][1]:
-                needed[-1] = needed[-1][0], max(stop, needed[-1][1])
-            else:
-                needed.append((start, stop))
-    return needed
+    queries = chunks(length, degree, target)
+    cuts = (area.cut(run, keys) for keys in chunks(length, degree, source) for run in queries for area in areas)
+    return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans, ascending, of the same positions."""
+    union: list[Span] = []
+    for start, stop in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = union[-1][0], max(stop, union[-1][1])
+        else:
+            union.append((start, stop))
+    return union
 
 
 def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> Stage:
-    sends: dict[int, list[range]] = defaultdict(list)
-    receives: dict[int, list[tuple[int, Span]]] = defaultdict(list)
-    for i, document in enumerate(documents):
-        shard, mine = document.shard, document.shard.ring_index
-        needed = partial(spans_needed, document.areas, shard.length, shard.degree)
-        for other in range(shard.degree):
-            if other != mine and stage_of((other - mine) % shard.degree, shard.degree, stages) == stage:
-                sends[shard.rank_of(other)] += (shard.rows(*span) for span in needed(mine, other))
-            if other != mine and stage_of((mine - other) % shard.degree, shard.degree, stages) == stage:
-                receives[shard.rank_of(other)] += ((i, span) for span in needed(other, mine))
-
     keys: list[list[Run]] = [[] for _ in documents]
+    hops: list[Hop] = []
     row = 0
-    for _, pieces in sorted(receives.items()):
-        for i, (start, stop) in pieces:
-            keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
-            row += stop - start
-    return Stage(
-        sends=tuple((peer, row_index(ranges, device)) for peer, ranges in sorted(sends.items()) if ranges),
-        receives=tuple((peer, sum(b - a for _, (a, b) in pieces)) for peer, pieces in sorted(receives.items()) if pieces),
-        calls=gathered_calls(((d.queries, runs, d.areas) for d, runs in zip(documents, keys, strict=True)), device),
-    )
+    messages = [(i, *message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
+    for number in range(1 + max((hop for _, hop, _, _ in messages), default=0)):
+        sends: dict[int, list[range]] = defaultdict(list)
+        receives: dict[int, int] = defaultdict(int)
+        # Both ends list messages by document, source and position.
+        for i, hop, incoming, message in sorted(messages, key=lambda m: (m[3].peer, m[0], m[3].source)):
+            for start, stop in message.spans if hop == number else ():
+                if incoming:
+                    keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
+                    receives[message.peer] += stop - start
+                    row += stop - start
+                elif number == 0:
+                    sends[message.peer].append(documents[i].shard.rows(start, stop))
+                else:
+                    held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
+                    sends[message.peer] += held.part(start, stop)
+        hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
+    documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
+    return Stage(tuple(hops), gathered_calls(documents_here, device))

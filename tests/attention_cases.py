@@ -31,6 +31,7 @@ class Case:
     sink_logits: bool = False
     v_head_dim: int | None = None
     keep_kv: bool = False
+    ranks_per_node: int | None = None
 
     @property
     def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
@@ -78,7 +79,14 @@ def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tupl
         padded.append(torch.cat([tensor[rows], padding]))
     q, k, v = (tensor.requires_grad_() for tensor in padded[:3])
     dout = padded[3].nan_to_num(nan=0.0)
-    attention = RingAttention(case.layout(rank), mask=case.mask, softcap=case.softcap, kernel=case.kernel, keep_kv=case.keep_kv)
+    attention = RingAttention(
+        case.layout(rank),
+        mask=case.mask,
+        softcap=case.softcap,
+        kernel=case.kernel,
+        keep_kv=case.keep_kv,
+        ranks_per_node=case.ranks_per_node,
+    )
     sinks = case.sinks()
     out = attention(q, k, v, layer=0, sink_logits=sinks)
     gradients = torch.autograd.grad(out, [x for x in (q, k, v, sinks) if x is not None], dout)

@@ -112,6 +112,7 @@ def test_every_mask_equals_dense_float64(workers: Workers, data: st.DataObject, 
         v_head_dim=v_head_dim,
         sink_logits=data.draw(st.booleans()),
         keep_kv=data.draw(st.booleans()),
+        ranks_per_node=data.draw(st.none() | st.integers(1, 4)),
     )
     got = gather(case, workers.run(run_case, case.ranks, case))
     for error, part, reference in zip(relative_errors(got, dense(case)), got, dense(case), strict=True):
@@ -208,13 +209,13 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
             (rank, peer): len(rows)
             for rank, schedule in enumerate(schedules)
             if stage < len(schedule.stages)
-            for peer, rows in schedule.stages[stage].sends
+            for peer, rows in schedule.stages[stage].hops[0].sends
         }
         awaited = {
             (peer, rank): rows
             for rank, schedule in enumerate(schedules)
             if stage < len(schedule.stages)
-            for peer, rows in schedule.stages[stage].receives
+            for peer, rows in schedule.stages[stage].hops[0].receives
         }
         assert sent == awaited
         for (_, rank), rows in awaited.items():
@@ -258,7 +259,7 @@ def test_bytes_sent_equal_the_formula() -> None:
     for rank in range(degree):
         (stage,) = Schedule.build(case.layout(rank)).stages
         chunk = length // (2 * degree)
-        assert sum(len(rows) for _, rows in stage.sends) == chunk * (degree - 1 - rank) + 2 * chunk * rank
+        assert sum(len(rows) for _, rows in stage.hops[0].sends) == chunk * (degree - 1 - rank) + 2 * chunk * rank
 
 
 @given(length=st.integers(1, 400), degree=st.integers(1, 40))

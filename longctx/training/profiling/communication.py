@@ -151,11 +151,11 @@ def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
         return torch.zeros(count, width, dtype=rig.dtype, device=rig.mesh.device)
 
     stages = []
-    for stage in schedule.stages:
-        given = [(peer, rows(len(index))) for peer, index in stage.sends]
-        taken = [(peer, rows(count)) for peer, count in stage.receives]
+    for hop in (hop for stage in schedule.stages for hop in stage.hops):
+        given = [(peer, rows(len(index))) for peer, index in hop.sends]
+        taken = [(peer, rows(count)) for peer, count in hop.receives]
         back = [(peer, len(tensor)) for peer, tensor in given]
-        stages.append((given, rows(stage.received_rows), stage.receives, taken, rows(sum(count for _, count in back)), back))
+        stages.append((given, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
 
     def run() -> None:
         for number in range(rig.fetches):
