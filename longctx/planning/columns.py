@@ -31,6 +31,8 @@ WASTE = 1.25
 """Work of a document over all its ranks, as a multiple of the least of any degree, that modest layouts allow."""
 FEW = 4
 """Up to so many documents a rank, groups are tried as well."""
+NARROWEST = (1, 2, 4)
+"""How many ranks each of these groups has at least."""
 SHORT = 0.3
 """Documents that take less of the ideal height than this are left on one rank."""
 TALL = 2
@@ -43,7 +45,7 @@ PROMISING = 2
 """How many of the best layouts are tried with one more micro-batch where the tokens leave room for fewer."""
 FILLED = 3
 """How many of the best layouts for each number of micro-batches are filled."""
-EVENED = ((2, 8), (1, 64))
+EVENED = ((2, 8), (1, 24), (1, 48))
 """How many of the best plans are evened out, and for how many rounds, in turn."""
 
 
@@ -58,13 +60,14 @@ def plan_columns(step: Step) -> tuple[Assignment, int]:
             _tall_layouts(layouts, menu)
             if layouts is more and roomy and fewest.best:
                 for promising in fewest.best[:PROMISING]:
-                    _add_even(layouts, promising.degree)
+                    _add_even(layouts, step.split(promising.degree))
             else:
                 _even_layouts(layouts, menu)
         plans = fewest.filled() + more.filled()
         if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
-            rings = grouped_rings(step, menu.even_height(step.ranks))
-            plans += [(rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree))] if rings else []
+            for narrowest in NARROWEST:
+                if rings := grouped_rings(step, menu.even_height(step.ranks), narrowest):
+                    plans.append((rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree)))
         best = _best_filled(step, plans)
         if best is not None:
             return best
@@ -97,16 +100,15 @@ def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
     height = menu.even_height(layouts.micro_batches * step.ranks)
     seen = set()
     for cost, share in itertools.product((menu.modest_cost, menu.cost), SHARES):
-        degrees = menu.degrees_below(share * height // 32, cost)
-        if degrees.tobytes() not in seen:
-            seen.add(degrees.tobytes())
-            _add_even(layouts, degrees)
+        options = menu.below(share * height // 32, cost)
+        if options.tobytes() not in seen:
+            seen.add(options.tobytes())
+            _add_even(layouts, menu.split(options))
 
 
-def _add_even(layouts: Layouts, degrees: Integers) -> None:
+def _add_even(layouts: Layouts, split: Split) -> None:
     """Adds layouts with rings in as few micro-batches as they fill, and in all."""
-    split = layouts.step.split(degrees)
-    fewest = max(1, -(-int(degrees[degrees > 1].sum()) // layouts.step.ranks))
+    fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // layouts.step.ranks))
     for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
         layouts.add(split, shelves)
 
@@ -120,12 +122,12 @@ def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
             leads.append((*_tall_estimate_ns(step, menu, micro_batches, tall, lead), tall, lead))
     seen = set()
     for _, height, tall, lead in sorted(leads)[:LEADS]:
-        top = menu.side_by_side(tall * step.ranks, lead)
+        top = menu.within(tall * step.ranks, lead)[1]
         for share in LOWER_SHARES:
-            degrees = np.where(menu.rank_of < lead, top, menu.degrees_below(int(share * height), menu.cost))
-            if (key := (tall, lead, degrees.tobytes())) not in seen:
+            options = np.append(top, menu.below(int(share * height), menu.cost)[lead:])
+            if (key := (tall, lead, options.tobytes())) not in seen:
                 seen.add(key)
-                layouts.add(step.split(degrees), micro_batches, lead, tall)
+                layouts.add(menu.split(options), micro_batches, lead, tall)
 
 
 def _some(most: int) -> list[int]:
@@ -182,16 +184,15 @@ class Menu:
 
     def __init__(self, step: Step) -> None:
         least = least_degrees(step.lengths, step.ranks, step.tokens_per_rank)
-        self.documents = len(step.lengths)
+        self.step = step
         height = int(step.single_ns.sum()) // (step.ranks * (step.fewest_micro_batches + 1))
         is_long = (step.single_ns > SHORT * height) | (least > 1)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
-        self.rank_of = np.full(self.documents, self.documents)
-        self.rank_of[self.long] = np.arange(len(self.long))
         self.options = _degree_options(step.ranks, least, step.profile.ranks_per_node)
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.options)
-        fits = largest_shards(length, degree) <= step.tokens_per_rank
+        self.shard = largest_shards(length, degree)
+        fits = self.shard <= step.tokens_per_rank
         self.cost = np.where(fits, alone_ns(step.profile, length, degree), NEVER)
         work = np.where(fits, self.cost * self.options.astype(np.float64), np.inf)
         least_work = work.min(axis=1)
@@ -201,52 +202,49 @@ class Menu:
         self.work = short_ns + int(self.least_work.sum())
         self.short_ns_per_token = short_ns / max(1, int(step.lengths[short].sum()))
         self.width = np.where(self.options > 1, self.options, 0)
-        self.found: dict[tuple[int, int], tuple[int, Integers]] = {}
 
     def most_on(self, width: int) -> int:
         """How many of the longest documents fit side by side on that many ranks."""
         narrowest = self.width[(self.cost < NEVER).argmax(axis=1)]
         return int(np.searchsorted(np.cumsum(np.maximum(1, narrowest)), width, side="right"))
 
-    def side_by_side(self, width: int, stop: int) -> Integers:
-        """Degrees by the lowest limit at which the rings of the `stop` longest documents are at most `width` ranks wide.
-
-        The others get degree 1.
-        """
-        degrees = np.ones(self.documents, dtype=np.int64)
-        degrees[self.long[:stop]] = self.options[self.within(width, stop)[1]]
-        return degrees
+    def split(self, index: Integers) -> Split:
+        """Long documents on these options, the others on one rank."""
+        row = np.arange(len(self.long))
+        degree, time, tokens = np.ones_like(self.step.lengths), self.step.single_ns.copy(), self.step.lengths.copy()
+        degree[self.long], time[self.long], tokens[self.long] = (
+            self.options[index],
+            self.cost[row, index],
+            self.shard[row, index],
+        )
+        return Split(degree, time, tokens)
 
     def even_height(self, slots: int) -> int:
         """The least height of a slot that holds an even share of all work, and no document that takes longer."""
         low, high = self.work // slots, int(self.quickest.max(initial=0)) + 2 * self.work // slots
         while high - low > low // 256:
             middle = (low + high) // 2
-            index = _first_below(middle, self.cost)
+            index = self.below(middle, self.cost)
             time = self.cost[np.arange(len(index)), index]
             enough = self.work + int((self.options[index] * time - self.least_work).sum()) <= slots * middle
             low, high = (low, middle) if enough and int(time.max(initial=0)) <= middle else (middle + 1, high)
         return high
 
-    def degrees_below(self, limit: int, cost: Integers) -> Integers:
-        """The smallest degrees by which documents take no longer than that, or their quickest if they all do."""
-        degrees = np.ones(self.documents, dtype=np.int64)
-        degrees[self.long] = self.options[_first_below(limit, cost)]
-        return degrees
+    def below(self, limit: int, cost: Integers) -> Integers:
+        """The first option of every long document by which it takes no longer than that, or its quickest."""
+        result: Integers = (cost <= np.maximum(limit, cost.min(axis=1))[:, None]).argmax(axis=1)
+        return result
 
     def within(self, width: int, stop: int) -> tuple[int, Integers]:
-        """That limit, and the index of every document's option by it."""
-        key = width, stop
-        if key not in self.found:
-            height, wider, row = self._steps
-            here = np.flatnonzero(row < stop)
-            over = np.cumsum(wider[here]) > width
-            limit = int(height[here[over.argmax()]]) if over.any() else 0
-            cost = self.cost[:stop]
-            limit = min(limit, int(cost[cost < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
-            limits = np.maximum(limit, cost.min(axis=1))
-            self.found[key] = int(limits.max(initial=0)), (cost <= limits[:, None]).argmax(axis=1)
-        return self.found[key]
+        """The lowest limit at which the `stop` longest documents are at most `width` ranks wide together, and their options."""
+        height, wider, row = self._steps
+        here = np.flatnonzero(row < stop)
+        over = np.cumsum(wider[here]) > width
+        limit = int(height[here[over.argmax()]]) if over.any() else 0
+        cost = self.cost[:stop]
+        limit = min(limit, int(cost[cost < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
+        limits = np.maximum(limit, cost.min(axis=1))
+        return int(limits.max(initial=0)), (cost <= limits[:, None]).argmax(axis=1)
 
     @cached_property
     def _steps(self) -> tuple[Integers, Integers, Integers]:
@@ -258,11 +256,6 @@ class Menu:
         wider[1:][again] -= self.width[option[:-1] + 1][again]
         order = np.argsort(-before[row, option], kind="stable")
         return before[row, option][order], wider[order], row[order]
-
-
-def _first_below(limit: int, cost: Integers) -> Integers:
-    result: Integers = (cost <= np.maximum(limit, cost.min(axis=1))[:, None]).argmax(axis=1)
-    return result
 
 
 def _degree_options(ranks: int, least: Integers, node: int) -> Integers:

@@ -18,15 +18,19 @@ PRECISION = 512
 """Limits are told apart to one part of the height in so many."""
 
 Choice = tuple[list[int], list[int]]
-"""Nanoseconds (0 where it does not fit) and tokens of a document on each rank of a group, for every power of two."""
+"""Nanoseconds (0 where it may not be) and tokens of a document on each rank of a group, for every power of two."""
 
 
-def grouped_rings(step: Step, height: int) -> Rings | None:
-    """The lowest layout found between once and twice that height, in nanoseconds; None if there is none."""
+def grouped_rings(step: Step, height: int, narrowest: int) -> Rings | None:
+    """The lowest layout found between once and twice that height, in nanoseconds; None if there is none.
+
+    No group has fewer than `narrowest` ranks: fine pieces pack better where small documents are wanting.
+    """
     widths = np.array([1 << i for i in range(step.ranks.bit_length())], dtype=np.int64)
     lengths, width = np.broadcast_arrays(step.lengths[:, None], widths)
     shards = largest_shards(lengths, width)
-    times = np.where(shards <= step.tokens_per_rank, alone_ns(step.profile, lengths, width), 0)
+    possible = (shards <= step.tokens_per_rank) & (width >= narrowest)
+    times = np.where(possible, alone_ns(step.profile, lengths, width), 0)
     order = np.argsort(-step.lengths, kind="stable")
     choices = list(zip(times[order].tolist(), shards[order].tolist(), strict=True))
     low, high, best = height, 2 * height, None
