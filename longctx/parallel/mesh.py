@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from longctx.errors import UserError
 
 AXES = ("pp", "dp_cp", "tp")
+COPIES = ("dp_replicate", "dp_shard")
+"""The axes that `dp_cp` is made of where a part of it holds a copy of the weights."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,14 @@ class Mesh:
     Attributes:
         device: where this rank computes.
         domain: one-dimensional mesh over the ranks that share data and context parallelism (`dp_cp`).
+        weights: the mesh over the same ranks that parameters are sharded over: the domain, or (replicas, shards).
         exchange: communicator of its own for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints.
     """
 
     device: torch.device
     domain: DeviceMesh
+    weights: DeviceMesh
     exchange: dist.ProcessGroup
     control: dist.ProcessGroup
 
@@ -64,15 +68,30 @@ class Mesh:
         """N, the size of the domain."""
         return self.domain.size()
 
+    @property
+    def world_rank(self) -> int:
+        """This rank's number in the whole run."""
+        return dist.get_rank(self.control)
+
+    @property
+    def world_size(self) -> int:
+        """All processes of the run."""
+        return dist.get_world_size(self.control)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its place in the domain, so that sums over the run count every token once."""
+        return self.tensor.get_local_rank() == 0
+
     def gather(self, values: list[float]) -> torch.Tensor:
-        """Every rank's `values`, float64 [ranks, values], on the CPU of every rank."""
-        rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(dist.get_world_size(self.control))]
+        """The `values` of all ranks of the run, float64 [world size, values], on the CPU of every rank."""
+        rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value` (picklable), on every rank."""
-        values: list[Any] = [None] * dist.get_world_size(self.control)
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
@@ -98,7 +117,15 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def join(launch: Launch, device: torch.device, *, tensor: int = 1, pipeline: int = 1, timeout_s: float = 600.0) -> Mesh:
+def join(
+    launch: Launch,
+    device: torch.device,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    shard_ranks: int | None = None,
+    timeout_s: float = 600.0,
+) -> Mesh:
     """Joins the processes that torchrun started (or stands alone) and makes the groups of a run; see `make_groups`."""
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -108,28 +135,37 @@ def join(launch: Launch, device: torch.device, *, tensor: int = 1, pipeline: int
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return make_groups(device, tensor=tensor, pipeline=pipeline, timeout_s=timeout_s)
+    return make_groups(device, tensor=tensor, pipeline=pipeline, shard_ranks=shard_ranks, timeout_s=timeout_s)
 
 
-def make_groups(device: torch.device, *, tensor: int = 1, pipeline: int = 1, timeout_s: float = 600.0) -> Mesh:
+def make_groups(
+    device: torch.device, *, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None, timeout_s: float = 600.0
+) -> Mesh:
     """Makes the groups of a run out of all processes of the default group.
 
-    A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
+    `shard_ranks` consecutive ranks of the domain share a copy of the weights; None: all of them. A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
     ranks, because connections are made lazily and the first batch of messages must be everybody's.
     """
     timeout = timedelta(seconds=timeout_s)
-    sizes = (pipeline, dist.get_world_size() // (pipeline * tensor), tensor)
-    whole = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    domain = whole["dp_cp"]
+    ranks = dist.get_world_size() // (pipeline * tensor)
+    shards = ranks if shard_ranks is None else shard_ranks
+    if shards == ranks:
+        whole = init_device_mesh(device.type, (pipeline, ranks, tensor), mesh_dim_names=AXES)
+        domain = weights = whole["dp_cp"]
+    else:
+        sizes = (pipeline, ranks // shards, shards, tensor)
+        whole = init_device_mesh(device.type, sizes, mesh_dim_names=(AXES[0], *COPIES, AXES[2]))
+        weights = whole[COPIES]
+        domain = weights._flatten(AXES[1])
     # Every rank makes every group, in the same order; the domain's own group may be the world's, so the exchange gets another.
     exchange = None
-    for ranks in whole.mesh.permute(0, 2, 1).reshape(-1, sizes[1]).tolist():
-        group = dist.new_group(ranks, timeout=timeout)
-        if dist.get_rank() in ranks:
+    for members in whole.mesh.reshape(pipeline, ranks, tensor).permute(0, 2, 1).reshape(-1, ranks).tolist():
+        group = dist.new_group(members, timeout=timeout)
+        if dist.get_rank() in members:
             exchange = group
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
-    mesh = Mesh(device, domain, exchange, control)
+    mesh = Mesh(device, domain, weights, exchange, control)
     _warm_up(mesh)
     return mesh
 
