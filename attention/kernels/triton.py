@@ -35,6 +35,16 @@ class Blocks(NamedTuple):
     warps: int
     stages: int
 
+    def sides(self, program: str) -> dict[str, int]:
+        """The constants of `program` that say how large they are; rows are queries, in dkv keys."""
+        queries, keys = (self.columns, self.rows) if program == "dkv" else (self.rows, self.columns)
+        return {"BLOCK_Q": queries, "BLOCK_K": keys}
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Triton's compiler is told."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
 
 ROOMY = 227 << 10
 """Bytes of shared memory that a program can have on Hopper, and on Blackwell in data centres."""
@@ -170,11 +180,9 @@ class _Run:
         if not programs:
             return
         blocks = self.blocks(program)
-        queries, keys = (blocks.columns, blocks.rows) if program == "dkv" else (blocks.rows, blocks.columns)
-        options = {"num_warps": blocks.warps, "num_stages": blocks.stages, "enable_fp_fusion": True}
         kernel = getattr(self.device_code, f"{program}_kernel")
         with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **self.constants, BLOCK_Q=queries, BLOCK_K=keys, **options)
+            kernel[(programs,)](*arguments, **self.constants, **blocks.sides(program), **blocks.options)
 
 
 def choose_blocks(program: str, element_size: int, widest: int, shared_memory: int) -> Blocks:
