@@ -45,6 +45,14 @@ SPLITS = {
         2,
         ["train.recompute=selective", "context.keep_kv=true", "batch.tokens_per_rank=750"],
     ),
+    "replicated": (3, ["parallel.shard_ranks=1", "batch.tokens_per_rank=500"]),
+    "hybrid: sharded inside pairs": (4, ["parallel.shard_ranks=2", "batch.tokens_per_rank=500"]),
+    "resharded after the micro-batch": (2, ["parallel.reshard_after=micro_batch", "batch.tokens_per_rank=750"]),
+    "gathered once a step": (2, ["parallel.reshard_after=step", "batch.tokens_per_rank=750"]),
+    "reduced after each micro-batch": (
+        4,
+        ["parallel.reduce_after=micro_batch", "parallel.shard_ranks=2", "batch.tokens_per_rank=500"],
+    ),
     "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
 }
 

@@ -107,6 +107,11 @@ def _domain(config: Config, world_size: int) -> Iterator[Problem]:
     context, budget, domain = config.context, config.batch.tokens_per_rank, config.domain(world_size)
     wanted, longest = config.data.max_length, config.capacity(world_size)
     bins = context.bins or {} if context.mode == "bins" else {}
+    shards = config.parallel.shard_ranks
+    if shards is not None and domain % shards:
+        nearest = max(size for size in range(1, min(shards, domain) + 1) if domain % size == 0)
+        rule = f"copies of the weights fill the domain, so this divides its size, which is {domain}"
+        yield Problem("parallel.shard_ranks", shards, rule, f"give {nearest}, or leave it out for {domain}")
     rule = f"a degree is at most the size of the domain, which is {domain}"
     fix = f"give {domain} or less, or start more processes"
     if context.mode == "static" and (context.degree or 1) > domain:

@@ -133,6 +133,22 @@ class ParallelSection(Section):
 
     tensor_parallel_size: int = Field(1, ge=1, description="ranks that share every weight matrix (this version: 1)")
     pipeline_parallel_size: int = Field(1, ge=1, description="ranks that share the layers (this version: 1)")
+    shard_ranks: int | None = Field(
+        None,
+        ge=1,
+        description="consecutive ranks of the domain that share one copy of weights, gradients and moments, as those of a node "
+        "(null: all of them; 1: every rank holds all, for small models)",
+    )
+    reshard_after: Literal["block", "micro_batch", "step"] = Field(
+        "block",
+        description="how long gathered weights stay; block: gathered for a block's forward and again for its backward; "
+        "micro_batch: once for both; step: once a step; later ones need more memory and gather less often",
+    )
+    reduce_after: Literal["micro_batch", "step"] = Field(
+        "step",
+        description="when gradients are summed over ranks; step: once, and until then each rank holds all of them in float32; "
+        "micro_batch: more messages, and each rank holds its shard",
+    )
 
 
 class TrainSection(Section):

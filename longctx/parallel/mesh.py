@@ -143,8 +143,9 @@ def make_groups(
 ) -> Mesh:
     """Makes the groups of a run out of all processes of the default group.
 
-    `shard_ranks` consecutive ranks of the domain share a copy of the weights; None: all of them. A collective or message that takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all
-    ranks, because connections are made lazily and the first batch of messages must be everybody's.
+    `shard_ranks` consecutive ranks of the domain share a copy of the weights; None: all of them. A collective or message that
+    takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all ranks, because connections are
+    made lazily and the first batch of messages must be everybody's.
     """
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)

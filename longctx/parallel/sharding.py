@@ -1,4 +1,8 @@
-"""Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged) once a step."""
+"""Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged), in float32.
+
+The mesh decides who shares a copy of the model: one axis shards it over all ranks; two axes (replicas, shards) shard it inside
+a node, say, and hold a copy in each; with a second axis of one rank every rank holds all of it.
+"""
 
 import torch
 from torch import nn
@@ -9,16 +13,17 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from longctx.model.transformer import Transformer
 
 
-def shard(model: Transformer, domain: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shards every block and the rest of the model over `domain`, in place.
+def shard(model: Transformer, weights: DeviceMesh, dtype: torch.dtype, reshard_after: str = "block") -> None:
+    """Shards every block and the rest of the model over the mesh `weights`, in place.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. Inputs of
-    blocks are left as they are: the tables of RoPE must stay float32.
+    blocks are left as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block
+    stay: for its forward and again for its backward, from its forward to its backward, or (with `reduce_gradients`) all step.
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
-        fully_shard(block, mesh=domain, mp_policy=policy)
-    fully_shard(model, mesh=domain, mp_policy=policy)
+        fully_shard(block, mesh=weights, mp_policy=policy, reshard_after_forward=reshard_after == "block")
+    fully_shard(model, mesh=weights, mp_policy=policy, reshard_after_forward=False)
     for module in sharded_modules(model):
         # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
         module.set_gradient_divide_factor(1.0)
@@ -43,8 +48,12 @@ def initialize_sharded(model: Transformer, seed: int, device: torch.device) -> N
         parameter.to_local().copy_(mine.to_local())
 
 
-def reduce_gradients(model: Transformer, in_this_backward: bool) -> None:
-    """Gradients stay on their rank, accumulated in float32, until the last micro-batch of the step reduces them."""
+def reduce_gradients(model: Transformer, in_this_backward: bool, keep_gathered: bool = False) -> None:
+    """Gradients stay on their rank, accumulated in float32 and whole, until a backward reduces them to shards.
+
+    `keep_gathered`: weights stay gathered after this backward, for the forward of the next micro-batch.
+    """
     assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(not keep_gathered)
     model.set_is_last_backward(in_this_backward)
     model.set_requires_gradient_sync(in_this_backward)

@@ -26,6 +26,7 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
         device,
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
+        shard_ranks=parallel.shard_ranks,
         timeout_s=config.train.timeout_s,
     )
 
@@ -35,7 +36,7 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> Transformer:
     with torch.device("meta"):
         model = Transformer(shape)
     apply_recompute(model, config.train.recompute)
-    shard(model, mesh.domain, getattr(torch, config.train.dtype))
+    shard(model, mesh.weights, getattr(torch, config.train.dtype), config.parallel.reshard_after)
     initialize_sharded(model, config.train.seed, mesh.device)
     return model
 

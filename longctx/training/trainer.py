@@ -126,7 +126,12 @@ class Trainer:
     def _forward_backward(self, batch: StepBatch, micro_batch: MicroBatch) -> torch.Tensor:
         """This rank's part of the step's loss in one micro-batch; gradients are reduced in the last one."""
         last = micro_batch.index == len(batch.micro_batches) - 1
-        reduce_gradients(self.model, in_this_backward=last)
+        parallel = self.config.parallel
+        reduce_gradients(
+            self.model,
+            in_this_backward=last or parallel.reduce_after == "micro_batch",
+            keep_gathered=not last and parallel.reshard_after == "step",
+        )
         device = self.mesh.device
         context = self.config.context
         attention = RingAttention(
