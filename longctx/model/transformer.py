@@ -6,7 +6,7 @@ knows nothing of rings, shards or losses.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 import torch
@@ -81,19 +81,29 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama."""
+    """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
 
-    def __init__(self, shape: ModelShape) -> None:
+    With `layers` it holds these blocks alone, under the names they have in the whole model: the embedding comes with the first,
+    final norm and head with the last. A tied embedding is there with either.
+    """
+
+    def __init__(self, shape: ModelShape, layers: Collection[int] | None = None) -> None:
         super().__init__()
         if shape.vocab_size is None:
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
         self.shape = shape
-        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(shape, layer) for layer in range(shape.num_hidden_layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        if shape.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+        held = range(shape.num_hidden_layers) if layers is None else layers
+        has_head = shape.num_hidden_layers - 1 in held
+        if 0 in held or (has_head and shape.tie_word_embeddings):
+            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList()
+        for layer in held:
+            self.layers.add_module(str(layer), Block(shape, layer))
+        if has_head:
+            self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+            if shape.tie_word_embeddings:
+                self.lm_head.weight = self.embed_tokens.weight
 
     def initial_weight(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """The first value of a parameter, whole and on its device, drawn from `seed` and its name alone.
@@ -119,8 +129,18 @@ class Transformer(nn.Module):
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention, head: Head = F.linear
     ) -> torch.Tensor:
         """tokens and positions [tokens] → logits [tokens, vocab], or what `head` makes of hidden states and output weight."""
+        return self.run(self.layers, self.embed_tokens(tokens), positions, attention, head)
+
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        head: Head | None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
         cos, sin = rope_tables(positions, self.shape.head_dim, self.shape.rope_theta)
-        x = self.embed_tokens(tokens)
-        for block in self.layers:
+        for block in blocks:
             x = block(x, cos, sin, attention)
-        return head(self.norm(x), self.lm_head.weight)
+        return x if head is None else head(self.norm(x), self.lm_head.weight)
