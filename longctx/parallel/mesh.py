@@ -48,6 +48,7 @@ class Mesh:
         device: where this rank computes.
         domain: one-dimensional mesh over the ranks that share data and context parallelism (`dp_cp`).
         weights: the mesh over the same ranks that parameters are sharded over: the domain, or (replicas, shards).
+        tensor: one-dimensional mesh over the ranks that share every weight matrix, and so hold the same tokens (`tp`).
         exchange: communicator of its own for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints.
     """
@@ -55,6 +56,7 @@ class Mesh:
     device: torch.device
     domain: DeviceMesh
     weights: DeviceMesh
+    tensor: DeviceMesh
     exchange: dist.ProcessGroup
     control: dist.ProcessGroup
 
@@ -166,7 +168,7 @@ def make_groups(
             exchange = group
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
-    mesh = Mesh(device, domain, weights, exchange, control)
+    mesh = Mesh(device, domain, weights, whole["tp"], exchange, control)
     _warm_up(mesh)
     return mesh
 
