@@ -65,7 +65,7 @@ def plan_columns(step: Step) -> tuple[Assignment, int]:
                 _even_layouts(layouts, menu)
         plans = fewest.filled() + more.filled()
         if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
-            for narrowest in NARROWEST:
+            for narrowest in (width for width in NARROWEST if width <= step.ranks):
                 if rings := grouped_rings(step, menu.even_height(step.ranks), narrowest):
                     plans.append((rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree)))
         best = _best_filled(step, plans)
