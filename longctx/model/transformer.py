@@ -28,7 +28,7 @@ Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class AttentionBlock(nn.Module):
-    """Projections around the attention that is handed in."""
+    """Projections around the attention that is handed in; called, it is those before it."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
@@ -39,12 +39,9 @@ class AttentionBlock(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
 
-    def project(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Normed hidden states [tokens, hidden] → rotated q and k, and v, each [tokens, heads, head_dim]."""
-        q, k, v = (
-            proj(x).view(x.shape[0], proj.out_features // self.head_dim, self.head_dim)
-            for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
@@ -74,8 +71,8 @@ class Block(nn.Module):
         self.mlp = MLP(shape)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        attended = attention(*self.self_attn.project(self.input_layernorm(x), cos, sin), self.layer)
-        x = x + self.self_attn.o_proj(attended.flatten(1))
+        q, k, v = self.self_attn(self.input_layernorm(x), cos, sin)
+        x = x + self.self_attn.o_proj(attention(q, k, v, self.layer).flatten(1))
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

@@ -1,13 +1,17 @@
 """Loss: the sum of token losses, computed in chunks so that `[tokens, vocab]` never exists in float32 at once.
 
 The sum is divided by the number of valid targets of the WHOLE step over the whole domain, which is known before the first
-forward; so loss and gradients do not depend on how the step is planned (design §7).
+forward; so loss and gradients do not depend on how the step is planned (design §7). With tensor parallelism every rank has its
+own entries of the vocabulary, and two numbers a token are exchanged.
 """
 
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+
+from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
 IGNORE = -100
 CHUNK_TOKENS = 1024
@@ -18,8 +22,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, divisor: int, chunk: int
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        divisor: int,
+        chunk: int,
+        part: VocabularyPart | None,
     ) -> torch.Tensor:
+        first = 0 if part is None else part.first
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         hidden_gradient = torch.zeros_like(hidden) if needs_gradient else None
@@ -30,15 +41,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             valid = labels[rows] != IGNORE
-            targets = labels[rows].clamp_min(0).unsqueeze(-1)
+            targets = (labels[rows] - first).where(valid, 0).unsqueeze(-1)
+            # The target is an entry of exactly one rank; elsewhere entry 0 is read, and nothing is made of it.
+            here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+            targets = targets.where(here, 0)
             logits = F.linear(hidden[rows], weight)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_total = logits.logsumexp(-1)
-            losses = (log_total - logits.gather(1, targets).squeeze(1)).where(valid, 0)
+            log_total, target_logits = logits.logsumexp(-1), logits.gather(1, targets).where(here, 0).squeeze(1)
+            if part is not None:
+                everyones = part.gather(torch.stack([log_total, target_logits]))
+                log_total, target_logits = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
+            losses = (log_total - target_logits).where(valid, 0)
             total += losses.sum(dtype=torch.float64)
             if hidden_gradient is not None and weight_gradient is not None:
                 gradient = (logits - log_total.unsqueeze(-1)).exp_()
-                gradient.scatter_add_(1, targets, gradient.new_full((1, 1), -1.0).expand(targets.shape))
+                gradient.scatter_add_(1, targets, -here.to(gradient.dtype))
                 gradient = gradient.where(valid.unsqueeze(-1), 0).div_(divisor).to(hidden.dtype)
                 hidden_gradient[rows] = gradient @ weight
                 weight_gradient += gradient.T @ hidden[rows]
@@ -55,6 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -67,7 +85,11 @@ def cross_entropy_sum(
     bfloat16 gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted. No valid target, or
-    no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time.
+    no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor
+    parallelism has split the weight by entries and hidden by tokens, every rank gives all labels and gets the whole loss.
     """
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens)  # type: ignore[no-untyped-call]  # torch's own
+    part = None
+    if isinstance(weight, DTensor):
+        hidden, weight, part = vocabulary_part(hidden, weight)
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens, part)  # type: ignore[no-untyped-call]  # torch's own
     return loss
