@@ -1,5 +1,6 @@
 """Setup: builds the parts of a run from its settings."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,6 +14,7 @@ from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
+from longctx.parallel.tensor import parallelize
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
@@ -32,10 +34,12 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
 
 
 def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> Transformer:
-    """The model of a run, recomputing and sharded over the domain as configured, with its first weights."""
+    """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights."""
     with torch.device("meta"):
         model = Transformer(shape)
     apply_recompute(model, config.train.recompute)
+    if mesh.tensor.size() > 1:
+        parallelize(model, mesh.tensor)
     shard(model, mesh.weights, getattr(torch, config.train.dtype), config.parallel.reshard_after)
     initialize_sharded(model, config.train.seed, mesh.device)
     return model
@@ -72,5 +76,5 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         seed=config.train.seed,
         max_length=max_length,
         long_documents=config.data.long_documents,
-        pad_to_multiple_of=config.batch.pad_to_multiple_of,
+        pad_to_multiple_of=math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size),
     )
