@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel, triton
+from longctx.attention.merge import merge_fused_, merge_plain_
 from longctx.attention.segments import Segment, visible
 from longctx.planning.plan import Placement
 from tests.attention_cases import Case, gather, run_case
@@ -213,6 +214,25 @@ def test_ring_over_the_kernel(workers: Workers) -> None:
     wanted = gather(exact, workers.run(run_case, 2, exact))
     for part, reference in zip(ours, wanted, strict=True):
         torch.testing.assert_close(part.double(), reference, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 16), (torch.bfloat16, 24), (torch.float32, 5)])
+def test_fused_merge_equals_the_plain_one(dtype: torch.dtype, dim: int) -> None:
+    """Also for parts that are views; rows that no segment covers stay as they are, NaN or not."""
+    segments = (Segment(2, 50, 0, 9), Segment(50, 51, 9, 10), Segment(53, 90, 10, 11), Segment(91, 91, 11, 12))
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(92, 3, dim, generator=generator).to(DEVICE)
+    lse, part_lse = (torch.randn(92, 3, generator=generator).to(DEVICE) * 20 for _ in range(2))
+    lse[0], out[-1] = float("-inf"), float("nan")
+    part = torch.randn(3, 92, dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
+    fused, plain = (out.clone(), lse.clone()), (out.clone(), lse.clone())
+    merge_fused_(*fused, part, part_lse, segments)
+    merge_plain_(*plain, part, part_lse, segments)
+    for ours, wanted in zip(fused, plain, strict=True):
+        torch.testing.assert_close(ours, wanted, equal_nan=True)
+    assert not torch.equal(fused[0][2:50], out[2:50])
+    merge_fused_(*fused, part, part_lse, ())
+    torch.testing.assert_close(fused[0], plain[0], equal_nan=True)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,9 +171,7 @@ class _Run:
 
     def tiles(self, program: str) -> Tiles:
         blocks = self.blocks(program)
-        # A table is copied on a stream and read on the same one, so no stream reads it before it is there.
-        stream = None if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
-        return _tiles(self.segments, program == "dkv", blocks.rows, blocks.columns, self.device, stream)
+        return device_tiles(self.segments, program == "dkv", blocks.rows, blocks.columns, self.device)
 
     def launch(self, program: str, tiles: Tiles, heads: int, arguments: tuple[Any, ...]) -> None:
         programs = tiles.table.shape[0] * heads
@@ -214,13 +212,19 @@ def _power_of_two(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, device: torch.device) -> Tiles:
+    """The tiles of `segments` on `device` (see `tile_table`); kept, since all layers of a micro-batch ask for the same ones."""
+    # A table is copied on a stream and read on the same one, so no stream reads it before it is there.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+    return _kept_tiles(tuple(segments), by_keys, rows, columns, device, stream)
+
+
 @lru_cache(maxsize=256)
-def _tiles(
+def _kept_tiles(
     segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
 ) -> Tiles:
-    """The tiles of `segments` on `device`; kept, since all layers of a micro-batch ask for the same ones."""
     table, covered = tile_table(segments, by_keys, rows, columns)
-    if device.type == "cuda":
+    if stream is not None:
         table = table.pin_memory()
     return Tiles(table.to(device, non_blocking=True), covered)
 
