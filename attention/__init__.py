@@ -10,10 +10,20 @@ if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
 from longctx.attention.exchange import ExchangeError
+from longctx.attention.heads import OPERATORS, HybridAttention, packed_attention
 from longctx.attention.masks import Mask
-from longctx.attention.operator import OPERATOR
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.schedule import Schedule
 
-__all__ = ["OPERATOR", "ExchangeError", "Mask", "RingAttention", "Schedule", "reference_attention", "ring_attention"]
+__all__ = [
+    "OPERATORS",
+    "ExchangeError",
+    "HybridAttention",
+    "Mask",
+    "RingAttention",
+    "Schedule",
+    "packed_attention",
+    "reference_attention",
+    "ring_attention",
+]

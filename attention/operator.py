@@ -21,16 +21,21 @@ from longctx.attention.schedule import Hop, Stage
 if TYPE_CHECKING:
     from longctx.attention.ring import RingAttention
 
-_live: "WeakValueDictionary[int, RingAttention]" = WeakValueDictionary()
+_live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
 NO_LAYER = -1
 
 
-def register(call: "RingAttention") -> int:
-    """The number by which the operator knows `call` as long as somebody holds it."""
+def register(what: object) -> int:
+    """The number by which an operator finds `what` as long as somebody holds it."""
     number = next(_numbers)
-    _live[number] = call
+    _live[number] = what
     return number
+
+
+def find(number: int) -> Any:
+    """What was registered under this number; None while torch.compile traces, where the number is a symbol."""
+    return _live[number] if isinstance(number, int) else None
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
@@ -41,7 +46,7 @@ def forward(
 
     `layer` is for messages, NO_LAYER if unknown.
     """
-    this = _Pass(_live[call], layer, "forward", q, k, v)
+    this = _Pass(find(call), layer, "forward", q, k, v)
     kept = this.kv.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.kv.shape[1])
     result: tuple[torch.Tensor, torch.Tensor] | None = None
     for received, calls in this.steps(kept, fetch=True):
@@ -77,7 +82,7 @@ def backward(
 
     dQ, dK and dV are summed in the dtype of lse; gradients of remote rows go back to their owners in the compute dtype.
     """
-    this = _Pass(_live[call], layer, "backward", q, k, v)
+    this = _Pass(find(call), layer, "backward", q, k, v)
     sums: list[torch.Tensor] = []
     number = -1
     returning: list[Iterator[None]] = []
@@ -254,8 +259,7 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, sink_logits, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(q, k, v, sink_logits, *output)
-    if isinstance(ctx.number, int):  # while compiling, it is a symbol
-        ctx.alive = _live[ctx.number]
+    ctx.alive = find(ctx.number)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[torch.Tensor | None, ...]:
@@ -270,6 +274,3 @@ def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[t
 
 
 forward.register_autograd(_gradients, setup_context=_setup_context)
-
-OPERATOR = torch.ops.longctx.ring_attention.default
-"""What selective recomputation is told to keep."""

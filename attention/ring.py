@@ -122,12 +122,13 @@ class RingAttention:
         *,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check(q, k, v, sink_logits)
+        self.check(q, k, v, sink_logits)
         layer = operator.NO_LAYER if layer is None else layer
         out: torch.Tensor = operator.forward(q, k, v, sink_logits, self.number, layer)[0]
         return out
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+        """Raises AttentionInputError for tensors that do not fit each other or the layout."""
         if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
             raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")
         if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longctx.attention import Mask, RingAttention
+from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
+from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Layout, rank_layout
 from longctx.planning.plan import Placement
 
@@ -32,6 +33,7 @@ class Case:
     v_head_dim: int | None = None
     keep_kv: bool = False
     ranks_per_node: int | None = None
+    head_ranks: int = 1
 
     @property
     def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
@@ -52,6 +54,17 @@ class Case:
         shapes = [(tokens, *shape) for shape in heads]
         q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in shapes)
         return q, k, v, dout
+
+    def attention(self, rank: int, exchange: Any = Exchange) -> RingAttention | HybridAttention:
+        options: dict[str, Any] = {
+            "mask": self.mask,
+            "softcap": self.softcap,
+            "kernel": self.kernel,
+            "keep_kv": self.keep_kv,
+            "ranks_per_node": self.ranks_per_node,
+            "exchange": exchange,
+        }
+        return packed_attention(self.layout(rank), self.head_ranks, **options)
 
     def sinks(self) -> torch.Tensor | None:
         """A learned logit for every head, if the case has them."""
@@ -79,14 +92,7 @@ def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tupl
         padded.append(torch.cat([tensor[rows], padding]))
     q, k, v = (tensor.requires_grad_() for tensor in padded[:3])
     dout = padded[3].nan_to_num(nan=0.0)
-    attention = RingAttention(
-        case.layout(rank),
-        mask=case.mask,
-        softcap=case.softcap,
-        kernel=case.kernel,
-        keep_kv=case.keep_kv,
-        ranks_per_node=case.ranks_per_node,
-    )
+    attention = case.attention(rank)
     sinks = case.sinks()
     out = attention(q, k, v, layer=0, sink_logits=sinks)
     gradients = torch.autograd.grad(out, [x for x in (q, k, v, sinks) if x is not None], dout)

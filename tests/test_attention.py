@@ -99,6 +99,40 @@ def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
     return Mask(causal, window, sinks, prompts)
 
 
+@st.composite
+def swapped(draw: st.DrawFn, case: Case) -> Case:
+    """The case with head exchange: some rings consist of whole groups, others do not."""
+    u = draw(st.integers(2, 3))
+    ranks = -(-case.ranks // u) * u
+    placements = []
+    for placement in case.placements:
+        if draw(st.booleans()):
+            groups = draw(st.integers(1, ranks // u))
+            first = u * draw(st.integers(0, ranks // u - groups))
+            placement = replace(placement, first_rank=first, degree=groups * u)
+        placements.append(placement)
+    kv_heads = u * draw(st.integers(1, 2))
+    heads = kv_heads * draw(st.integers(1, 2))
+    return replace(case, ranks=ranks, placements=tuple(placements), head_ranks=u, heads=heads, kv_heads=kv_heads)
+
+
+@several_ranks
+@given(data=st.data(), case=cases(max_ranks=5))
+def test_head_exchange_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
+    """Groups of ranks that swap heads for tokens, beside plain rings, with every mask and two-level exchange."""
+    case = replace(
+        data.draw(swapped(case)),
+        mask=data.draw(masks(case.lengths)),
+        sink_logits=data.draw(st.booleans()),
+        v_head_dim=data.draw(st.sampled_from([None, 6])),
+        keep_kv=data.draw(st.booleans()),
+        ranks_per_node=data.draw(st.none() | st.integers(2, 4)),
+    )
+    got = gather(case, workers.run(run_case, case.ranks, case))
+    for error, part, reference in zip(relative_errors(got, dense(case)), got, dense(case), strict=True):
+        assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
+
+
 @several_ranks
 @given(data=st.data(), case=cases())
 def test_every_mask_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:

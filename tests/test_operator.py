@@ -8,7 +8,7 @@ import torch._dynamo.testing
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from longctx.attention import OPERATOR, RingAttention
+from longctx.attention import OPERATORS, RingAttention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.planning.plan import Placement
 from tests.attention_cases import Case
@@ -78,7 +78,7 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
     elif policy == "full":
         out = checkpoint(block, x, attention, use_reentrant=False)
     else:
-        keep_attention = partial(create_selective_checkpoint_contexts, [OPERATOR])
+        keep_attention = partial(create_selective_checkpoint_contexts, OPERATORS)
         out = checkpoint(block, x, attention, use_reentrant=False, context_fn=keep_attention)
     gradients = torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))
     return list(gradients), Counting.starts

@@ -53,6 +53,10 @@ SPLITS = {
         4,
         ["parallel.reduce_after=micro_batch", "parallel.shard_ranks=2", "batch.tokens_per_rank=500"],
     ),
+    "head exchange, received keys kept": (
+        4,
+        ["context.head_exchange=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
+    ),
     "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
 }
 

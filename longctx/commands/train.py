@@ -68,12 +68,14 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     from longctx.data.store import Store
     from longctx.parallel.mesh import choose_device
     from longctx.training.run_folder import open_run_folder
+    from longctx.training.setup import check_head_exchange
 
     device = choose_device(config.train.device, launch.local_rank)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
     dtype = getattr(torch, config.train.dtype)
     choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
+    check_head_exchange(config, shape)
     # Weights and two moments, in float32.
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())
     if launch.rank == 0:

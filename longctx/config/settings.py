@@ -121,6 +121,16 @@ class ContextSection(Section):
     keep_kv: bool = Field(
         False, description="hold the K and V that were received until backward, instead of receiving them again: more memory"
     )
+    two_level_exchange: bool = Field(
+        True,
+        description="where a ring crosses nodes (of the profile's ranks_per_node), send K and V once to each node, and on "
+        "inside it; false: straight to every rank",
+    )
+    head_exchange: Literal["auto"] | int = Field(
+        1,
+        description="so many neighbouring ranks swap heads for tokens around ring attention (Ulysses); auto: as the cost model "
+        "chooses for every micro-batch; 1: plain rings",
+    )
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = Field(
         "auto",
         description="attention kernel; flash: the best flash attention installed (`pip install longctx[flash]`), or torch's "

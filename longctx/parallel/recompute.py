@@ -4,7 +4,7 @@ from functools import partial
 
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from longctx.attention import OPERATOR
+from longctx.attention import OPERATORS
 from longctx.model.transformer import Transformer
 
 MODES = ("none", "selective", "full")
@@ -22,6 +22,6 @@ def apply_recompute(model: Transformer, mode: str) -> None:
         return
     repeat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if mode == "selective":
-        repeat = partial(repeat, context_fn=partial(create_selective_checkpoint_contexts, [OPERATOR]))
+        repeat = partial(repeat, context_fn=partial(create_selective_checkpoint_contexts, OPERATORS))
     for block in model.layers:
         block.forward = partial(repeat, block.forward)

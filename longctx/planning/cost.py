@@ -153,12 +153,12 @@ def score(profile: HardwareProfile, lengths: Integers, assignment: Assignment, r
     stop = a.first_rank + a.degree
     attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
-    exchange = _exchange_ns(profile, lengths, a, shape)
+    exchange = exchange_ns(profile, lengths, a, shape)
     exposed = np.maximum(0, exchange - hidden_ns(profile, attention))
     return Score(linear + attention + exposed, exposed, nanoseconds(profile.launch_s), nanoseconds(profile.step_s))
 
 
-def _exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
+def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
     """exchange_r: every ring is cut at node edges into its first node, whole nodes, and its last node."""
     rings = np.flatnonzero(a.degree > 1)
     row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]

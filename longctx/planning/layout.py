@@ -5,7 +5,7 @@ tail), so causal work is equal for all. Any L and any n will do: nothing has to 
 two chunks are empty takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class Shard:
     head: Span
     tail: Span
     offset: int
+    stride: int = 1
+    """How far apart the ranks of the ring are."""
 
     @property
     def head_tokens(self) -> int:
@@ -77,14 +79,19 @@ class Shard:
         return self.head_tokens + self.tail_tokens
 
     def rows(self, start: int, stop: int) -> range:
-        """The buffer rows of the document positions [start, stop), which lie in one chunk or in both if these are neighbours."""
+        """The buffer rows of the document positions [start, stop), in one chunk or in both if these are neighbours."""
         before = self.tail[0] - self.head[1] if start >= self.tail[0] else 0
         first = self.offset + start - self.head[0] - before
         return range(first, first + stop - start)
 
     def rank_of(self, ring_index: int) -> int:
         """The domain rank that holds `ring_index` of this document."""
-        return self.first_rank + (self.degree - 1 - ring_index if self.reversed else ring_index)
+        return self.first_rank + self.stride * (self.degree - 1 - ring_index if self.reversed else ring_index)
+
+    def at(self, ring_index: int, degree: int) -> "Shard":
+        """What another ring index holds, of a ring of that degree."""
+        head, tail = head_span(self.length, degree, ring_index), tail_span(self.length, degree, ring_index)
+        return replace(self, degree=degree, ring_index=ring_index, head=head, tail=tail)
 
 
 @dataclass(frozen=True)

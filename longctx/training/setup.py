@@ -6,15 +6,19 @@ from functools import partial
 
 import torch
 
+from longctx.attention import HybridAttention, RingAttention, packed_attention
 from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.data.store import Store
+from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
+from longctx.planning.head_exchange import choose_head_ranks
+from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
@@ -77,4 +81,34 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         max_length=max_length,
         long_documents=config.data.long_documents,
         pad_to_multiple_of=math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size),
+    )
+
+
+def check_head_exchange(config: Config, shape: ModelShape) -> None:
+    """Raises UserError if the kv heads of a rank cannot be shared out as `context.head_exchange` says."""
+    wanted, kv_heads = config.context.head_exchange, shape.num_key_value_heads // config.parallel.tensor_parallel_size
+    if wanted != "auto" and (wanted < 1 or kv_heads % wanted):
+        divisors = ", ".join(str(u) for u in range(1, kv_heads + 1) if kv_heads % u == 0)
+        raise UserError(
+            f"context.head_exchange is {wanted}: must divide the {kv_heads} kv heads of a rank: {divisors}, or auto"
+        )
+
+
+def make_attention(
+    config: Config, mesh: Mesh, shape: ModelShape, plan: Plan, layout: Layout
+) -> RingAttention | HybridAttention:
+    """Attention of this rank in one micro-batch of a plan, as `config.context` describes it."""
+    context, tensor = config.context, config.parallel.tensor_parallel_size
+    head_ranks = context.head_exchange
+    if head_ranks == "auto":
+        heads, kv_heads = shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor
+        head_ranks = choose_head_ranks(plan, layout.micro_batch, heads, kv_heads)
+    return packed_attention(
+        layout,
+        head_ranks,
+        group=mesh.exchange,
+        kernel=context.kernel,
+        keep_kv=context.keep_kv,
+        ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
+        device=mesh.device,
     )

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longctx.attention import RingAttention
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import MicroBatch, StepBatch
@@ -29,7 +28,7 @@ from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from longctx.training.setup import build_loader, build_model, make_planner
+from longctx.training.setup import build_loader, build_model, make_attention, make_planner
 
 
 class NonFiniteLoss(UserError):
@@ -133,10 +132,7 @@ class Trainer:
             keep_gathered=not last and parallel.reshard_after == "step",
         )
         device = self.mesh.device
-        context = self.config.context
-        attention = RingAttention(
-            micro_batch.layout, group=self.mesh.exchange, kernel=context.kernel, keep_kv=context.keep_kv, device=device
-        )
+        attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout)
         head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
         try:
             loss: torch.Tensor = self.model(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
