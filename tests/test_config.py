@@ -140,7 +140,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("context.bins={8192: 1}", "only mode bins reads a table"),
         ("batch.pad_to_multiple_of=3", "would exceed batch.tokens_per_rank 8192"),
         ("optimizer.warmup_steps=101", "train.steps is 100"),
-        ("parallel.tensor_parallel_size=2", "this version has no such parallelism yet"),
+        ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 kv heads"),
         ("parallel.pipeline_parallel_size=2", "this version has no such parallelism yet"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
@@ -185,6 +185,7 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
         (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
         (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "must divide the 3 processes"),
+        (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "give 500 or 502"),
     ],
 )
 def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:

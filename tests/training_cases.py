@@ -59,7 +59,10 @@ def start(store: Path, run: Path, settings: list[str], *, resume: bool = False, 
     """A trainer on this rank of the test's group."""
     everything = [*SMALL, f"data.store={store}", f"train.run_dir={run}", *settings]
     config = load(None, everything, world_size=dist.get_world_size())
-    mesh = make_groups(torch.device("cpu"), shard_ranks=config.parallel.shard_ranks, timeout_s=timeout_s)
+    parallel = config.parallel
+    mesh = make_groups(
+        torch.device("cpu"), tensor=parallel.tensor_parallel_size, shard_ranks=parallel.shard_ranks, timeout_s=timeout_s
+    )
     run.mkdir(parents=True, exist_ok=True)
     return Trainer.start(config, mesh, Store.open(store), checkpoint.newest(run)[0] if resume else None)
 

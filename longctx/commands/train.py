@@ -121,7 +121,7 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
     return (
-        f"{trainer.model.shape.parameters() / 1e6:.1f}M parameters on {mesh.ranks} ranks ({mesh.device.type}, "
+        f"{trainer.model.shape.parameters() / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
         f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

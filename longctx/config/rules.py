@@ -1,6 +1,7 @@
 """Rules that span several settings, or settings and the number of processes; a function for each subject yields problems."""
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from longctx.config.problems import ConfigError, Problem
@@ -18,7 +19,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    problems = [problem for rule in (_model, _files, _context, _bins, _parallel, _train) for problem in rule(config)]
+    problems = [problem for rule in (_model, _files, _context, _bins, _parallel, _tensor, _train) for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
     return problems
@@ -71,11 +72,36 @@ def _bins(config: Config) -> Iterator[Problem]:
 
 
 def _parallel(config: Config) -> Iterator[Problem]:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            rule = "this version has no such parallelism yet: the size must be 1"
-            yield Problem(f"parallel.{name}", size, rule, "leave it out; context and data parallelism use every rank")
+    size = config.parallel.pipeline_parallel_size
+    if size > 1:
+        rule = "this version has no such parallelism yet: the size must be 1"
+        yield Problem(
+            "parallel.pipeline_parallel_size", size, rule, "leave it out; context and data parallelism use every rank"
+        )
+
+
+def _tensor(config: Config) -> Iterator[Problem]:
+    """What tensor parallelism cannot share out evenly: heads, and the tokens of a rank."""
+    size, batch = config.parallel.tensor_parallel_size, config.batch
+    try:
+        shape = config.model.sizes()
+    except ConfigError:
+        return  # told by the rule on the model
+    if shape.num_key_value_heads % size:  # they divide the query heads
+        most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
+        rule = (
+            f"every rank takes whole heads, and the model has {shape.num_attention_heads} query heads and "
+            f"{shape.num_key_value_heads} kv heads"
+        )
+        fix = f"give {most}, or a multiple of {size} kv heads"
+        yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
+    multiple = math.lcm(size, batch.pad_to_multiple_of)
+    if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
+        below = batch.tokens_per_rank // multiple * multiple
+        rule = f"with parallel.tensor_parallel_size {size} tokens are padded to a multiple of {multiple}, which would exceed it"
+        fix = f"give {below} or {below + multiple}" if below else f"give {multiple}"
+        others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
+        yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
 
 
 def _train(config: Config) -> Iterator[Problem]:
@@ -94,10 +120,13 @@ def _train(config: Config) -> Iterator[Problem]:
 
 def _mesh(config: Config, world_size: int) -> list[Problem]:
     tensor, pipeline = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    if world_size % (tensor * pipeline) == 0:
+    part = tensor * pipeline
+    if world_size % part == 0:
         return []
     rule = f"tensor_parallel_size × pipeline_parallel_size must divide the {world_size} processes of the run"
-    fix = f"start a multiple of {tensor * pipeline} processes, or change the sizes"
+    below = world_size // part * part
+    fix = f"start {below} or {below + part} processes" if below else f"start {part} processes"
+    fix += ", or change the sizes"
     others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
     return [Problem("parallel", f"{tensor} × {pipeline}", rule, fix, others)]
 

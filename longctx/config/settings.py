@@ -141,7 +141,9 @@ class ContextSection(Section):
 class ParallelSection(Section):
     """the mesh; what it leaves of the world is the domain, the ranks of data and context parallelism"""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="ranks that share every weight matrix (this version: 1)")
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="ranks that share every weight matrix, and hold the same documents; divides the kv heads"
+    )
     pipeline_parallel_size: int = Field(1, ge=1, description="ranks that share the layers (this version: 1)")
     shard_ranks: int | None = Field(
         None,

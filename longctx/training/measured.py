@@ -178,7 +178,7 @@ def measure(
     Raises UserError for modes that are unknown or given twice, ConfigError for those that these settings do not allow.
     """
     _refuse(modes, steps, warmup)
-    configs = mode_configs(config, modes, mesh.ranks, warmup + steps)
+    configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
     stop = StopSignal.install()
     with ExitStack() as loaders:
         trainers = [_trainer(each, mesh, store, stop) for each in configs]
@@ -240,7 +240,8 @@ def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trai
     """A trainer that logs and saves nothing."""
     model = build_model(config.model.shape(store.tokenizer.vocab_size), config, mesh)
     optimizer = make_optimizer(model, config.optimizer, mesh.device)
-    return Trainer(config, mesh, model, optimizer, build_loader(store, config, mesh, config.max_length(mesh.ranks)), stop=stop)
+    loader = build_loader(store, config, mesh, config.max_length(mesh.world_size))
+    return Trainer(config, mesh, model, optimizer, loader, stop=stop)
 
 
 def _step(trainer: Trainer) -> MeasuredStep:

@@ -50,7 +50,7 @@ class StepMetrics:
     def of(
         cls, batch: StepBatch, domain: dict[str, torch.Tensor], grad_norm: float, lr: float, step_time_s: float
     ) -> "StepMetrics":
-        """Metrics of a step from its batch and what every rank said of it (`loss`, `rows`, ...: float64 [ranks])."""
+        """Metrics of a step from its batch and what every process said of it (`loss`, `rows`, ...: float64 [world size])."""
         plan, rows = batch.plan, float(domain["rows"].sum())
         return cls(
             step=batch.step,
@@ -63,7 +63,7 @@ class StepMetrics:
             micro_batches=len(plan.micro_batches),
             step_time_s=step_time_s,
             predicted_s=plan.makespan_s,
-            tokens_per_s_per_rank=batch.tokens / step_time_s / plan.ranks,
+            tokens_per_s_per_rank=batch.tokens / step_time_s / len(domain["rows"]),
             degrees={str(degree): count for degree, count in plan.degrees.items()},
             winner=plan.winner,
             balance=1 - plan.idle_share,

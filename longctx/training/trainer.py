@@ -64,7 +64,7 @@ class Trainer:
         When `stop` has received its signal on any rank, the run ends after the step.
         """
         shape = config.model.shape(store.tokenizer.vocab_size)
-        max_length = choose_max_length(config, mesh.ranks, resume_from)
+        max_length = choose_max_length(config, mesh.world_size, resume_from)
         model = build_model(shape, config, mesh)
         optimizer = make_optimizer(model, config.optimizer, mesh.device)
         trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length), stop=stop or StopSignal())
@@ -72,7 +72,7 @@ class Trainer:
             trainer.refinement = Refinement(HardwareProfile.load(config.context.profile))
         if resume_from is not None:
             trainer._load(resume_from)
-        if mesh.rank == 0:
+        if mesh.world_rank == 0:
             run_dir = config.train.run_dir
             (run_dir / "config.yaml").write_text(config.to_yaml(), "utf-8")
             trainer.log = MetricsLog(run_dir, after_step=trainer.steps_done, tensorboard=config.log.tensorboard)
@@ -85,7 +85,7 @@ class Trainer:
                 try:
                     metrics = self.step()
                 except RuntimeError as error:
-                    error.add_note(f"rank {self.mesh.rank}: the last step that was finished is {self.steps_done}")
+                    error.add_note(f"rank {self.mesh.world_rank}: the last step that was finished is {self.steps_done}")
                     raise
                 if self.log is not None:
                     self.log.write(metrics)
@@ -139,7 +139,7 @@ class Trainer:
             loss.backward()
         except RuntimeError as error:
             where = f"step {batch.step}, micro-batch {micro_batch.index}, attention last in {attention.last}"
-            error.add_note(f"rank {self.mesh.rank}: {where}")
+            error.add_note(f"rank {self.mesh.world_rank}: {where}")
             raise
         return loss.detach()
 
@@ -153,10 +153,11 @@ class Trainer:
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile=profile)
 
     def _share(self, batch: StepBatch, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What every rank says of this step, by name: float64 [ranks]."""
+        """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
+        counts = self.mesh.counts
         mine = {
-            "loss": float(torch.stack(losses).double().sum()),
-            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)),
+            "loss": float(torch.stack(losses).double().sum()) if counts else 0.0,
+            "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
             "data_wait_s": batch.data_wait_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
