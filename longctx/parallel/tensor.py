@@ -80,7 +80,7 @@ class VocabularyPart:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Every rank's `values`, [ranks, *values.shape], in the same order on all of them."""
         everyones = values.new_empty(self.group.size(), *values.shape)
-        dist.all_gather_into_tensor(everyones, values.contiguous(), group=self.group)
+        dist.all_gather(list(everyones.unbind()), values.contiguous(), group=self.group)
         return everyones
 
 
