@@ -51,6 +51,8 @@ class Mesh:
         tensor: one-dimensional mesh over the ranks that share every weight matrix, and so hold the same tokens (`tp`).
         exchange: communicator of its own for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints.
+        pipeline: the ranks whose stages make up the model, in order; None without a pipeline.
+        ends: first and last of them, which share a tied embedding; None on the others and without a pipeline.
     """
 
     device: torch.device
@@ -59,6 +61,8 @@ class Mesh:
     tensor: DeviceMesh
     exchange: dist.ProcessGroup
     control: dist.ProcessGroup
+    pipeline: dist.ProcessGroup | None = None
+    ends: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -82,8 +86,12 @@ class Mesh:
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for its place in the domain, so that sums over the run count every token once."""
-        return self.tensor.get_local_rank() == 0
+        """Whether this rank speaks for its place in the domain, so that sums over the run count every token once.
+
+        In a pipeline that is a rank of the last stage, where the losses are.
+        """
+        last = self.pipeline is None or dist.get_rank(self.pipeline) == dist.get_world_size(self.pipeline) - 1
+        return last and self.tensor.get_local_rank() == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:
         """The `values` of all ranks of the run, float64 [world size, values], on the CPU of every rank."""
@@ -160,20 +168,39 @@ def make_groups(
         whole = init_device_mesh(device.type, sizes, mesh_dim_names=(AXES[0], *COPIES, AXES[2]))
         weights = whole[COPIES]
         domain = weights._flatten(AXES[1])
-    # Every rank makes every group, in the same order; the domain's own group may be the world's, so the exchange gets another.
-    exchange = None
-    for members in whole.mesh.reshape(pipeline, ranks, tensor).permute(0, 2, 1).reshape(-1, ranks).tolist():
-        group = dist.new_group(members, timeout=timeout)
-        if dist.get_rank() in members:
-            exchange = group
+    for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
+        dist.distributed_c10d._set_pg_timeout(timeout, axis)  # meshes give their groups a default of many minutes
+    # The domain's own group may be the world's, so the exchange gets another.
+    numbers = whole.mesh.reshape(pipeline, ranks, tensor)
+    exchange = _my_group(numbers.permute(0, 2, 1).reshape(-1, ranks), timeout)
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], exchange, control)
+    stages = ends = None
+    if pipeline > 1:
+        columns = numbers.permute(1, 2, 0).reshape(-1, pipeline)
+        stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
+    mesh = Mesh(device, domain, weights, whole["tp"], exchange, control, stages, ends)
     _warm_up(mesh)
     return mesh
 
 
+def _my_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes a group of the ranks in each of `rows` [groups, ranks], and gives the one that this rank is in, if any.
+
+    All ranks call it, for the same rows: every rank makes every group, in the same order.
+    """
+    mine = None
+    for members in rows.tolist():
+        group = dist.new_group(members, timeout=timeout)
+        if dist.get_rank() in members:
+            mine = group
+    return mine
+
+
 def _warm_up(mesh: Mesh) -> None:
+    for group in (mesh.pipeline, mesh.ends):
+        if group is not None:
+            dist.barrier(group)
     if mesh.ranks == 1:
         return
     after, before = ((mesh.rank + step) % mesh.ranks for step in (1, -1))

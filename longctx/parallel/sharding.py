@@ -4,6 +4,8 @@ The mesh decides who shares a copy of the model: one axis shards it over all ran
 a node, say, and hold a copy in each; with a second axis of one rank every rank holds all of it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,8 +15,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from longctx.model.transformer import Transformer
 
 
-def shard(model: Transformer, weights: DeviceMesh, dtype: torch.dtype, reshard_after: str = "block") -> None:
-    """Shards every block and the rest of the model over the mesh `weights`, in place.
+def shard(
+    model: Transformer,
+    weights: DeviceMesh,
+    dtype: torch.dtype,
+    reshard_after: str = "block",
+    stages: Sequence[nn.Module] | None = None,
+) -> None:
+    """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. Inputs of
     blocks are left as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block
@@ -23,11 +31,12 @@ def shard(model: Transformer, weights: DeviceMesh, dtype: torch.dtype, reshard_a
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
         fully_shard(block, mesh=weights, mp_policy=policy, reshard_after_forward=reshard_after == "block")
-    fully_shard(model, mesh=weights, mp_policy=policy, reshard_after_forward=False)
-    for module in sharded_modules(model):
-        # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    for root in [model] if stages is None else stages:
+        fully_shard(root, mesh=weights, mp_policy=policy, reshard_after_forward=False)
+        for module in sharded_modules(root):
+            # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -35,12 +44,13 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @torch.no_grad()
-def initialize_sharded(model: Transformer, seed: int, device: torch.device) -> None:
+def initialize_sharded(model: Transformer, seed: int, device: torch.device, stages: Sequence[nn.Module] | None = None) -> None:
     """Gives a sharded model on the meta device its storage and first values: the same whatever the number of ranks.
 
     Every rank draws one whole parameter at a time and keeps its shard, so nothing is sent and no rank holds the whole model.
     """
-    model.to_empty(device=device)
+    for root in [model] if stages is None else stages:
+        root.to_empty(device=device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         whole = model.initial_weight(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)

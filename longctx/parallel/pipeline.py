@@ -1,0 +1,318 @@
+"""Pipeline parallelism: stages of consecutive layers, run by the schedules of `torch.distributed.pipelining`.
+
+A micro-batch is known by its number alone: the schedule carries that, and each stage looks up layout, positions and labels for
+itself. So no metadata travels, and messages between stages have one shape: a stage pads hidden states to the token budget on
+exit and cuts them to the real tokens on entry.
+
+Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of micro-batches,
+empty ones included, so they come to the exchange of every (stage, micro-batch, pass) in the same order, and exchange, gathering
+of weights and messages between stages have communicators of their own. Seen from the schedule, the ranks of a domain act as one:
+a circle of ranks that wait for each other would be one in a single pipeline as well, and the schedules have none.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+from longctx.model.presets import ModelShape
+from longctx.model.transformer import Attention, Head, Transformer
+from longctx.parallel.mesh import Mesh
+from longctx.planning.pipeline import IN_CHUNKS, Pipeline
+
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a rank needs for one micro-batch, whichever of its stages runs: tokens and positions [tokens], attention, head.
+
+    `head` makes the loss of final hidden states and output weight.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    attention: Attention
+    head: Head
+
+
+def split_layers(shape: ModelShape, stages: int, keys: int) -> list[range]:
+    """The layers of every stage: consecutive, at least one, so that the slowest stage is as fast as can be, and then most even.
+
+    Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block. The
+    embedding before the first one copies a row, and counts as many as that row has numbers.
+    """
+    assert shape.vocab_size is not None
+    embedding = shape.vocab_size * shape.hidden_size
+    in_blocks = shape.parameters() - shape.hidden_size - embedding * (1 if shape.tie_word_embeddings else 2)
+    block = in_blocks // shape.num_hidden_layers + 2 * keys * shape.num_attention_heads * shape.head_dim
+    costs = [block] * shape.num_hidden_layers
+    costs[0] += shape.hidden_size
+    costs[-1] += embedding
+    slowest, _ = _best_split(costs, stages, max)
+    _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
+    return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
+    """The least value of a split, and where its stages end; `add` gives the value with one more stage of that cost."""
+    up_to = [0, *itertools.accumulate(costs)]
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers, with one stage more in every turn
+    for stage in range(1, stages + 1):
+        best = {
+            stop: min(
+                (add(value, up_to[stop] - up_to[start]), (*ends, stop)) for start, (value, ends) in best.items() if start < stop
+            )
+            for stop in range(stage, len(costs) - stages + stage + 1)
+        }
+    return best[len(costs)]
+
+
+def held_layers(stages: Sequence[range], pipeline: Pipeline, rank: int) -> list[int]:
+    """The layers of all stages that this rank of the pipeline runs."""
+    return [layer for layers in stages[rank :: pipeline.ranks] for layer in layers]
+
+
+class Stage(nn.Module):
+    """Some consecutive blocks of a model, with its embedding before the first and its head behind the last.
+
+    The modules are the model's own. Hidden states come and go as [wire_rows, hidden].
+    """
+
+    def __init__(self, model: Transformer, index: int, layers: range) -> None:
+        super().__init__()
+        self.index = index
+        self.run = model.run
+        blocks = dict(model.layers.named_children())
+        self.layers = nn.ModuleList(blocks[str(layer)] for layer in layers)
+        self.is_first, self.is_last = layers.start == 0, layers.stop == model.shape.num_hidden_layers
+        if self.is_first or (self.is_last and model.shape.tie_word_embeddings):
+            self.embed_tokens = model.embed_tokens
+        if self.is_last:
+            self.norm, self.lm_head = model.norm, model.lm_head
+        self.inputs: Callable[[int], Inputs]
+        self.wire_rows: int
+        self.rows: Callable[[Inputs], int]
+
+    def forward(self, hidden: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
+        """Micro-batch number `micro_batch` [1] through this stage: hidden states for the next one, or its loss.
+
+        The first stage makes nothing of `hidden`.
+        """
+        given = self.inputs(int(micro_batch))
+        x = self.embed_tokens(given.tokens) if self.is_first else hidden[: self.rows(given)]
+        out = self.run(self.layers, x, given.positions, given.attention, given.head if self.is_last else None)
+        return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
+
+
+class PipelineRun:
+    """The stages of one rank, and the schedule that runs micro-batches through all of them.
+
+    Args:
+        model: the blocks that this rank holds, and what stands beside them, sharded stage by stage.
+        stages: this rank's stages, in ascending order.
+        pipeline: number of ranks and chunks, and the schedule.
+        mesh: the groups of the run.
+        wire_rows: rows of hidden states that every message between stages has: the most that a micro-batch can have.
+        dtype: of these messages, that of the computation.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        stages: Sequence[Stage],
+        pipeline: Pipeline,
+        mesh: Mesh,
+        wire_rows: int,
+        dtype: torch.dtype,
+    ) -> None:
+        assert mesh.pipeline is not None
+        self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
+        self.group = mesh.pipeline
+        self.dtype = dtype
+        self.clock = Clock(mesh.device)
+        self.where = "before the first stage"
+        """Stage, micro-batch and pass that this rank entered last, for error messages."""
+        tensor = mesh.tensor.size()
+        self.wire_rows = -(-wire_rows // tensor)
+        for stage in stages:
+            stage.wire_rows = self.wire_rows
+            stage.rows = lambda given: len(given.tokens) // tensor
+        self._schedule: tuple[int, Any] | None = None
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the losses come out here."""
+        return self.stages[-1].is_last
+
+    def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:
+        """Runs all micro-batches through all stages and reduces the gradients. Returns the losses [micro_batches].
+
+        `inputs` gives what this rank needs for a micro-batch, by its number; from `micro_batches` on these are the empty ones
+        that the schedule wants. All ranks of the pipeline and of the domain call it for as many. Losses are 0 where the head
+        is not.
+        """
+        runs = self.pipeline.runs(micro_batches)
+        prepared: dict[int, Inputs] = {}
+
+        def prepare(number: int) -> Inputs:
+            if number not in prepared:
+                prepared[number] = inputs(number)
+            return prepared[number]
+
+        for stage in self.stages:
+            stage.inputs = prepare
+        numbers = torch.arange(runs)
+        losses: list[torch.Tensor] = []
+        schedule = self._schedule_of(runs)
+        hidden = (numbers,) if self.stages[0].is_first else ()
+        with self.clock.whole():
+            schedule.step(*hidden, micro_batch=numbers, target=numbers, losses=losses, return_outputs=False)
+        self._add_up_tied_gradient()
+        if not self.has_head:
+            return torch.zeros(micro_batches, device=self.mesh.device)
+        return torch.stack(losses[:micro_batches]).detach()
+
+    def _schedule_of(self, runs: int) -> Any:
+        """The schedule for so many micro-batches; kept until another number is wanted."""
+        if self._schedule is None or self._schedule[0] != runs:
+            hidden = torch.empty(
+                self.wire_rows, self.model.shape.hidden_size, dtype=self.dtype, device="meta", requires_grad=True
+            )
+            number = torch.empty(1, dtype=torch.int64, device="meta")
+            loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
+            stages = [
+                _WatchedStage(
+                    self,
+                    stage,
+                    input_args=number if stage.is_first else hidden,
+                    output_args=loss if stage.is_last else hidden,
+                )
+                for stage in self.stages
+            ]
+            kind = _SCHEDULES[self.pipeline.schedule]
+            what = stages if self.pipeline.schedule in IN_CHUNKS else stages[0]
+            self._schedule = runs, kind(what, runs, loss_fn=_loss_is_there, scale_grads=False)
+        return self._schedule[1]
+
+    @torch.no_grad()
+    def _add_up_tied_gradient(self) -> None:
+        """A tied embedding is a weight of the first and of the last stage: both get the sum of their gradients."""
+        if self.mesh.ends is None or not self.model.shape.tie_word_embeddings:
+            return
+        gradient = self.model.embed_tokens.weight.grad
+        assert isinstance(gradient, DTensor)
+        dist.all_reduce(gradient.to_local(), group=self.mesh.ends)
+
+    def counted(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient norm of the whole model counts a parameter here: a tied embedding counts with the first stage."""
+        tied = self.model.shape.tie_word_embeddings and self.has_head
+        return not (tied and parameter is self.model.lm_head.weight)
+
+    def sum(self, value: float) -> float:
+        """The sum of a number over the ranks of the pipeline."""
+        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
+        dist.all_reduce(total, group=self.group)
+        return float(total)
+
+
+def _loss_is_there(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """The last stage gives the loss itself."""
+    return output
+
+
+class _WatchedStage(PipelineStage):
+    """A stage of torch's schedules that tells how long it computes, and what it does when something fails."""
+
+    def __init__(self, run: PipelineRun, stage: Stage, input_args: torch.Tensor, output_args: torch.Tensor) -> None:
+        super().__init__(
+            stage,
+            stage.index,
+            run.pipeline.stages,
+            run.mesh.device,
+            input_args=input_args,
+            output_args=output_args,
+            group=run.group,
+        )
+        self.run = run
+
+    @contextmanager
+    def _watch(self, micro_batch: int, what: str) -> Iterator[None]:
+        self.run.where = f"micro-batch {micro_batch}, stage {self.stage_index}, {what}"
+        with self.run.clock.busy():
+            yield
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        with self._watch(fwd_chunk_id, "forward pass"):
+            return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+        with self._watch(bwd_chunk_id, "backward pass"):
+            super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
+        with self._watch(bwd_chunk_id, "backward pass of weights"):
+            super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
+
+
+class Clock:
+    """Adds up how long a rank computes while a schedule runs; on a GPU by events, so that nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.spans: list[tuple[Any, Any]] = []
+        self.all: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Around the whole schedule; forgets the one before."""
+        self.spans = []
+        start = self._now()
+        yield
+        self.all = start, self._now()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Around what is computed."""
+        start = self._now()
+        yield
+        self.spans.append((start, self._now()))
+
+    def idle_share(self) -> float:
+        """Share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
+        assert self.all is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return 1 - sum(map(self._seconds, self.spans)) / self._seconds(self.all)
+
+    def _now(self) -> Any:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _seconds(self, span: tuple[Any, Any]) -> float:
+        start, stop = span
+        return float(start.elapsed_time(stop)) / 1e3 if self.device.type == "cuda" else float(stop - start)

@@ -1,0 +1,48 @@
+"""Pipeline: what a plan has to know of the pipeline that its micro-batches go through.
+
+Every stage takes as long as any other for a micro-batch (the profile's constants are those of one stage). Then a step takes the
+sum over micro-batches, and in addition the bubble: while the pipeline fills and drains, a rank waits for as long as the longest
+micro-batch takes in p - 1 stages. Chunks and the zero-bubble schedule divide that (Narayanan et al., 2021, §2.2; Qi et al., 2023).
+"""
+
+from dataclasses import dataclass
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+IN_CHUNKS = ("interleaved", "zero-bubble")
+"""The schedules that can give a rank several stages."""
+ZERO_BUBBLE = 3
+"""Forward, gradients of inputs and gradients of weights take a third each, and weights fill what the other two leave."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """`ranks` p, each with `chunks` v stages, run by `schedule`; by default no pipeline at all.
+
+    Stage s is on rank s mod p.
+    """
+
+    ranks: int = 1
+    chunks: int = 1
+    schedule: str = "1f1b"
+
+    @property
+    def stages(self) -> int:
+        return self.ranks * self.chunks
+
+    def runs(self, micro_batches: int) -> int:
+        """How many micro-batches the schedule runs for so many real ones: the others are empty.
+
+        1f1b has one in each stage at least; chunks are run in rounds of p or more, each of as many.
+        """
+        if self.ranks == 1 or self.schedule == "gpipe":
+            return micro_batches
+        if self.schedule == "1f1b":
+            return max(micro_batches, self.ranks)
+        while micro_batches % max(1, micro_batches // self.ranks):
+            micro_batches += 1
+        return micro_batches
+
+    def bubble_ns(self, longest_ns: int) -> int:
+        """What the pipeline adds to the sum over micro-batches, of which the longest takes `longest_ns` in one rank's stages."""
+        chunks = self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1)
+        return -(-(self.ranks - 1) * longest_ns // chunks)
