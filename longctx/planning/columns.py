@@ -13,6 +13,7 @@ degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`),
 
 import bisect
 import itertools
+import math
 from functools import cached_property
 
 import numpy as np
@@ -27,8 +28,8 @@ SHARES = range(12, 46, 2)
 """Limits as shares of the height that micro-batches have if all work is spread evenly, in 32nds."""
 LOWER_SHARES = (0.8, 1.0, 1.2)
 """The same below the tall micro-batches."""
-WASTE = 1.25
-"""Work of a document over all its ranks, as a multiple of the least of any degree, that modest layouts allow."""
+WASTE = (1.1, 1.25, math.inf)
+"""Work of a document over all its ranks, as a multiple of the least of any degree, that a layout allows."""
 FEW = 4
 """Up to so many documents a rank, groups are tried as well."""
 NARROWEST = (1, 2, 4)
@@ -99,7 +100,7 @@ def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
     step = layouts.step
     height = menu.even_height(layouts.micro_batches * step.ranks)
     seen = set()
-    for cost, share in itertools.product((menu.modest_cost, menu.cost), SHARES):
+    for cost, share in itertools.product(menu.costs, SHARES):
         options = menu.below(share * height // 32, cost)
         if options.tobytes() not in seen:
             seen.add(options.tobytes())
@@ -196,7 +197,7 @@ class Menu:
         self.cost = np.where(fits, alone_ns(step.profile, length, degree), NEVER)
         work = np.where(fits, self.cost * self.options.astype(np.float64), np.inf)
         least_work = work.min(axis=1)
-        self.modest_cost = np.where(work <= WASTE * least_work[:, None], self.cost, NEVER)
+        self.costs = [np.where(work <= waste * least_work[:, None], self.cost, NEVER) for waste in WASTE]
         self.quickest, self.least_work = self.cost.min(axis=1), least_work.astype(np.int64)
         short_ns = int(step.single_ns[short].sum())
         self.work = short_ns + int(self.least_work.sum())
