@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,31 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
 
 
 LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_stages=5)
+WAYS: dict[str, dict[str, Any]] = {
+    "window": {"mask": Mask(window=90)},
+    "window and sinks": {"mask": Mask(window=40, sinks=10), "sink_logits": True},
+    "dense": {"mask": Mask(causal=False)},
+    "prefix": {"mask": Mask(prefix={0: 150, 1: 77})},
+    "two levels": {"ranks_per_node": 2},
+    "keys kept": {"keep_kv": True},
+    "head exchange": {"head_ranks": 2},
+}
+
+
+@pytest.mark.parametrize("case", [replace(MIXED, lengths=(200, 333, 50, 1, 256, 90)), LONG_RING])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ways", WAYS)
+def test_every_way_keeps_the_precision_contract(workers: Workers, ways: str, dtype: torch.dtype, case: Case) -> None:
+    """Each mask and each exchange: at most twice the error of the single-device kernel with it, and the same bits again."""
+    case = replace(case, **WAYS[ways], dtype=dtype, head_dim=32, heads=4, kv_heads=2)
+    exact = dense(case)
+    got = gather(case, workers.run(run_case, case.ranks, case))
+    alone = replace(case, ranks=1, placements=tuple(Placement(i, 0, 1) for i in range(len(case.lengths))), padding=0)
+    single = relative_errors(gather(alone, [run_case(replace(alone, head_ranks=1))]), exact)
+    for ring_error, single_error in zip(relative_errors(got, exact), single, strict=True):
+        assert 0 < ring_error <= 2 * single_error
+    again = gather(case, workers.run(run_case, case.ranks, case))
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -323,7 +349,7 @@ def test_inputs_that_do_not_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 def test_settings_that_do_not_fit() -> None:
     x = torch.zeros(4, 2, 8)
-    with pytest.raises(KernelError, match="choose auto, flash, .*cpu, .*reference"):
+    with pytest.raises(KernelError, match=r"choose auto, flash, .*cpu, .*reference"):
         ring_attention(x, x, x, ALONE.layout(0), kernel="flash9")
     with pytest.raises(KernelError, match="equal head sizes"):
         choose_kernel("cpu", Request("cpu", torch.float32, 8, 4))
