@@ -50,8 +50,9 @@ def merge_fused_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_
     kernel = import_module("longctx.attention.merge_device").merge_kernel
     with torch.cuda.device_of(out):
         kernel[(programs,)](
-            out, lse, part, part_lse, tiles.table, *strides, heads, DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=ROWS, num_warps=4
-        )
+            out, lse, part, part_lse, tiles.table, *strides, heads,
+            DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=ROWS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 @cache

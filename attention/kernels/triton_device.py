@@ -237,7 +237,7 @@ def _dq_step(
     return tl.dot(dscores.to(k_block.dtype), k_block, dq_block, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # it changes from one micro-batch to the next
 def dq_kernel(
     dout,
     q,
@@ -372,7 +372,7 @@ def _dkv_step(
     return dk_block, dv_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # it changes from one micro-batch to the next
 def dkv_kernel(
     dout,
     q,
