@@ -141,7 +141,11 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("batch.pad_to_multiple_of=3", "would exceed batch.tokens_per_rank 8192"),
         ("optimizer.warmup_steps=101", "train.steps is 100"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 kv heads"),
-        ("parallel.pipeline_parallel_size=2", "this version has no such parallelism yet"),
+        (
+            "parallel.pipeline_parallel_size=3",
+            "fix:  give 2 or fewer, or a model of more layers",
+        ),
+        ("parallel.pipeline_chunks=2", "only a pipeline has stages"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
         ("steps=3", "an override has the form section.key=value"),
@@ -190,6 +194,24 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
 )
 def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:
     assert rule in problems(*overrides, world_size=world_size)[key]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "rule"),
+    [
+        (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage on every rank"),
+        (["pipeline_schedule=interleaved"], "pipeline_chunks", "2 chunks at least"),
+        (["pipeline_schedule=zero-bubble", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
+        (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
+        (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once a step"),
+    ],
+)
+def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
+    layers = "model.num_hidden_layers=8"
+    settings = [layers, "parallel.pipeline_parallel_size=2", *(f"parallel.{override}" for override in overrides)]
+    found = problems(*settings)
+    assert set(found) == {f"parallel.{key}"}
+    assert rule in found[f"parallel.{key}"]
 
 
 @pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])

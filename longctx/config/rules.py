@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
 from longctx.planning.layout import longest_document
+from longctx.planning.pipeline import IN_CHUNKS
 from longctx.planning.profile import HardwareProfile, ProfileError
 
 
@@ -19,7 +20,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    problems = [problem for rule in (_model, _files, _context, _bins, _parallel, _tensor, _train) for problem in rule(config)]
+    problems = [problem for rule in (_model, _files, _context, _bins, _pipeline, _tensor, _train) for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
     return problems
@@ -71,13 +72,36 @@ def _bins(config: Config) -> Iterator[Problem]:
         yield Problem("context.bins", bins, "a longer document never has a smaller degree", "raise the later degrees")
 
 
-def _parallel(config: Config) -> Iterator[Problem]:
-    size = config.parallel.pipeline_parallel_size
-    if size > 1:
-        rule = "this version has no such parallelism yet: the size must be 1"
-        yield Problem(
-            "parallel.pipeline_parallel_size", size, rule, "leave it out; context and data parallelism use every rank"
-        )
+def _pipeline(config: Config) -> Iterator[Problem]:
+    """Stages that the model or the schedule cannot have."""
+    parallel = config.parallel
+    ranks, chunks, schedule = parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule
+    others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
+    if chunks > 1 and ranks == 1:
+        rule = "only a pipeline has stages, and parallel.pipeline_parallel_size is 1"
+        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 1, or 2 or more pipeline ranks", others[1:])
+    elif chunks > 1 and schedule not in IN_CHUNKS:
+        rule = f"schedule {schedule} runs one stage on every rank"
+        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 1, or choose schedule interleaved or zero-bubble", others)
+    elif chunks == 1 and ranks > 1 and schedule == "interleaved":
+        rule = "interleaving takes 2 chunks at least"
+        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 2, or choose schedule 1f1b", others)
+    if ranks > 1 and parallel.reduce_after == "micro_batch":
+        rule = "a pipeline reduces gradients once a step"
+        yield Problem("parallel.reduce_after", parallel.reduce_after, rule, "choose step", others[1:])
+    try:
+        layers = config.model.sizes().num_hidden_layers
+    except ConfigError:
+        return  # told by the rule on the model
+    if ranks * chunks > layers:
+        most = layers // ranks
+        if most == 0:
+            fix = f"give {layers} or fewer, or a model of more layers"
+        else:
+            fix = f"give parallel.pipeline_chunks {most}" + (", with schedule 1f1b" if most == 1 else "")
+        rule = f"{ranks} ranks of {chunks} stages need {ranks * chunks} layers at least, and the model has {layers}"
+        others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
+        yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)
 
 
 def _tensor(config: Config) -> Iterator[Problem]:

@@ -144,7 +144,18 @@ class ParallelSection(Section):
     tensor_parallel_size: int = Field(
         1, ge=1, description="ranks that share every weight matrix, and hold the same documents; divides the kv heads"
     )
-    pipeline_parallel_size: int = Field(1, ge=1, description="ranks that share the layers (this version: 1)")
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="ranks that share the layers: each runs its stages of consecutive layers, and hands on the results"
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+        "1f1b",
+        description="order of forward and backward passes in a pipeline; gpipe: all forward, then all backward; 1f1b: in "
+        "turns, holding fewest activations; interleaved: the same with several stages on every rank, which wait less; zero-bubble: "
+        "gradients of weights are computed while a rank would wait",
+    )
+    pipeline_chunks: int = Field(
+        1, ge=1, description="stages on every rank of a pipeline, for the schedules interleaved (2 or more) and zero-bubble"
+    )
     shard_ranks: int | None = Field(
         None,
         ge=1,
@@ -171,6 +182,18 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the computation")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes anew to save memory; selective: everything but attention"
+    )
+    mlp_tile_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="the MLP takes so many tokens at a time and computes them again in backward, so that its intermediates exist "
+        "for these alone (null: all tokens at once)",
+    )
+    offload_activations: bool = Field(
+        False, description="keep what backward needs in host memory; best with recompute (no effect on a CPU)"
+    )
+    offload_optimizer: bool = Field(
+        False, description="keep weights and moments in host memory, where the optimizer then computes (no effect on a CPU)"
     )
     run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400, description="seconds after which a silent rank is taken for dead")
