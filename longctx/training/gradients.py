@@ -1,0 +1,37 @@
+"""Gradients of a model that is spread over the mesh: their norm over all processes, and clipping by it."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from longctx.parallel.mesh import Mesh
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], greatest: float | None, mesh: Mesh) -> float:
+    """Scales all gradients so that their norm is at most `greatest` (None: not at all). Returns the norm before.
+
+    All processes call it with what they hold of the model; what several hold counts once. Squares are added up in float64 in
+    the order of the processes, so norm and factor are the same on all of them bit by bit, and copies of a weight stay alike.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    counted = [part for part, gradient in zip(held, gradients, strict=True) if _is_first_copy(gradient)]
+    squares = torch.stack(torch._foreach_norm(counted)).double().square().sum() if counted else torch.zeros(())
+    norm = math.sqrt(math.fsum(mesh.gather([float(squares)]).flatten().tolist()))
+    if greatest is not None and norm > greatest:
+        torch._foreach_mul_(held, greatest / norm)
+    return norm
+
+
+def _is_first_copy(gradient: torch.Tensor) -> bool:
+    """Whether this rank is the first of those that hold the same part of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return True
+    coordinate = gradient.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return not any(
+        place for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
+    )
