@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
@@ -25,6 +23,7 @@ from longctx.planning.profile import HardwareProfile
 from longctx.planning.refine import Refinement
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
+from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
@@ -102,7 +101,7 @@ class Trainer:
         batch = next(self.loader)
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
         losses = [self._forward_backward(batch, micro_batch) for micro_batch in batch.micro_batches]
-        grad_norm = clip_gradients(self.model, self.config.optimizer.clip_grad_norm)
+        grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh)
         domain = self._share(batch, losses)
         self._refuse_non_finite(batch, losses, domain["loss"].sum().item(), grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
@@ -210,12 +209,6 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
             f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold {capacity}: raise it, or start more processes"
         )
     return began_with
-
-
-def clip_gradients(model: nn.Module, greatest: float | None) -> float:
-    """Scales all gradients so that their norm is at most `greatest` (None: not at all). Returns the norm before."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if greatest is None else greatest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -98,8 +98,8 @@ def attention_passes(rig: Rig, layout: Layout, exchange: type[Exchange] = Exchan
     def random(heads: int) -> torch.Tensor:
         return torch.randn(layout.tokens, heads, shape.head_dim, dtype=rig.dtype, device=device)
 
-    q, dout = random(shape.num_attention_heads), random(shape.num_attention_heads)
-    k, v = random(shape.num_key_value_heads), random(shape.num_key_value_heads)
+    q, dout = random(rig.heads), random(rig.heads)
+    k, v = random(rig.kv_heads), random(rig.kv_heads)
     attention = rig.attention(layout, exchange)
     for tensor in (q, k, v):
         tensor.requires_grad_()

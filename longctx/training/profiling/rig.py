@@ -15,11 +15,11 @@ from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout, Shard, head_span, tail_span
 from longctx.planning.plan import Plan
+from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.optimizer import make_optimizer
 from longctx.training.profiling.stopwatch import Stopwatch
 from longctx.training.setup import build_model
-from longctx.training.trainer import clip_gradients
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class Rig:
         """How often a step computes attention forward."""
         self.fetches = self.forwards + (0 if config.context.keep_kv else 1)
         """How often a step exchanges K and V; once more, it exchanges their gradients."""
+        self.heads = shape.num_attention_heads // mesh.tensor.size()
+        self.kv_heads = shape.num_key_value_heads // mesh.tensor.size()
+        """Of one rank."""
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
         context, mesh = self.config.context, self.mesh
@@ -60,10 +63,13 @@ class Rig:
         )
 
     def random_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, positions and labels."""
+        """Tokens, positions and labels, padded as tensor parallelism needs it, and the same on all ranks that share them."""
         assert self.shape.vocab_size is not None
-        tokens, labels = torch.randint(self.shape.vocab_size, (2, count), device=self.mesh.device)
-        return tokens, torch.arange(count, device=self.mesh.device), labels
+        device, multiple = self.mesh.device, self.mesh.tensor.size()
+        count = -(-count // multiple) * multiple
+        generator = torch.Generator(device).manual_seed(self.mesh.rank)
+        tokens, labels = torch.randint(self.shape.vocab_size, (2, count), device=device, generator=generator)
+        return tokens, torch.arange(count, device=device), labels
 
     def micro_batch(
         self, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], attention: Attention, *, last: bool = False
@@ -76,7 +82,7 @@ class Rig:
 
     def finish_step(self) -> None:
         """What ends a step: norm, flags, optimizer."""
-        clip_gradients(self.model, self.config.optimizer.clip_grad_norm)
+        clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh)
         self.mesh.gather([0.0] * 5)
         self.mesh.agree("0", "nothing")
         self.optimizer.step()
