@@ -67,7 +67,7 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         links["intra_node_bytes_per_s"] = nodes.neighbours(rig.mesh.rank)
     if nodes.per_node < nodes.ranks:
         links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
-    width = 2 * rig.shape.num_key_value_heads * rig.shape.head_dim
+    width = 2 * rig.kv_heads * rig.shape.head_dim
     most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
     found, latencies = [], []
     for name, (after, before) in links.items():
@@ -145,7 +145,7 @@ def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
     """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
     schedule = Schedule.build(layout)
     exchange = Exchange(rig.mesh.exchange, "longctx profile")
-    width = 2 * rig.shape.num_key_value_heads * rig.shape.head_dim
+    width = 2 * rig.kv_heads * rig.shape.head_dim
 
     def rows(count: int) -> torch.Tensor:
         return torch.zeros(count, width, dtype=rig.dtype, device=rig.mesh.device)
