@@ -32,6 +32,4 @@ def _is_first_copy(gradient: torch.Tensor) -> bool:
         return True
     coordinate = gradient.device_mesh.get_coordinate()
     assert coordinate is not None
-    return not any(
-        place for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate()
-    )
+    return not any(place for place, placement in zip(coordinate, gradient.placements, strict=True) if placement.is_replicate())

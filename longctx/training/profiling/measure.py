@@ -104,9 +104,7 @@ def measure(
     several_nodes = nodes.per_node < nodes.ranks
     tell("building the model")
     rig = Rig(config, mesh, shape, longest_s)
-    kv_bytes = kv_bytes_per_token(
-        shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1
-    )
+    kv_bytes = kv_bytes_per_token(shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1)
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
     profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node)
     why = "one process" if nodes.ranks == 1 else "one node"
