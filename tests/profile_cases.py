@@ -40,7 +40,7 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
     assert config.model.vocab_size is not None
     measured = measure(
         config,
-        make_groups(torch.device("cpu"), timeout_s=30),
+        make_groups(torch.device("cpu"), tensor=config.parallel.tensor_parallel_size, timeout_s=30),
         config.model.shape(config.model.vocab_size),
         base="h100-nvlink-ib",
         local_rank=local_ranks[dist.get_rank()],
