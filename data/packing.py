@@ -85,6 +85,12 @@ def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_mu
     return _fill(layout, read, pad_to_multiple_of)
 
 
+def empty_micro_batch(index: int, rank: int) -> MicroBatch:
+    """A micro-batch without a token on any rank."""
+    none = torch.zeros(0, dtype=torch.int64)
+    return MicroBatch(index, Layout(index, rank, 1, ()), none, none, none)
+
+
 def pack_documents(
     plan: Plan, rank: int, documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None, *, pad_to_multiple_of: int = 1
 ) -> tuple[list[MicroBatch], int]:

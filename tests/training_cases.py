@@ -61,7 +61,11 @@ def start(store: Path, run: Path, settings: list[str], *, resume: bool = False, 
     config = load(None, everything, world_size=dist.get_world_size())
     parallel = config.parallel
     mesh = make_groups(
-        torch.device("cpu"), tensor=parallel.tensor_parallel_size, shard_ranks=parallel.shard_ranks, timeout_s=timeout_s
+        torch.device("cpu"),
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        shard_ranks=parallel.shard_ranks,
+        timeout_s=timeout_s,
     )
     run.mkdir(parents=True, exist_ok=True)
     return Trainer.start(config, mesh, Store.open(store), checkpoint.newest(run)[0] if resume else None)

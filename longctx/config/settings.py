@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.layout import longest_document
+from longctx.planning.pipeline import Pipeline
 
 LARGEST = 1 << 40
 """More tokens than any step or rank has; keeps costs within 64 bits."""
@@ -150,8 +151,8 @@ class ParallelSection(Section):
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b",
         description="order of forward and backward passes in a pipeline; gpipe: all forward, then all backward; 1f1b: in "
-        "turns, holding fewest activations; interleaved: the same with several stages on every rank, which wait less; zero-bubble: "
-        "gradients of weights are computed while a rank would wait",
+        "turns, holding fewest activations; interleaved: the same with several stages on every rank, which wait less; "
+        "zero-bubble: gradients of weights are computed while a rank would wait",
     )
     pipeline_chunks: int = Field(
         1, ge=1, description="stages on every rank of a pipeline, for the schedules interleaved (2 or more) and zero-bubble"
@@ -186,14 +187,15 @@ class TrainSection(Section):
     mlp_tile_tokens: int | None = Field(
         None,
         ge=1,
-        description="the MLP takes so many tokens at a time and computes them again in backward, so that its intermediates exist "
-        "for these alone (null: all tokens at once)",
+        description="the MLP takes so many tokens at a time and computes them again in backward, so that its intermediates "
+        "exist for these alone (null: all tokens at once)",
     )
     offload_activations: bool = Field(
-        False, description="keep what backward needs in host memory; best with recompute (no effect on a CPU)"
+        False, description="keep the inputs of blocks that recompute in host memory (no effect on a CPU)"
     )
     offload_optimizer: bool = Field(
-        False, description="keep weights and moments in host memory, where the optimizer then computes (no effect on a CPU)"
+        False,
+        description="keep weights, gradients and moments in host memory, where the optimizer computes (no effect on a CPU)",
     )
     run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400, description="seconds after which a silent rank is taken for dead")
@@ -239,6 +241,12 @@ class Config(BaseModel):
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline that micro-batches go through; of one stage if there is none."""
+        parallel = self.parallel
+        return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
 
     def domain(self, world_size: int) -> int:
         """N, the ranks of the domain in a world of `world_size` processes."""

@@ -85,12 +85,17 @@ class Mesh:
         return dist.get_world_size(self.control)
 
     @property
+    def stage(self) -> int:
+        """This rank's place in the pipeline; 0 without one."""
+        return 0 if self.pipeline is None else dist.get_rank(self.pipeline)
+
+    @property
     def counts(self) -> bool:
         """Whether this rank speaks for its place in the domain, so that sums over the run count every token once.
 
         In a pipeline that is a rank of the last stage, where the losses are.
         """
-        last = self.pipeline is None or dist.get_rank(self.pipeline) == dist.get_world_size(self.pipeline) - 1
+        last = self.pipeline is None or self.stage == dist.get_world_size(self.pipeline) - 1
         return last and self.tensor.get_local_rank() == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:

@@ -4,10 +4,10 @@ A micro-batch is known by its number alone: the schedule carries that, and each 
 itself. So no metadata travels, and messages between stages have one shape: a stage pads hidden states to the token budget on
 exit and cuts them to the real tokens on entry.
 
-Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of micro-batches,
-empty ones included, so they come to the exchange of every (stage, micro-batch, pass) in the same order, and exchange, gathering
-of weights and messages between stages have communicators of their own. Seen from the schedule, the ranks of a domain act as one:
-a circle of ranks that wait for each other would be one in a single pipeline as well, and the schedules have none.
+Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of
+micro-batches, empty ones included, so they come to the exchange of every (stage, micro-batch, pass) in the same order; and
+exchange, gathering of weights and messages between stages have communicators of their own. Seen from the schedule, the ranks of
+a domain act as one: if ranks could wait for each other in a circle, so could those of a single pipeline, which they never do.
 """
 
 import itertools
@@ -31,8 +31,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from longctx.attention import HybridAttention, RingAttention
 from longctx.model.presets import ModelShape
-from longctx.model.transformer import Attention, Head, Transformer
+from longctx.model.transformer import Head, Transformer
 from longctx.parallel.mesh import Mesh
 from longctx.planning.pipeline import IN_CHUNKS, Pipeline
 
@@ -53,15 +54,15 @@ class Inputs:
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: Attention
+    attention: RingAttention | HybridAttention
     head: Head
 
 
 def split_layers(shape: ModelShape, stages: int, keys: int) -> list[range]:
     """The layers of every stage: consecutive, at least one, so that the slowest stage is as fast as can be, and then most even.
 
-    Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block. The
-    embedding before the first one copies a row, and counts as many as that row has numbers.
+    Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block.
+    The embedding before the first one copies a row, and counts as many as that row has numbers.
     """
     assert shape.vocab_size is not None
     embedding = shape.vocab_size * shape.hidden_size
@@ -87,11 +88,6 @@ def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float
             for stop in range(stage, len(costs) - stages + stage + 1)
         }
     return best[len(costs)]
-
-
-def held_layers(stages: Sequence[range], pipeline: Pipeline, rank: int) -> list[int]:
-    """The layers of all stages that this rank of the pipeline runs."""
-    return [layer for layers in stages[rank :: pipeline.ranks] for layer in layers]
 
 
 class Stage(nn.Module):
@@ -152,8 +148,10 @@ class PipelineRun:
         self.group = mesh.pipeline
         self.dtype = dtype
         self.clock = Clock(mesh.device)
-        self.where = "before the first stage"
-        """Stage, micro-batch and pass that this rank entered last, for error messages."""
+        self.inputs: dict[int, Inputs] = {}
+        """Of the micro-batches that this rank has begun."""
+        self.last: tuple[int, int, str] | None = None
+        """Micro-batch, stage and pass that this rank entered last."""
         tensor = mesh.tensor.size()
         self.wire_rows = -(-wire_rows // tensor)
         for stage in stages:
@@ -166,6 +164,21 @@ class PipelineRun:
         """Whether the losses come out here."""
         return self.stages[-1].is_last
 
+    @property
+    def tied_copy(self) -> nn.Parameter | None:
+        """The parameter here that is the first stage's as well: a tied embedding beside the head."""
+        tied = self.has_head and self.model.shape.tie_word_embeddings
+        return next(self.model.lm_head.parameters()) if tied else None
+
+    @property
+    def where(self) -> str:
+        """Where this rank was last, for error messages."""
+        if self.last is None:
+            return "before the first stage"
+        micro_batch, stage, name = self.last
+        attention = f", attention last in {self.inputs[micro_batch].attention.last}" if micro_batch in self.inputs else ""
+        return f"micro-batch {micro_batch}, stage {stage}, {name}{attention}"
+
     def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:
         """Runs all micro-batches through all stages and reduces the gradients. Returns the losses [micro_batches].
 
@@ -174,12 +187,12 @@ class PipelineRun:
         is not.
         """
         runs = self.pipeline.runs(micro_batches)
-        prepared: dict[int, Inputs] = {}
+        self.inputs, self.last = {}, None
 
         def prepare(number: int) -> Inputs:
-            if number not in prepared:
-                prepared[number] = inputs(number)
-            return prepared[number]
+            if number not in self.inputs:
+                self.inputs[number] = inputs(number)
+            return self.inputs[number]
 
         for stage in self.stages:
             stage.inputs = prepare
@@ -225,17 +238,6 @@ class PipelineRun:
         assert isinstance(gradient, DTensor)
         dist.all_reduce(gradient.to_local(), group=self.mesh.ends)
 
-    def counted(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient norm of the whole model counts a parameter here: a tied embedding counts with the first stage."""
-        tied = self.model.shape.tie_word_embeddings and self.has_head
-        return not (tied and parameter is self.model.lm_head.weight)
-
-    def sum(self, value: float) -> float:
-        """The sum of a number over the ranks of the pipeline."""
-        total = torch.tensor(value, dtype=torch.float64, device=self.mesh.device)
-        dist.all_reduce(total, group=self.group)
-        return float(total)
-
 
 def _loss_is_there(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
     """The last stage gives the loss itself."""
@@ -259,7 +261,7 @@ class _WatchedStage(PipelineStage):
 
     @contextmanager
     def _watch(self, micro_batch: int, what: str) -> Iterator[None]:
-        self.run.where = f"micro-batch {micro_batch}, stage {self.stage_index}, {what}"
+        self.run.last = micro_batch, self.stage_index, what
         with self.run.clock.busy():
             yield
 

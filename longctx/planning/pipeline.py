@@ -1,8 +1,9 @@
 """Pipeline: what a plan has to know of the pipeline that its micro-batches go through.
 
-Every stage takes as long as any other for a micro-batch (the profile's constants are those of one stage). Then a step takes the
-sum over micro-batches, and in addition the bubble: while the pipeline fills and drains, a rank waits for as long as the longest
-micro-batch takes in p - 1 stages. Chunks and the zero-bubble schedule divide that (Narayanan et al., 2021, §2.2; Qi et al., 2023).
+Every rank takes as long as any other for a micro-batch (the profile's constants are those of one rank's layers). Then a step
+takes the sum over micro-batches, and in addition the bubble: while the pipeline fills and drains, a rank waits for as long as
+the longest micro-batch takes on p - 1 others. Chunks and the zero-bubble schedule divide that (Narayanan et al., 2021, §2.2; Qi
+et al., 2023).
 """
 
 from dataclasses import dataclass
@@ -43,6 +44,6 @@ class Pipeline:
         return micro_batches
 
     def bubble_ns(self, longest_ns: int) -> int:
-        """What the pipeline adds to the sum over micro-batches, of which the longest takes `longest_ns` in one rank's stages."""
+        """What the pipeline adds to the sum over micro-batches, of which the longest takes a rank `longest_ns`."""
         chunks = self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1)
         return -(-(self.ranks - 1) * longest_ns // chunks)

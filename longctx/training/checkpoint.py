@@ -19,13 +19,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from longctx.errors import UserError
 
 STATE = "state.json"
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Optimizer state goes by the name of its parameter, whichever ranks hold that one."""
 
 
 class CheckpointError(UserError):
@@ -63,7 +65,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(group)
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     writer = FileSystemWriter(partial, sync_files=True)
     try:
         save_sharded({"model": weights, "optimizer": moments}, storage_writer=writer, process_group=group)
@@ -138,7 +140,7 @@ def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """Reads weights and moments into a model and optimizer sharded over any number of ranks; all ranks call it."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
         load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
@@ -146,7 +148,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         raise CheckpointError(
             f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away, and --resume goes on from the one before it"
         ) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=BY_NAME)
 
 
 def _cause(error: BaseException) -> str:

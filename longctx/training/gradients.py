@@ -4,21 +4,30 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from longctx.parallel.mesh import Mesh
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[torch.nn.Parameter], greatest: float | None, mesh: Mesh) -> float:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], greatest: float | None, mesh: Mesh, copy: nn.Parameter | None = None
+) -> float:
     """Scales all gradients so that their norm is at most `greatest` (None: not at all). Returns the norm before.
+
+    `copy` is a parameter that a rank of another mesh counts: a tied embedding on the last stage of a pipeline.
 
     All processes call it with what they hold of the model; what several hold counts once. Squares are added up in float64 in
     the order of the processes, so norm and factor are the same on all of them bit by bit, and copies of a weight stay alike.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    counted = [part for part, gradient in zip(held, gradients, strict=True) if _is_first_copy(gradient)]
+    gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in gradients]
+    counted = [
+        part
+        for part, (parameter, gradient) in zip(held, gradients, strict=True)
+        if parameter is not copy and _is_first_copy(gradient)
+    ]
     squares = torch.stack(torch._foreach_norm(counted)).double().square().sum() if counted else torch.zeros(())
     norm = math.sqrt(math.fsum(mesh.gather([float(squares)]).flatten().tolist()))
     if greatest is not None and norm > greatest:

@@ -238,10 +238,10 @@ def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
 
 def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
     """A trainer that logs and saves nothing."""
-    model = build_model(config.model.shape(store.tokenizer.vocab_size), config, mesh)
+    model, pipeline = build_model(config.model.shape(store.tokenizer.vocab_size), config, mesh)
     optimizer = make_optimizer(model, config.optimizer, mesh.device)
     loader = build_loader(store, config, mesh, config.max_length(mesh.world_size))
-    return Trainer(config, mesh, model, optimizer, loader, stop=stop)
+    return Trainer(config, mesh, model, optimizer, loader, pipeline, stop=stop)
 
 
 def _step(trainer: Trainer) -> MeasuredStep:

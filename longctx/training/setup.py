@@ -14,6 +14,7 @@ from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Launch, Mesh, join
+from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
@@ -37,16 +38,25 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
     )
 
 
-def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> Transformer:
-    """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights."""
+def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transformer, PipelineRun | None]:
+    """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights.
+
+    In a pipeline it is the part of this rank, and what runs it comes with it.
+    """
+    pipeline, position = config.pipeline, mesh.stage
+    splits = split_layers(shape, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
+    mine = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
-        model = Transformer(shape)
+        model = Transformer(shape, [layer for index in mine for layer in splits[index]])
     apply_recompute(model, config.train.recompute)
     if mesh.tensor.size() > 1:
         parallelize(model, mesh.tensor)
-    shard(model, mesh.weights, getattr(torch, config.train.dtype), config.parallel.reshard_after)
-    initialize_sharded(model, config.train.seed, mesh.device)
-    return model
+    stages = [Stage(model, index, splits[index]) for index in mine] if pipeline.ranks > 1 else None
+    dtype = getattr(torch, config.train.dtype)
+    shard(model, mesh.weights, dtype, config.parallel.reshard_after, stages)
+    initialize_sharded(model, config.train.seed, mesh.device, stages)
+    run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+    return model, run
 
 
 def make_planner(

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from longctx.attention import RingAttention
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
-from longctx.data.packing import MicroBatch, StepBatch
+from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.refine import Refinement
@@ -43,6 +45,7 @@ class Trainer:
     model: Transformer
     optimizer: torch.optim.Optimizer
     loader: Loader
+    pipeline: PipelineRun | None = None
     log: MetricsLog | None = None
     steps_done: int = 0
     refinement: Refinement | None = None
@@ -64,9 +67,10 @@ class Trainer:
         """
         shape = config.model.shape(store.tokenizer.vocab_size)
         max_length = choose_max_length(config, mesh.world_size, resume_from)
-        model = build_model(shape, config, mesh)
+        model, pipeline = build_model(shape, config, mesh)
         optimizer = make_optimizer(model, config.optimizer, mesh.device)
-        trainer = cls(config, mesh, model, optimizer, build_loader(store, config, mesh, max_length), stop=stop or StopSignal())
+        loader = build_loader(store, config, mesh, max_length)
+        trainer = cls(config, mesh, model, optimizer, loader, pipeline, stop=stop or StopSignal())
         if config.context.recalibrate:
             trainer.refinement = Refinement(HardwareProfile.load(config.context.profile))
         if resume_from is not None:
@@ -100,8 +104,9 @@ class Trainer:
         started = time.perf_counter()
         batch = next(self.loader)
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
-        losses = [self._forward_backward(batch, micro_batch) for micro_batch in batch.micro_batches]
-        grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh)
+        losses = self._forward_backward(batch)
+        copy = self.pipeline.tied_copy if self.pipeline is not None else None
+        grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
         domain = self._share(batch, losses)
         self._refuse_non_finite(batch, losses, domain["loss"].sum().item(), grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
@@ -121,26 +126,46 @@ class Trainer:
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
-    def _forward_backward(self, batch: StepBatch, micro_batch: MicroBatch) -> torch.Tensor:
-        """This rank's part of the step's loss in one micro-batch; gradients are reduced in the last one."""
-        last = micro_batch.index == len(batch.micro_batches) - 1
+    def _forward_backward(self, batch: StepBatch) -> torch.Tensor:
+        """This rank's part of the step's loss in every micro-batch; gradients are summed over the domain."""
+        if self.pipeline is None:
+            return torch.stack([self._micro_batch(batch, number) for number in range(len(batch.micro_batches))])
+        try:
+            return self.pipeline.forward_backward(len(batch.micro_batches), partial(self._inputs, batch))
+        except RuntimeError as error:
+            error.add_note(f"rank {self.mesh.world_rank}: step {batch.step}, {self.pipeline.where}")
+            raise
+
+    def _micro_batch(self, batch: StepBatch, number: int) -> torch.Tensor:
+        """Forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""
+        last = number == len(batch.micro_batches) - 1
         parallel = self.config.parallel
         reduce_gradients(
             self.model,
             in_this_backward=last or parallel.reduce_after == "micro_batch",
             keep_gathered=not last and parallel.reshard_after == "step",
         )
-        device = self.mesh.device
-        attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout)
-        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
+        given = self._inputs(batch, number)
         try:
-            loss: torch.Tensor = self.model(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
+            loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
             loss.backward()
         except RuntimeError as error:
-            where = f"step {batch.step}, micro-batch {micro_batch.index}, attention last in {attention.last}"
+            where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
             error.add_note(f"rank {self.mesh.world_rank}: {where}")
             raise
         return loss.detach()
+
+    def _inputs(self, batch: StepBatch, number: int) -> Inputs:
+        """What this rank needs for a micro-batch; those behind the plan's last one are empty."""
+        device = self.mesh.device
+        if number < len(batch.micro_batches):
+            micro_batch = batch.micro_batches[number]
+            attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout)
+        else:
+            micro_batch = empty_micro_batch(number, self.mesh.rank)
+            attention = RingAttention(micro_batch.layout)
+        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
+        return Inputs(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
 
     def _recalibrate(self, refinement: Refinement, batch: StepBatch, seconds: float) -> None:
         """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
@@ -151,11 +176,11 @@ class Trainer:
         profile = refinement.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile=profile)
 
-    def _share(self, batch: StepBatch, losses: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
         counts = self.mesh.counts
         mine = {
-            "loss": float(torch.stack(losses).double().sum()) if counts else 0.0,
+            "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
             "data_wait_s": batch.data_wait_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
@@ -163,7 +188,7 @@ class Trainer:
         }
         return dict(zip(mine, self.mesh.gather(list(mine.values())).T, strict=True))
 
-    def _refuse_non_finite(self, batch: StepBatch, losses: list[torch.Tensor], loss: float, grad_norm: float) -> None:
+    def _refuse_non_finite(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
         """Raises NonFiniteLoss on every rank, with the documents of the micro-batches in which a rank's loss is not finite."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return

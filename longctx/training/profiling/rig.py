@@ -44,7 +44,7 @@ class Rig:
 
     def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float) -> None:
         self.config, self.mesh, self.shape, self.longest_s = config, mesh, shape, longest_s
-        self.model = build_model(shape, config, mesh)
+        self.model, _ = build_model(shape, config, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device)
         self.time = Stopwatch(mesh, longest_s)
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
