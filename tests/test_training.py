@@ -57,6 +57,11 @@ SPLITS = {
         4,
         ["context.head_exchange=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
     ),
+    "MLP in tiles": (2, ["train.mlp_tile_tokens=100", "batch.tokens_per_rank=750"]),
+    "MLP in tiles, recompute selective": (
+        2,
+        ["train.mlp_tile_tokens=100", "train.recompute=selective", "batch.tokens_per_rank=750"],
+    ),
     "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
 }
 

@@ -79,7 +79,9 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     # Weights and two moments, in float32.
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())
     if launch.rank == 0:
-        for sentence in damaged:
+        offloads = config.train.offload_activations or config.train.offload_optimizer
+        vain = ["offloading has no effect: on a CPU everything is in host memory already"]
+        for sentence in damaged + (vain if offloads and device.type == "cpu" else []):
             print(f"longctx train: {sentence}", file=sys.stderr)
     return store, device, found
 

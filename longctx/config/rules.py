@@ -20,7 +20,8 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    problems = [problem for rule in (_model, _files, _context, _bins, _pipeline, _tensor, _train) for problem in rule(config)]
+    rules = (_model, _files, _context, _bins, _pipeline, _tensor, _train, _memory)
+    problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
     return problems
@@ -140,6 +141,19 @@ def _train(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, fix, ("train.steps",))
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
+
+
+def _memory(config: Config) -> Iterator[Problem]:
+    """Ways to save memory that go with others, or not."""
+    train = config.train
+    if train.offload_activations and train.recompute == "none":
+        rule = "what is offloaded are the inputs of blocks that recompute, and train.recompute is none"
+        fix = "set train.recompute to selective or full, or leave it out"
+        yield Problem("train.offload_activations", True, rule, fix, ("train.recompute",))
+    if train.mlp_tile_tokens is not None and config.parallel.tensor_parallel_size > 1:
+        rule = "tensor parallelism scatters the output of the whole MLP over its ranks"
+        others = ("parallel.tensor_parallel_size",)
+        yield Problem("train.mlp_tile_tokens", train.mlp_tile_tokens, rule, "leave it out, or split no matrices", others)
 
 
 def _mesh(config: Config, world_size: int) -> list[Problem]:

@@ -1,27 +1,40 @@
 """Recomputation: what backward computes again instead of keeping it."""
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.attention import OPERATORS
 from longctx.model.transformer import Transformer
+from longctx.parallel.offload import Offload
 
 MODES = ("none", "selective", "full")
 
 
-def apply_recompute(model: Transformer, mode: str) -> None:
+def apply_recompute(
+    model: Transformer, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None
+) -> None:
     """Makes every block recompute, in place, before it is sharded.
 
     none: everything is kept. selective: all but attention is recomputed, so attention and its exchange run once; kept are the
     block's input, the attention output and its log-sum-exp. full: only the block's input is kept, attention is repeated.
+    With `mlp_tile_tokens` the MLP takes so many tokens at a time and is recomputed tile by tile, in every mode. With `offload`
+    inputs of blocks that recompute are kept in host memory.
     """
     if mode not in MODES:
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
-    if mode == "none":
-        return
     repeat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    if mode == "selective":
-        repeat = partial(repeat, context_fn=partial(create_selective_checkpoint_contexts, OPERATORS))
     for block in model.layers:
-        block.forward = partial(repeat, block.forward)
+        if mlp_tile_tokens is not None:
+            block.mlp.forward = partial(_in_tiles, partial(repeat, block.mlp.forward), mlp_tile_tokens)
+        if mode == "none":
+            continue
+        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if mode == "selective" else {}
+        forward = partial(repeat, block.forward, **contexts)
+        block.forward = forward if offload is None else partial(offload, forward)
+
+
+def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], tokens: int, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([forward(tile) for tile in x.split(tokens)])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longctx.model.transformer import Transformer
@@ -21,18 +21,22 @@ def shard(
     dtype: torch.dtype,
     reshard_after: str = "block",
     stages: Sequence[nn.Module] | None = None,
+    offload_optimizer: bool = False,
 ) -> None:
     """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. Inputs of
     blocks are left as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block
     stay: for its forward and again for its backward, from its forward to its backward, or (with `reduce_gradients`) all step.
+    With `offload_optimizer` weights, gradients and moments stay in host memory, where the optimizer computes.
     """
+    offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:
-        fully_shard(block, mesh=weights, mp_policy=policy, reshard_after_forward=reshard_after == "block")
+        again = reshard_after == "block"
+        fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     for root in [model] if stages is None else stages:
-        fully_shard(root, mesh=weights, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         for module in sharded_modules(root):
             # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
             module.set_gradient_divide_factor(1.0)
@@ -44,13 +48,20 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 @torch.no_grad()
-def initialize_sharded(model: Transformer, seed: int, device: torch.device, stages: Sequence[nn.Module] | None = None) -> None:
+def initialize_sharded(
+    model: Transformer,
+    seed: int,
+    device: torch.device,
+    stages: Sequence[nn.Module] | None = None,
+    keep_on: torch.device | None = None,
+) -> None:
     """Gives a sharded model on the meta device its storage and first values: the same whatever the number of ranks.
 
-    Every rank draws one whole parameter at a time and keeps its shard, so nothing is sent and no rank holds the whole model.
+    Every rank draws one whole parameter at a time, on `device`, and keeps its shard, so nothing is sent and no rank holds the
+    whole model. Shards are kept on `keep_on`, if that is another device.
     """
     for root in [model] if stages is None else stages:
-        root.to_empty(device=device)
+        root.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         whole = model.initial_weight(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)

@@ -15,6 +15,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
+from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
@@ -48,13 +49,16 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transfor
     mine = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
         model = Transformer(shape, [layer for index in mine for layer in splits[index]])
-    apply_recompute(model, config.train.recompute)
+    train, on_gpu = config.train, mesh.device.type == "cuda"
+    offload = Offload() if train.offload_activations and on_gpu else None
+    apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
         parallelize(model, mesh.tensor)
     stages = [Stage(model, index, splits[index]) for index in mine] if pipeline.ranks > 1 else None
-    dtype = getattr(torch, config.train.dtype)
-    shard(model, mesh.weights, dtype, config.parallel.reshard_after, stages)
-    initialize_sharded(model, config.train.seed, mesh.device, stages)
+    dtype = getattr(torch, train.dtype)
+    in_host_memory = train.offload_optimizer and on_gpu
+    shard(model, mesh.weights, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
+    initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
 

@@ -1,0 +1,38 @@
+"""Block inputs that lie in host memory change nothing but where they lie."""
+
+import pytest
+import torch
+
+from longctx.attention import RingAttention
+from longctx.model.presets import PRESETS
+from longctx.model.transformer import Transformer
+from longctx.parallel.offload import Offload
+from longctx.parallel.recompute import apply_recompute
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+
+TOKENS = 96
+SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": 3})
+
+
+def gradients(mode: str, device: str, offload: Offload | None) -> dict[str, torch.Tensor]:
+    model = Transformer(SHAPE)
+    model.initialize(0)
+    model.to(device)
+    apply_recompute(model, mode, offload=offload)
+    plan = make_plan([TOKENS], ranks=1, tokens_per_rank=TOKENS, profile=HardwareProfile.load("cpu-2core"))
+    tokens = torch.arange(TOKENS, device=device) % 50
+    positions = torch.arange(TOKENS, device=device)
+    attention = RingAttention(plan.layout(0, 0), device=device, kernel="reference")
+    model(tokens, positions, attention).square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_those_without(mode: str, device: str) -> None:
+    offload = Offload()
+    plain, offloaded = gradients(mode, device, None), gradients(mode, device, offload)
+    assert offload.moved_bytes == SHAPE.num_hidden_layers * TOKENS * SHAPE.hidden_size * 4, "every block's input, and no more"
+    assert plain.keys() == offloaded.keys()
+    assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
