@@ -19,6 +19,7 @@ GROUP_TIMEOUT_S = 60.0
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -34,6 +35,7 @@ def _serve(connection: Connection) -> None:
             answer = (True, function(*arguments))
             dist.barrier()
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it holds meshes, and through them the groups that were destroyed
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
