@@ -1,0 +1,192 @@
+"""Tensor and sequence parallelism do not change the result, whatever the domain, and go through checkpoints both ways."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from longctx.model.transformer import Transformer
+from longctx.parallel.mesh import make_groups
+from longctx.training.loss import cross_entropy_sum
+from longctx.training.metrics import StepMetrics
+from tests import profile_cases
+from tests.training_cases import make_store, start, train, train_and_save
+from tests.workers import Workers
+
+TWO = "parallel.tensor_parallel_size=2"
+UNTIED = "model.tie_word_embeddings=false"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    """Ten steps of one process."""
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
+
+
+@pytest.fixture(scope="module")
+def alone_untied(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone-untied"), [UNTIED], 3)[0]
+
+
+def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
+    """The steps of a split run are those of one process."""
+    alone = alone[: len(split)]
+    assert [m.tokens for m in split] == [m.tokens for m in alone]
+    assert [m.target_tokens for m in split] == [m.target_tokens for m in alone]
+    assert [m.loss for m in split] == pytest.approx([m.loss for m in alone], rel=1e-5)
+    assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone], rel=1e-4)
+
+
+SPLITS = {
+    "2 × 1": (2, 10, []),
+    "2 × 2 static": (4, 6, ["context.mode=static", "context.degree=2", "batch.tokens_per_rank=750"]),
+    "2 × 2 auto, selective": (4, 10, ["batch.tokens_per_rank=1000", "train.recompute=selective"]),
+    "2 × 3 auto": (6, 6, ["batch.tokens_per_rank=500"]),
+    "2 × 3 static, full, in stages": (
+        6,
+        6,
+        ["context.mode=static", "batch.tokens_per_rank=502", "train.recompute=full", "context.max_remote_tokens=150"],
+    ),
+}
+"""Ranks, steps, and settings. The store's vocabulary has 257 entries, so ranks hold unequal parts of it."""
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_split_does_not_change_the_result(
+    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str
+) -> None:
+    ranks, steps, settings = SPLITS[name]
+    everyones = workers.run(train, ranks, store, tmp_path, [TWO, *settings], steps)
+    assert_equal(everyones[0], alone)
+    told = [[(m.loss, m.grad_norm, m.padding_share) for m in metrics] for metrics in everyones]
+    assert told == told[:1] * ranks, "all ranks say the same, bit by bit"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (4, ["batch.tokens_per_rank=750", "parallel.reshard_after=micro_batch"]),
+        (4, ["batch.tokens_per_rank=1000", "parallel.shard_ranks=1", "parallel.reduce_after=micro_batch"]),
+    ],
+)
+def test_untied_embeddings(
+    workers: Workers, store: Path, alone_untied: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
+) -> None:
+    """Also sharded in other ways: there a weight is on three axes of the mesh."""
+    assert_equal(workers.run(train, ranks, store, tmp_path, [TWO, UNTIED, *settings], 3)[0], alone_untied)
+
+
+def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path) -> None:
+    split = workers.run(train, 4, store, tmp_path, [TWO, "train.dtype=bfloat16", "batch.tokens_per_rank=750"], 2)[0]
+    assert [m.loss for m in split] == pytest.approx([m.loss for m in alone[:2]], rel=2e-2)
+    assert [m.grad_norm for m in split] == pytest.approx([m.grad_norm for m in alone[:2]], rel=5e-2)
+
+
+def test_tokens_are_counted_once(workers: Workers, store: Path, tmp_path: Path) -> None:
+    for metrics in workers.run(train, 2, store, tmp_path, [TWO], 1)[0]:
+        padding = metrics.tokens % 2
+        assert metrics.micro_batches == 1
+        assert metrics.padding_share == padding / (metrics.tokens + padding)
+        assert metrics.tokens_per_s_per_rank == pytest.approx(metrics.tokens / metrics.step_time_s / 2)
+
+
+def steps_and_save(store: Path, run: Path, settings: list[str], steps: int) -> None:
+    trainer = start(store, run, settings)
+    with trainer.loader:
+        for _ in range(steps):
+            trainer.step()
+        trainer.save()
+
+
+WITHOUT = "parallel.tensor_parallel_size=1"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ((2, [TWO, "batch.tokens_per_rank=1500"]), [(1, [WITHOUT]), (6, [TWO, "batch.tokens_per_rank=500"])]),
+        ((3, [WITHOUT, "batch.tokens_per_rank=500"]), [(2, [TWO]), (4, [TWO, "batch.tokens_per_rank=750"])]),
+        ((6, [TWO, "batch.tokens_per_rank=500"]), [(2, [WITHOUT, "batch.tokens_per_rank=750"])]),
+    ],
+)
+def test_resume_under_another_layout(
+    workers: Workers,
+    store: Path,
+    alone: list[StepMetrics],
+    tmp_path: Path,
+    saved: tuple[int, list[str]],
+    resumed: list[tuple[int, list[str]]],
+) -> None:
+    """Documents and losses are those of one process that never stopped."""
+    workers.run(steps_and_save, saved[0], store, tmp_path / "saved", saved[1], 3)
+    for ranks, settings in resumed:
+        run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
+        assert_equal(workers.run(train, ranks, store, run, settings, 2, True)[0], alone[3:])
+
+
+def first_weights(store: Path, run: Path) -> tuple[float, int]:
+    """How much of the model is on this rank, and the length of the longest document."""
+    trainer = start(store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700"])
+    trainer.loader.close()
+    whole = Transformer(trainer.model.shape)
+    whole.initialize(trainer.config.train.seed)
+    for (name, mine), wanted in zip(trainer.model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), wanted, rtol=0, atol=0, msg=name)
+    held = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+    return held / trainer.model.shape.parameters(), int(trainer.loader.state_dict()["max_length"])
+
+
+def test_first_weights_and_documents_do_not_depend_on_the_split(workers: Workers, store: Path, tmp_path: Path) -> None:
+    answers = workers.run(first_weights, 4, store, tmp_path)
+    shares = [share for share, _ in answers]
+    assert sum(shares) == pytest.approx(1, abs=0.02), "only norms are on both ranks of the axis"
+    assert max(shares) < 0.27
+    assert {longest for _, longest in answers} == {1400}, "two ranks of the domain hold a document, not four"
+
+
+def loss_over_a_split_vocabulary() -> None:
+    """Loss and gradients in float64, chunk by chunk, against those of one process; 11 entries are not divisible."""
+    ranks = dist.get_world_size()
+    mesh = make_groups(torch.device("cpu"), tensor=ranks).tensor
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(6 * ranks, 5, dtype=torch.float64), torch.randn(11, 5, dtype=torch.float64)
+    for valid in (0.7, 0.0):
+        labels = torch.randint(0, 11, (6 * ranks,)).where(torch.rand(6 * ranks) < valid, -100)
+        plain = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        wanted = cross_entropy_sum(*plain, labels, 7)
+        (2 * wanted).backward()
+        split = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in (hidden, weight)]
+        found = cross_entropy_sum(*split, labels, 7, chunk_tokens=4)
+        (2 * found).backward()
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+        for mine, whole in zip(split, plain, strict=True):
+            assert mine.grad is not None
+            assert mine.grad.placements == (Shard(0),)
+            torch.testing.assert_close(mine.grad.redistribute(placements=[Replicate()]).to_local(), whole.grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_cross_entropy_over_a_split_vocabulary(workers: Workers, ranks: int) -> None:
+    workers.run(loss_over_a_split_vocabulary, ranks)
+
+
+def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_path: Path) -> None:
+    assert workers.run(train_and_save, 2, store, tmp_path, [TWO, "train.steps=2", "checkpoint.every=2"]) == [True, True]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert (tmp_path / "latest" / "state.json").is_file()
+
+
+def test_a_profile_is_of_a_ranks_own_heads(workers: Workers) -> None:
+    (one, _), *_ = workers.run(profile_cases.measure_profile, 1, [0], [])
+    (two, _), *_ = workers.run(profile_cases.measure_profile, 2, [0, 1], [TWO])
+    assert two["kv_bytes_per_token"] == one["kv_bytes_per_token"] / 2
+    assert two["measured"]["ranks"] == 1, "of the domain"
