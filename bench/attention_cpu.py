@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 bench/attention_cpu.py                  # one causal document of 16,384 tokens: a minute or two
     torchrun --nproc-per-node 4 bench/attention_cpu.py --tokens 4096
 
-One thread a process. CPU time (all threads, the communication's too) and not wall clock, because ranks share cores; the least of
-some repetitions, ring and single in turn. Prints JSON, and writes it with --out.
+One thread a process. CPU time (all threads, the communication's too) and not wall clock, because ranks share cores; the least
+of some repetitions, ring and single in turn. Prints JSON, and writes it with --out.
 """
 
 import argparse

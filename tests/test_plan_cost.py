@@ -46,9 +46,13 @@ def plain_time_s(
             others = [r for r in range(first, first + degree) if r != rank]
             near = sum(r // profile.ranks_per_node == node for r in others)
             mates |= bool(others)
+            far = len(others) - near
             size = lengths[document] / degree * profile.kv_bytes_per_token
+            if profile.exchange_levels == 2:  # what comes for the node is shared out, and each passes on its share
+                passed_on = far * near / (near + 1)
+                near, far = near + passed_on, far / (near + 1)
             intra += size * near / profile.intra_node_bytes_per_s
-            inter += size * (len(others) - near) / profile.inter_node_bytes_per_s
+            inter += size * far / profile.inter_node_bytes_per_s
     exchange = profile.latency_s + max(intra, inter) if mates else 0.0
     exposed = max(0.0, exchange - profile.overlap * attention)
     return profile.linear_s_per_token * tokens + attention + exposed, exposed

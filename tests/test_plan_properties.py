@@ -36,6 +36,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         overlap=draw(st.sampled_from([0.0, 0.8, 1.0])),
         launch_s=draw(st.sampled_from([0.0, 0.05, 3.0])),
         step_s=draw(st.sampled_from([0.0, 0.3])),
+        exchange_levels=draw(st.sampled_from([1, 1, 2])),
     )
 
 

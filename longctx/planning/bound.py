@@ -9,7 +9,17 @@ bound is the least M for which both can be. It says how much of a plan's gap to 
 import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
-from longctx.planning.cost import NANOSECONDS, attention_ns, bound_ns, hidden_ns, linear_ns, mate_ns, nanoseconds, node_parts
+from longctx.planning.cost import (
+    NANOSECONDS,
+    attention_ns,
+    bound_ns,
+    gather_ns,
+    hidden_ns,
+    linear_ns,
+    mate_ns,
+    nanoseconds,
+    node_parts,
+)
 from longctx.planning.plan import Plan
 from longctx.planning.profile import HardwareProfile
 
@@ -58,7 +68,8 @@ def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers
     intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # its mates shared out at best
-    exchange = nanoseconds(profile.latency_s) + np.maximum((degrees - fewest) * inter, both)
+    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    exchange = nanoseconds(profile.latency_s) + np.maximum(across, both)
     exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
     shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # that of the rank that waits longest
     rounding = 4 + 2 * degrees  # every mate was rounded up

@@ -84,10 +84,25 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
     attention = attention_ns(profile, lengths, degrees)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
     intra, inter = mate_ns(profile, lengths, degrees)
-    exchange = nanoseconds(profile.latency_s) + np.maximum((most - 1) * intra, (degrees - fewest) * inter)
+    inside, _ = gather_ns(profile, degrees, most, intra, inter)
+    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
     exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
     result: Integers = linear_ns(profile, largest_shards(lengths, degrees)) + attention + exposed
     return result
+
+
+def gather_ns(
+    profile: HardwareProfile, degrees: Integers, here: Integers, intra_ns: Integers, inter_ns: Integers
+) -> tuple[Integers, Integers]:
+    """How long a rank's links, inside its node and across, take for its mates' rows, with `here` ranks of the ring in its node.
+
+    `intra_ns` and `inter_ns` are for one mate. In two levels, the ranks here share out what comes from other nodes, and pass it
+    on to each other.
+    """
+    if profile.exchange_levels == 1:
+        return (here - 1) * intra_ns, (degrees - here) * inter_ns
+    return -(-((here - 1) * degrees * intra_ns) // here), -(-((degrees - here) * inter_ns) // here)
 
 
 def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
@@ -166,17 +181,16 @@ def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shap
     node, stop = profile.ranks_per_node, first + degree
     head_stop = np.minimum(stop, (first // node + 1) * node)
     tail_start = np.maximum(head_stop, (stop - 1) // node * node)
-    intra = np.zeros(shape, dtype=np.int64)
-    inter = spread((degree - 1) * inter_ns, row, first, stop, shape)
-    whole = np.full_like(first, node - 1)
+    intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     parts = (
-        (first, head_stop, head_stop - first - 1),
-        (head_stop, tail_start, whole),
-        (tail_start, stop, stop - tail_start - 1),
+        (first, head_stop, head_stop - first),
+        (head_stop, tail_start, np.full_like(first, node)),
+        (tail_start, stop, np.maximum(1, stop - tail_start)),
     )
-    for start, end, mates in parts:
-        intra += spread(mates * intra_ns, row, start, end, shape)
-        inter -= spread(mates * inter_ns, row, start, end, shape)
+    for start, end, here in parts:
+        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
+        intra += spread(inside, row, start, end, shape)
+        inter += spread(across, row, start, end, shape)
     in_ring = spread(np.ones_like(first), row, first, stop, shape) > 0
     result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
     return result

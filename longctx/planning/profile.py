@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class HardwareProfile:
         overlap: share of attention time in [0, 1] that can hide the exchange.
         launch_s: fixed cost of a micro-batch, including parameter gathering that is not hidden.
         step_s: fixed cost of a step: the optimizer and gradient reduction that is not hidden.
+        exchange_levels: 1: rows go straight from their owner to every rank that needs them. 2: where a ring crosses nodes, once
+            to each node, its ranks taking turns, and on inside it (a run's `context.two_level_exchange`; may be left out).
     """
 
     linear_s_per_token: float
@@ -48,6 +50,7 @@ class HardwareProfile:
     overlap: float
     launch_s: float
     step_s: float
+    exchange_levels: int = 1
 
     def __post_init__(self) -> None:
         problems = []
@@ -70,6 +73,8 @@ class HardwareProfile:
             problems.append(f"overlap is {self.overlap!r}: must lie in [0, 1]")
         if not isinstance(self.ranks_per_node, int):
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be a whole number")
+        if self.exchange_levels not in (1, 2):
+            problems.append(f"exchange_levels is {self.exchange_levels!r}: must be 1 or 2")
         problems += self._efficiency_problems()
         if problems:
             raise ProfileError("; ".join(problems))
@@ -96,7 +101,8 @@ class HardwareProfile:
         """Builds a profile from plain data. Raises ProfileError naming `source` and every constant that is wrong or missing."""
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in values.items() if key not in ("name", "about", "measured")}
-        missing, unknown = sorted(known - set(values)), sorted(set(values) - known)
+        missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in values)
+        unknown = sorted(set(values) - known)
         if missing or unknown:
             parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
             raise ProfileError(f"{source}: {'; '.join(parts)}. A profile has exactly: {', '.join(sorted(known))}")

@@ -50,7 +50,8 @@ def static_bounds_ns(
     linear = int(linear_ns(profile, lengths // degree).sum())
     attention = int(attention_ns(profile, lengths, degrees).sum())
     far_mates = max(0, degree - profile.ranks_per_node)  # a rank has at least so many in other nodes
-    exchange = far_mates * int(mate_ns(profile, lengths, degrees)[1].sum()) - degree * len(lengths)
+    copies = profile.ranks_per_node if profile.exchange_levels == 2 else 1  # that share out what comes from there
+    exchange = far_mates * int(mate_ns(profile, lengths, degrees)[1].sum()) // copies - degree * len(lengths)
     exposed = max(0, exchange - math.ceil(profile.overlap * attention))
     work = max(0, linear + attention + exposed - rounding)
     total, launch, step = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,8 +15,8 @@ from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Launch, Mesh, join
-from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.offload import Offload
+from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
@@ -71,11 +72,12 @@ def make_planner(
     `profile` replaces the one that is configured.
     """
     context = config.context
+    profile = HardwareProfile.load(context.profile) if profile is None else profile
     return partial(
         make_plan,
         ranks=ranks,
         tokens_per_rank=config.batch.tokens_per_rank,
-        profile=HardwareProfile.load(context.profile) if profile is None else profile,
+        profile=replace(profile, exchange_levels=2 if context.two_level_exchange else 1),
         mode="static" if static else context.mode,
         degree=None if static else context.degree,
         bins=None if static else context.bins,
