@@ -68,10 +68,11 @@ def main() -> None:
     parser.add_argument("--ranks", help="only rows with these ranks, such as 8,64")
     parser.add_argument("--documents", help="only cells with so many documents a rank, such as 1,4")
     parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--exchange-levels", type=int, choices=(1, 2), default=1, help="2: one copy for each node")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan", help="without a suffix")
     arguments = parser.parse_args()
     began, load = time.perf_counter(), os.getloadavg()[0]
-    profile = HardwareProfile.load(PROFILE)
+    profile = HardwareProfile.load(PROFILE, arguments.exchange_levels)
     wanted = [
         setting
         for setting in settings(arguments.mixes.split(","))
@@ -90,6 +91,7 @@ def main() -> None:
     facts = {
         **machine(),
         "profile": PROFILE,
+        "exchange levels": str(arguments.exchange_levels),
         "seeds": str(arguments.seeds),
         "load before": f"{load:.1f}",
         "minutes": f"{(time.perf_counter() - began) / 60:.1f}",

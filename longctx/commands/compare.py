@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure
-from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, read_lengths
+from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, add_exchange_levels, read_lengths
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.mixes import mix_names
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help="most tokens on a rank at once"
     )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
+    add_exchange_levels(parser)
     parser.add_argument(
         "--model",
         choices=PRESETS,
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.html, arguments.csv):
         if path is not None and not path.absolute().parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-    profile = HardwareProfile.load(arguments.profile)
+    profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
     source = _source(arguments, long_documents)
     budget = arguments.tokens_per_rank

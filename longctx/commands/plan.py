@@ -15,6 +15,17 @@ DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
 
 
+def add_exchange_levels(parser: argparse.ArgumentParser) -> None:
+    """The option that `plan` and `compare` share."""
+    parser.add_argument(
+        "--exchange-levels",
+        type=int,
+        choices=(1, 2),
+        help="2: K and V cross the network once for each node, as training does with context.two_level_exchange; 1: straight "
+        "to every rank (default: the profile's, 1 in those that are shipped)",
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
@@ -26,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
     parser.add_argument("--profile", default="h100-nvlink-ib", help=PROFILE_HELP)
+    add_exchange_levels(parser)
     parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
     parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
     parser.add_argument(
@@ -62,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.png and arguments.png.suffix not in PICTURES:
         raise UserError(f"--png is {arguments.png}: its name must end in {', '.join(PICTURES)}")
-    profile = HardwareProfile.load(arguments.profile)
+    profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
     lengths, source = _lengths(arguments)
     plan = make_plan(
         lengths,

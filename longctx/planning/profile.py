@@ -115,8 +115,8 @@ class HardwareProfile:
             raise ProfileError(f"{source}: {error}") from None
 
     @classmethod
-    def load(cls, name_or_path: str | Path) -> "HardwareProfile":
-        """Reads a shipped profile by name (`h100-nvlink-ib`) or a YAML/JSON file by path."""
+    def load(cls, name_or_path: str | Path, exchange_levels: int | None = None) -> "HardwareProfile":
+        """Reads a shipped profile by name (`h100-nvlink-ib`) or a YAML/JSON file; `exchange_levels` replaces its own."""
         shipped = SHIPPED / f"{name_or_path}.yaml"
         path = shipped if shipped.is_file() else Path(name_or_path)
         if not path.is_file():
@@ -129,7 +129,8 @@ class HardwareProfile:
         if not isinstance(values, dict):
             held = "nothing" if values is None else type(values).__name__
             raise ProfileError(f"{path} holds {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
-        return cls.from_dict(values, source=str(path))
+        own = {} if exchange_levels is None else {"exchange_levels": exchange_levels}
+        return cls.from_dict({**values, **own}, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back."""
