@@ -201,7 +201,7 @@ def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int,
     [
         (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage on every rank"),
         (["pipeline_schedule=interleaved"], "pipeline_chunks", "2 chunks at least"),
-        (["pipeline_schedule=zero-bubble", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
+        (["pipeline_schedule=zero-bubble"], "reshard_after", "choose step, or schedule 1f1b"),
         (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
         (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once a step"),
     ],
@@ -212,6 +212,12 @@ def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
     found = problems(*settings)
     assert set(found) == {f"parallel.{key}"}
     assert rule in found[f"parallel.{key}"]
+
+
+def test_recomputation_and_zero_bubble() -> None:
+    settings = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
+    load(*settings)
+    assert "would compute the block anew each time" in problems(*settings, "train.recompute=selective")["train.recompute"]
 
 
 @pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])

@@ -90,6 +90,13 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if ranks > 1 and parallel.reduce_after == "micro_batch":
         rule = "a pipeline reduces gradients once a step"
         yield Problem("parallel.reduce_after", parallel.reduce_after, rule, "choose step", others[1:])
+    if ranks > 1 and schedule == "zero-bubble":
+        if parallel.reshard_after == "block":
+            rule = "schedule zero-bubble computes gradients of weights when the block's own backward is long over"
+            yield Problem("parallel.reshard_after", "block", rule, "choose step, or schedule 1f1b", others)
+        if config.train.recompute != "none":
+            rule = "schedule zero-bubble goes through a block's backward twice, and would compute the block anew each time"
+            yield Problem("train.recompute", config.train.recompute, rule, "choose none, or schedule 1f1b", others)
     try:
         layers = config.model.sizes().num_hidden_layers
     except ConfigError:
