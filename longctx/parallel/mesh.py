@@ -20,18 +20,21 @@ COPIES = ("dp_replicate", "dp_shard")
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun tells a process: its rank, its rank on this node, and the number of processes; 0, 0, 1 without torchrun."""
+    """What torchrun tells a process: its rank, its rank on this node, and how many processes there are, and on this node.
+
+    Without torchrun 0, 0, 1, 1.
+    """
 
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int = 1
 
     @classmethod
     def read(cls) -> "Launch":
         """Reads the environment. Raises UserError if it is not what a launcher sets."""
-        values = {
-            name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"))
-        }
+        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        values = {name: os.environ.get(name, default) for name, default in defaults.items()}
         for name, value in values.items():
             if not value.isdecimal():
                 raise UserError(

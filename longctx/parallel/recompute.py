@@ -28,7 +28,8 @@ def apply_recompute(
     repeat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for block in model.layers:
         if mlp_tile_tokens is not None:
-            block.mlp.forward = partial(_in_tiles, partial(repeat, block.mlp.forward), mlp_tile_tokens)
+            mlp = block.get_submodule("mlp")
+            mlp.forward = partial(_in_tiles, partial(repeat, mlp.forward), mlp_tile_tokens)
         if mode == "none":
             continue
         contexts = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if mode == "selective" else {}

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from longctx.config import Config
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
+from longctx.parallel.mesh import choose_device
 from longctx.planning.plan import Plan
+from longctx.training.memory import estimate, loads
 from longctx.training.setup import make_planner
 
 STEPS = 5
@@ -19,9 +21,8 @@ class PlannedStep:
     static: Plan
 
 
-def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
-    """Plans the first steps of a run on `ranks` processes."""
-    domain = config.domain(ranks)
+def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
+    """The lengths of the documents of the first steps of a run on `ranks` processes."""
     sampler = Sampler(
         store.lengths,
         global_tokens=config.batch.global_tokens,
@@ -30,24 +31,27 @@ def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[Pla
         long_documents=config.data.long_documents,
         name=store.name,
     )
-    configured, static = make_planner(config, domain), make_planner(config, domain, static=True)
-    planned, cursor = [], 0
+    found, cursor = [], 0
     for _ in range(steps):
         pieces, cursor = sampler.step(cursor)
-        lengths = [piece.length for piece in pieces]
-        planned.append(PlannedStep(configured(lengths), static(lengths)))
-    return planned
+        found.append([piece.length for piece in pieces])
+    return found
+
+
+def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
+    """Plans the first steps of a run on `ranks` processes."""
+    domain = config.domain(ranks)
+    configured, static = make_planner(config, domain), make_planner(config, domain, static=True)
+    return [PlannedStep(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]
 
 
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what the run itself would refuse."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
-    states_gib = 16 * shape.parameters() / ranks / 2**30
     print(
         f"dry run on {ranks} ranks, profile {config.context.profile}\n"
-        f"model      {shape.parameters() / 1e9:.3f}B parameters; weights, gradients and two moments in float32: "
-        f"{states_gib:.2f} GiB a rank\n"
+        f"model      {shape.parameters() / 1e9:.3f}B parameters\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.store}"
     )
@@ -64,5 +68,9 @@ def dry_run(config: Config, ranks: int) -> None:
             f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
             + f"  {degrees}"
         )
+    fused = choose_device(config.train.device, 0).type == "cuda"
+    memory = estimate(shape, config, ranks, list(loads(step.plan for step in planned)), fused=fused)
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
+    print(f"memory: {memory.total / 2**30:.2f} GiB a rank at the fullest moment ({memory.moment}): {parts}")
     ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
     print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as each step's best static degree, by the cost model")

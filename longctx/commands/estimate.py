@@ -1,0 +1,65 @@
+"""`longctx estimate`: the bytes that a rank of a run would hold, part by part, and what every choice of settings would need."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.config import Config, describe, load
+from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from longctx.data.store import Store
+    from longctx.model.presets import ModelShape
+
+SUMMARY = "Estimate the memory of a rank, for the run as configured and for every choice of recomputation and resharding"
+OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults without one")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    parser.epilog = (
+        "documents are those of the first steps if there is a store; without one, set model.vocab_size, and a full rank with "
+        "its share\nof the longest document is taken. For a run on GPUs from a machine without one: --train.device cuda\n\n"
+        + describe()
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.ranks < 1:
+        raise UserError(f"--ranks is {arguments.ranks}: a run has at least one process")
+    from longctx.parallel.mesh import choose_device
+    from longctx.training.fit import choices, heaviest
+    from longctx.training.memory import estimate
+
+    ranks = arguments.ranks
+    config = load(arguments.config, arguments.overrides, world_size=ranks)
+    store, shape = _store_and_shape(config)
+    fused = choose_device(config.train.device, 0).type == "cuda"
+    memory = estimate(shape, config, ranks, heaviest(config, store, ranks), fused=fused)
+    table = list(choices(shape, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
+    if arguments.json:
+        rows = [{**settings, **choice.to_json()} for settings, choice in table]
+        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
+        return 0
+    from longctx.report.memory import print_memory
+
+    source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
+    print_memory(f"{shape.parameters() / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
+    return 0
+
+
+def _store_and_shape(config: Config) -> "tuple[Store | None, ModelShape]":
+    from longctx.data.store import Store
+
+    if config.data.store.exists():
+        store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+        return store, config.model.shape(store.tokenizer.vocab_size)
+    if config.model.vocab_size is None:
+        raise UserError(
+            f"there is no store {config.data.store}, which would say how many entries the vocabulary has: give "
+            "--model.vocab_size, or the store with --data.store"
+        )
+    return None, config.model.shape(config.model.vocab_size)

@@ -1,0 +1,39 @@
+"""What a rank's allocator really holds while it trains, for the tests of the memory model."""
+
+import time
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.training_cases import start
+
+MODEL = [
+    "model.hidden_size=128",
+    "model.intermediate_size=384",
+    "model.head_dim=32",
+    "model.num_hidden_layers=3",
+    "data.max_length=2048",
+    "batch.global_tokens=4096",
+]
+
+
+def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
+    """Most bytes of live tensors during the second step, counted from the start of the run, on this rank.
+
+    Torch's profiler tells of everything that the CPU's allocator gives and takes back, inside of operators too.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        trainer = start(store, run, [*MODEL, *settings])
+        with trainer.loader:
+            trainer.step()
+            began = time.time_ns()
+            trainer.step()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert events
+    held, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            held += event.nbytes()
+            peak = max(peak, held if event.start_ns() >= began else 0)
+    return peak

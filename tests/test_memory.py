@@ -1,0 +1,148 @@
+"""The memory model against the allocator, its choices, and runs that are refused because they cannot fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from longctx.cli import main
+from longctx.config import Config, load
+from longctx.data.store import Store
+from longctx.model.presets import ModelShape
+from longctx.training import fit
+from longctx.training.dry_run import plan_steps
+from longctx.training.fit import SAVINGS, DoesNotFit, changed, cheapest_change, choices, refuse_too_large
+from longctx.training.memory import Load, Memory, estimate, loads
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
+MEASURED = {
+    "activations": (1, ["batch.tokens_per_rank=2048"]),
+    "bfloat16, recompute selective": (1, ["batch.tokens_per_rank=2048", "train.recompute=selective", "train.dtype=bfloat16"]),
+    "received keys kept": (4, [*ON_4, "context.keep_kv=true", "train.recompute=selective"]),
+    "a large vocabulary, gradients reduced at once": (
+        2,
+        ["batch.tokens_per_rank=1024", "model.vocab_size=4096", "parallel.reduce_after=micro_batch", "train.recompute=full"],
+    ),
+    "MLP in tiles, weights gathered all step": (
+        2,
+        [
+            "batch.tokens_per_rank=1024",
+            "model.intermediate_size=1024",
+            "train.mlp_tile_tokens=128",
+            "parallel.reshard_after=step",
+        ],
+    ),
+    "pipeline": (
+        2,
+        ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
+    workers: Workers, store: Path, tmp_path: Path, name: str
+) -> None:
+    ranks, settings = MEASURED[name]
+    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path, settings))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
+    opened = Store.open(store)
+    second = plan_steps(config, opened, ranks, 2)[1].plan
+    shape = config.model.shape(opened.tokenizer.vocab_size)
+    memory = estimate(shape, config, ranks, list(loads([second])), fused=False)
+    assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
+
+
+CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
+SHAPE = CONFIG.model.shape(128256)
+LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, stages=1, micro_batches=4)
+
+
+def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SHAPE) -> int:
+    return estimate(shape, changed(config, changes), 8, [LOAD], fused=True).total
+
+
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        ([("parallel.reshard_after", "step")], ("parallel.reshard_after", "block")),
+        ([("context.keep_kv", True)], ("context.keep_kv", False)),
+        ([], ("train.recompute", "selective")),
+        ([("train.recompute", "selective")], ("train.recompute", "full")),
+        ([], ("train.mlp_tile_tokens", 2048)),
+        ([("train.recompute", "full")], ("parallel.reduce_after", "micro_batch")),
+        ([("train.recompute", "full")], ("train.offload_activations", True)),
+        ([("train.recompute", "full")], ("train.offload_optimizer", True)),
+        ([("parallel.shard_ranks", 1)], ("parallel.shard_ranks", None)),
+    ],
+)
+def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change: tuple[str, object]) -> None:
+    assert change[0] in dict(SAVINGS)
+    assert total(*before, change) < total(*before)
+
+
+def test_the_cheapest_change_fits_and_no_cheaper_one_does() -> None:
+    least = min(total(change) for change in SAVINGS if change[0] != "train.offload_activations")
+    for available in (total() - 1, (total() + least) // 2, least):
+        change = cheapest_change(SHAPE, CONFIG, 8, [LOAD], available, fused=True)
+        assert change is not None and len(change) == 1
+        assert total(*change) <= available
+        cheaper = SAVINGS[: SAVINGS.index(change[0])]
+        assert all(total(other) > available for other in cheaper)
+    several = cheapest_change(SHAPE, CONFIG, 8, [LOAD], least - 1, fused=True)
+    assert several is not None and len(several) > 1
+    assert total(*several) < least
+    assert cheapest_change(SHAPE, CONFIG, 8, [LOAD], 1 << 30, fused=True) is None
+
+
+def test_a_refusal_names_parts_and_the_way_out() -> None:
+    assert isinstance(refuse_too_large(SHAPE, CONFIG, 8, [LOAD], None, fused=True), Memory)
+    assert isinstance(refuse_too_large(SHAPE, CONFIG, 8, [LOAD], total(), fused=True), Memory)
+    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=selective\. `longctx estimate`"):
+        refuse_too_large(SHAPE, CONFIG, 8, [LOAD], 90 << 30, fused=True)
+    with pytest.raises(DoesNotFit, match=r"no setting for memory is enough: lower batch\.tokens_per_rank"):
+        refuse_too_large(SHAPE, CONFIG, 8, [LOAD], 1 << 30, fused=True)
+
+
+def test_training_is_refused_before_it_starts(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fit, "available_bytes", lambda device, ranks: 1 << 20)
+    assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
+    assert "has 0.00 GiB: no setting for memory is enough" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_choices_differ_where_the_settings_do() -> None:
+    found = {tuple(settings.values()): memory.total for settings, memory in choices(SHAPE, CONFIG, None, (8, 16), fused=True)}
+    assert len(found) == 2 * 3 * 2 * 3
+    assert found["full", False, "block", 8] < found["selective", False, "block", 8] < found["none", False, "block", 8]
+    assert found["none", False, "block", 16] < found["none", False, "block", 8] < found["none", False, "step", 8]
+    assert found["none", False, "block", 8] < found["none", True, "block", 8]
+
+
+def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["estimate", f"--data.store={store}", "--ranks", "2", "--train.recompute=full", "--context.profile=cpu-2core"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    configured = found["configured"]
+    assert configured["total"] == sum(value for name, value in configured.items() if name not in ("moment", "total"))
+    same = {"train.recompute": "full", "context.keep_kv": False, "parallel.reshard_after": "block", "ranks": 2}
+    assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [configured["total"]]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "fullest moment" in said and "8 ranks" in said
+    assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
+    assert "--model.vocab_size" in capsys.readouterr().err
+    assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["configured"]["remote_kv"] == 0
+    assert main(["estimate", "--ranks=0"]) == 2
