@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import make_groups
@@ -18,6 +18,7 @@ from tests.training_cases import make_store, start, train, train_and_save
 from tests.workers import Workers
 
 TWO = "parallel.tensor_parallel_size=2"
+PIPELINE = "parallel.pipeline_parallel_size=2"
 UNTIED = "model.tie_word_embeddings=false"
 
 
@@ -56,6 +57,7 @@ SPLITS = {
         6,
         ["context.mode=static", "batch.tokens_per_rank=502", "train.recompute=full", "context.max_remote_tokens=150"],
     ),
+    "2 × 2 auto, in a pipeline of 2": (8, 4, [PIPELINE, "batch.tokens_per_rank=750", "train.recompute=selective"]),
 }
 """Ranks, steps, and settings. The store's vocabulary has 257 entries, so ranks hold unequal parts of it."""
 
@@ -114,8 +116,8 @@ WITHOUT = "parallel.tensor_parallel_size=1"
     ("saved", "resumed"),
     [
         ((2, [TWO, "batch.tokens_per_rank=1500"]), [(1, [WITHOUT]), (6, [TWO, "batch.tokens_per_rank=500"])]),
-        ((3, [WITHOUT, "batch.tokens_per_rank=500"]), [(2, [TWO]), (4, [TWO, "batch.tokens_per_rank=750"])]),
-        ((6, [TWO, "batch.tokens_per_rank=500"]), [(2, [WITHOUT, "batch.tokens_per_rank=750"])]),
+        ((3, [WITHOUT, "batch.tokens_per_rank=500"]), [(2, [TWO]), (4, [TWO, PIPELINE])]),
+        ((6, [TWO, "batch.tokens_per_rank=500"]), [(4, [WITHOUT, PIPELINE, "batch.tokens_per_rank=750"])]),
     ],
 )
 def test_resume_under_another_layout(
@@ -162,16 +164,16 @@ def loss_over_a_split_vocabulary() -> None:
     for valid in (0.7, 0.0):
         labels = torch.randint(0, 11, (6 * ranks,)).where(torch.rand(6 * ranks) < valid, -100)
         plain = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
-        wanted = cross_entropy_sum(*plain, labels, 7)
+        wanted = cross_entropy_sum(plain[0], plain[1], labels, 7)
         (2 * wanted).backward()
         split = [distribute_tensor(tensor, mesh, [Shard(0)]).requires_grad_() for tensor in (hidden, weight)]
-        found = cross_entropy_sum(*split, labels, 7, chunk_tokens=4)
+        found = cross_entropy_sum(split[0], split[1], labels, 7, chunk_tokens=4)
         (2 * found).backward()
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
         for mine, whole in zip(split, plain, strict=True):
-            assert mine.grad is not None
+            assert isinstance(mine.grad, DTensor)
             assert mine.grad.placements == (Shard(0),)
-            torch.testing.assert_close(mine.grad.redistribute(placements=[Replicate()]).to_local(), whole.grad)
+            torch.testing.assert_close(mine.grad.full_tensor(), whole.grad)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
