@@ -12,10 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.profile import HardwareProfile
 
 Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000
+ROUNDING = 2
+"""Nanoseconds by which the best whole K may be missed."""
 
 
 def nanoseconds(seconds: float) -> int:
@@ -131,12 +134,14 @@ class Score:
         time: time_r of every rank in every micro-batch: linear, attention and exposed exchange.
         exposed: the part of it in which the rank waits for K and V.
         launch_ns, step_ns: fixed cost of a micro-batch and of the step.
+        pipeline: what the micro-batches go through.
     """
 
     time: Integers
     exposed: Integers
     launch_ns: int
     step_ns: int
+    pipeline: Pipeline = NO_PIPELINE
 
     @property
     def micro_batch_ns(self) -> Integers:
@@ -145,8 +150,14 @@ class Score:
         return result
 
     @property
+    def bubble_ns(self) -> int:
+        """What a pipeline adds while it fills and drains, and for empty micro-batches."""
+        empty = self.pipeline.runs(len(self.time)) - len(self.time)
+        return empty * self.launch_ns + self.pipeline.bubble_ns(self.launch_ns + int(self.micro_batch_ns.max()))
+
+    @property
     def makespan_ns(self) -> int:
-        return self.step_ns + len(self.time) * self.launch_ns + int(self.micro_batch_ns.sum())
+        return self.step_ns + len(self.time) * self.launch_ns + int(self.micro_batch_ns.sum()) + self.bubble_ns
 
     @property
     def exposed_share(self) -> float:
@@ -161,7 +172,9 @@ class Score:
         return waits / float(self.time.shape[1] * max(1, self.makespan_ns))
 
 
-def score(profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int) -> Score:
+def score(
+    profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline = NO_PIPELINE
+) -> Score:
     """Times of every rank in every micro-batch under an assignment, by the cost model of `HardwareProfile`."""
     a = assignment
     shape = (a.micro_batches, ranks)
@@ -170,7 +183,8 @@ def score(profile: HardwareProfile, lengths: Integers, assignment: Assignment, r
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
     exposed = np.maximum(0, exchange - hidden_ns(profile, attention))
-    return Score(linear + attention + exposed, exposed, nanoseconds(profile.launch_s), nanoseconds(profile.step_s))
+    launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
+    return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
@@ -196,12 +210,25 @@ def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shap
     return result
 
 
-def lower_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+def lower_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
+) -> int:
     """Time of a step that no plan can beat, even on a free network: all work at its best efficiency, evenly spread.
 
-    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster.
+    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster. In a
+    pipeline of K micro-batches the longest takes no less than a K-th of all work, and K is at most the number of documents.
     """
-    return bound_ns(profile, lengths, -(-lengths // tokens_per_rank), ranks, tokens_per_rank)
+    least = -(-lengths // tokens_per_rank)
+    bound = bound_ns(profile, lengths, least, ranks, tokens_per_rank)
+    if pipeline.ranks == 1:
+        return bound
+    launch, launches = nanoseconds(profile.launch_s), -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    work = bound - nanoseconds(profile.step_s) - launches * launch
+    # Launches rise and the bubble falls with K: the best K is where the two change alike, or the last one.
+    even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else len(lengths)
+    choices = {min(max(k, launches), len(lengths)) for k in (even, even + 1)}
+    least_bubble = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
+    return bound + max(0, least_bubble - ROUNDING)
 
 
 def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:

@@ -47,3 +47,6 @@ class Pipeline:
         """What the pipeline adds to the sum over micro-batches, of which the longest takes a rank `longest_ns`."""
         chunks = self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1)
         return -(-(self.ranks - 1) * longest_ns // chunks)
+
+
+NO_PIPELINE = Pipeline()

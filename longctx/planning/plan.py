@@ -14,6 +14,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.planning.layout import Layout, rank_layout
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.profile import HardwareProfile
 
 VERSION = 1
@@ -58,6 +59,8 @@ class Plan:
         makespan_s, lower_bound_s: modelled time of the step, and the time that no plan can beat under the same model.
         exposed_share: share of the makespan in which the slowest ranks wait for K and V.
         idle_share: share of rank-time in which a rank waits for the slowest of its micro-batch.
+        bubble_share: share of the makespan in which a pipeline fills and drains, empty micro-batches included.
+        pipeline: what the micro-batches go through.
         planning_ms: how long planning took; not part of the hash.
     """
 
@@ -73,6 +76,8 @@ class Plan:
     lower_bound_s: float
     exposed_share: float
     idle_share: float
+    bubble_share: float = 0.0
+    pipeline: Pipeline = NO_PIPELINE
     planning_ms: float = 0.0
 
     @property
@@ -113,6 +118,7 @@ class Plan:
         values["stages"] = tuple(values["stages"])
         values["micro_batches"] = tuple(tuple(Placement(**p) for p in mb) for mb in values["micro_batches"])
         values["profile"] = HardwareProfile.from_dict(values["profile"], source="plan")
+        values["pipeline"] = Pipeline(**values["pipeline"])
         return cls(**values)
 
     def _content(self) -> dict[str, Any]:
@@ -130,5 +136,7 @@ class Plan:
             "lower_bound_s": self.lower_bound_s,
             "exposed_share": self.exposed_share,
             "idle_share": self.idle_share,
+            "bubble_share": self.bubble_share,
+            "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
         }

@@ -7,6 +7,7 @@ the other two, so it is never worse than either. Planning is a pure function: no
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from longctx.planning.bins import degrees_by_bins, derived_degrees
 from longctx.planning.check import check_plan
 from longctx.planning.columns import plan_columns
 from longctx.planning.cost import NANOSECONDS, bound_ns, lower_bound_ns, score
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import check_lengths, check_settings, least_degrees
@@ -37,6 +39,7 @@ def make_plan(
     degree: int | None = None,
     bins: Mapping[int, int] | None = None,
     max_remote_tokens: int | None = None,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> Plan:
     """Plans one optimizer step.
 
@@ -51,6 +54,7 @@ def make_plan(
             with this table, and leaves it out where it does not hold these documents.
         max_remote_tokens: most tokens of other ranks whose K and V a rank holds at once; decides the exchange stages of every
             micro-batch (at most its largest degree - 1). None: one stage.
+        pipeline: what the micro-batches go through; more and smaller ones than the budget asks for are tried.
 
     Returns:
         A checked plan, micro-batches in descending order of time.
@@ -61,17 +65,13 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    best: Candidate
-    if mode == "static":
-        best = _static(profile, sizes, ranks, tokens_per_rank, degree)
-    elif mode == "bins":
-        degrees = _bin_degrees(profile, sizes, ranks, tokens_per_rank, bins)
-        best = _by_bins(profile, sizes, ranks, tokens_per_rank, degrees)
+    request = _Request(profile, sizes, ranks, mode, degree, bins)
+    if pipeline.ranks == 1:
+        _, winner, assignment = _best_of(request, tokens_per_rank)
     else:
-        best = _best_of_all(profile, sizes, ranks, tokens_per_rank, bins)
-    _, winner, assignment = best
+        winner, assignment = _best_in_pipeline(request, tokens_per_rank, pipeline)
     assignment = _longest_first(profile, sizes, assignment, ranks)
-    result = score(profile, sizes, assignment, ranks)
+    result = score(profile, sizes, assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
         winner=winner,
@@ -82,13 +82,63 @@ def make_plan(
         stages=_stages(sizes, assignment, ranks, max_remote_tokens),
         profile=profile,
         makespan_s=result.makespan_ns / NANOSECONDS,
-        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank) / NANOSECONDS,
+        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
         exposed_share=result.exposed_share,
         idle_share=result.idle_share,
+        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
+        pipeline=pipeline,
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)
     return plan
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is asked for, but for the token budget."""
+
+    profile: HardwareProfile
+    lengths: Integers
+    ranks: int
+    mode: str
+    degree: int | None
+    bins: Mapping[int, int] | None
+
+
+def _best_of(request: _Request, tokens_per_rank: int) -> Candidate:
+    profile, lengths, ranks = request.profile, request.lengths, request.ranks
+    if request.mode == "static":
+        return _static(profile, lengths, ranks, tokens_per_rank, request.degree)
+    if request.mode == "bins":
+        degrees = _bin_degrees(profile, lengths, ranks, tokens_per_rank, request.bins)
+        return _by_bins(profile, lengths, ranks, tokens_per_rank, degrees)
+    return _best_of_all(profile, lengths, ranks, tokens_per_rank, request.bins)
+
+
+def _best_in_pipeline(request: _Request, tokens_per_rank: int, pipeline: Pipeline) -> tuple[str, Assignment]:
+    """The best plan of all in a pipeline, whose bubble is the smaller the more micro-batches share the work.
+
+    Each halving of the budget gives more and smaller ones, until that no longer helps. Mode auto takes what the other modes
+    come to into account, so it is never worse than they are.
+    """
+    found: list[Candidate] = []
+    for mode in ("auto", "bins", "static") if request.mode == "auto" else (request.mode,):
+        best, budget = None, tokens_per_rank
+        while budget and least_degrees(request.lengths, request.ranks, budget).all():
+            try:
+                _, winner, assignment = _best_of(replace(request, mode=mode), budget)
+            except PlanError:  # of a smaller budget, or of a mode that was not asked for
+                if mode == request.mode and budget == tokens_per_rank:
+                    raise
+                break
+            makespan = score(request.profile, request.lengths, assignment, request.ranks, pipeline).makespan_ns
+            if best is not None and makespan >= best[0]:
+                break
+            best = makespan, winner, assignment
+            budget //= 2
+        if best is not None:
+            found.append(best)
+    return min(found, key=_makespan)[1:]
 
 
 def _best_of_all(

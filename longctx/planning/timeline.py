@@ -41,7 +41,8 @@ class Wait:
 class Timeline:
     """A step under a plan: blocks in the order in which ranks run them, waits, and (start, stop) of every micro-batch.
 
-    Before the start of a micro-batch lies its launch; after the last one the fixed cost of the step, up to the makespan.
+    Before the start of a micro-batch lies its launch; after the last one the fixed cost of the step and the bubble of a
+    pipeline, up to the makespan.
     """
 
     ranks: int
@@ -55,7 +56,7 @@ def timeline(plan: Plan) -> Timeline:
     """Computes the timeline of a plan; it ends at the plan's makespan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
-    result = score(plan.profile, lengths, assignment, plan.ranks)
+    result = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
     attention = attention_ns(plan.profile, lengths, assignment.degree).tolist()
     blocks, waits, spans = [], [], []
     now = 0

@@ -82,6 +82,7 @@ def make_planner(
         degree=None if static else context.degree,
         bins=None if static else context.bins,
         max_remote_tokens=context.max_remote_tokens,
+        pipeline=config.pipeline,
     )
 
 

@@ -1,0 +1,76 @@
+"""Plans for pipelines: more and smaller micro-batches, a bubble that is counted, and schedules that can run them."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.planning.assignment import Assignment
+from longctx.planning.cost import NANOSECONDS, score
+from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.timeline import timeline
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+MIXED = [30_000, 12_000, 9_000, *[700 + 50 * i for i in range(60)]]
+
+
+def plan(lengths: list[int], pipeline: Pipeline, mode: str = "auto") -> Plan:
+    return make_plan(lengths, ranks=4, tokens_per_rank=16384, profile=H100, mode=mode, pipeline=pipeline)
+
+
+def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
+    made = plan(MIXED, Pipeline(4, 2, "interleaved"))
+    result = score(H100, np.array(made.lengths), Assignment.of(made), 4)
+    longest = int(result.micro_batch_ns.max()) + result.launch_ns
+    runs = made.pipeline.runs(len(made.micro_batches))
+    bubble = (runs - len(made.micro_batches)) * result.launch_ns + -(-3 * longest // 2)
+    assert made.makespan_s == pytest.approx((result.makespan_ns + bubble) / NANOSECONDS, rel=1e-12)
+    assert made.bubble_share == pytest.approx(bubble / NANOSECONDS / made.makespan_s, rel=1e-9)
+    assert timeline(made).makespan_s == made.makespan_s
+
+
+def test_pipelines_get_more_micro_batches() -> None:
+    alone, deep = plan(MIXED, NO_PIPELINE), plan(MIXED, Pipeline(8))
+    assert alone.bubble_share == 0
+    assert len(deep.micro_batches) > len(alone.micro_batches)
+    as_alone = score(H100, np.array(alone.lengths), Assignment.of(alone), 4, Pipeline(8)).makespan_ns / NANOSECONDS
+    assert deep.makespan_s < 0.9 * as_alone
+
+
+def test_less_waiting_with_chunks_and_zero_bubble() -> None:
+    times = [plan(MIXED, Pipeline(4, *kind)).makespan_s for kind in ((1, "1f1b"), (2, "interleaved"), (1, "zero-bubble"))]
+    assert times == sorted(times, reverse=True)
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=20),
+    ranks=st.integers(2, 6),
+    chunks=st.integers(1, 3),
+    schedule=st.sampled_from(SCHEDULES),
+)
+def test_plans_in_pipelines(lengths: list[int], ranks: int, chunks: int, schedule: str) -> None:
+    pipeline = Pipeline(ranks, chunks, schedule)
+    made = {mode: plan(lengths, pipeline, mode) for mode in ("auto", "static")}
+    assert made["auto"].makespan_s <= made["static"].makespan_s
+    for one in made.values():
+        assert one.lower_bound_s <= one.makespan_s
+        assert one.lower_bound_s >= plan(lengths, NO_PIPELINE, "static").lower_bound_s
+    assert Plan.from_json(json.loads(json.dumps(made["auto"].to_json()))) == made["auto"]
+
+
+@given(real=st.integers(1, 200), ranks=st.integers(1, 16), schedule=st.sampled_from(SCHEDULES))
+def test_empty_micro_batches(real: int, ranks: int, schedule: str) -> None:
+    """As few as can be, so that 1f1b has one for each stage and chunks have rounds of one size."""
+    runs = Pipeline(ranks, 2, schedule).runs(real)
+    assert real <= runs < real + ranks
+    if schedule == "1f1b" and ranks > 1:
+        assert runs >= ranks
+    if schedule in ("interleaved", "zero-bubble") and ranks > 1:
+        assert runs % max(1, runs // ranks) == 0
+        assert all(fewer % max(1, fewer // ranks) for fewer in range(real, runs))
