@@ -6,7 +6,9 @@ the longest micro-batch takes on p - 1 others. Chunks and the zero-bubble schedu
 et al., 2023).
 """
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 IN_CHUNKS = ("interleaved", "zero-bubble")
@@ -43,10 +45,14 @@ class Pipeline:
             micro_batches += 1
         return micro_batches
 
+    @property
+    def bubble(self) -> Fraction:
+        """How many times as long as the longest micro-batch the bubble is."""
+        return Fraction(self.ranks - 1, self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1))
+
     def bubble_ns(self, longest_ns: int) -> int:
         """What the pipeline adds to the sum over micro-batches, of which the longest takes a rank `longest_ns`."""
-        chunks = self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1)
-        return -(-(self.ranks - 1) * longest_ns // chunks)
+        return math.ceil(self.bubble * longest_ns)
 
 
 NO_PIPELINE = Pipeline()

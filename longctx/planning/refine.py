@@ -13,6 +13,7 @@ import numpy as np
 from longctx.planning.assignment import Assignment, spread, tokens_on_ranks
 from longctx.planning.cost import NANOSECONDS, Floats, attention_ns, score
 from longctx.planning.least_squares import nonnegative_least_squares
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.profile import HardwareProfile
 
@@ -43,6 +44,7 @@ class Observation:
         attention: Σ length² / degree / efficiency, in tokens².
         exposed_s: exchange that attention does not hide, in seconds.
         step_s: the fixed cost of a step.
+        pipeline: what the micro-batches went through.
     """
 
     seconds: float
@@ -50,6 +52,7 @@ class Observation:
     attention: Floats
     exposed_s: Floats
     step_s: float
+    pipeline: Pipeline = NO_PIPELINE
 
     @classmethod
     def of(cls, plan: Plan, seconds: float) -> "Observation":
@@ -63,20 +66,26 @@ class Observation:
             attention=attention / (profile.attention_s_per_token2 * NANOSECONDS),
             exposed_s=score(profile, lengths, a, plan.ranks).exposed / NANOSECONDS,
             step_s=profile.step_s,
+            pipeline=plan.pipeline,
         )
 
     def parts(self, profile: HardwareProfile, factors: Factors) -> tuple[list[float], float]:
         """([launch, linear, attention] of the given profile, the rest) in seconds, on the slowest rank of every micro-batch.
 
-        Which rank is the slowest follows from the profile scaled by `factors`.
+        Which rank is the slowest follows from the profile scaled by `factors`. The longest micro-batch counts as often as the
+        bubble of a pipeline makes others wait for it.
         """
         _, by_linear, by_attention = factors
         linear, attention = profile.linear_s_per_token * self.tokens, profile.attention_s_per_token2 * self.attention
-        slowest = (by_linear * linear + by_attention * attention + self.exposed_s).argmax(axis=1)
+        modelled = by_linear * linear + by_attention * attention + self.exposed_s
+        slowest, bubble = modelled.argmax(axis=1), float(self.pipeline.bubble)
         rows = np.arange(len(slowest))
-        on_slowest = (math.fsum(part[rows, slowest].tolist()) for part in (linear, attention, self.exposed_s))
+        times = np.ones(len(rows))
+        times[modelled.max(axis=1).argmax()] += bubble
+        on_slowest = (math.fsum((part[rows, slowest] * times).tolist()) for part in (linear, attention, self.exposed_s))
         linear_s, attention_s, exposed_s = on_slowest
-        return [profile.launch_s * len(rows), linear_s, attention_s], exposed_s + self.step_s
+        launches = self.pipeline.runs(len(rows)) + bubble
+        return [profile.launch_s * launches, linear_s, attention_s], exposed_s + self.step_s
 
 
 def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> HardwareProfile:

@@ -191,7 +191,7 @@ def _figures(plan: Plan, static_s: float | None, tight_s: float, kv_bytes: int |
     """What a row says of a plan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
-    times = score(plan.profile, lengths, assignment, plan.ranks)
+    times = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
     makespan, ranks = times.makespan_ns, plan.ranks
     exchange = int(times.exposed.sum()) / ranks / makespan
     busy = int(times.time.sum()) / ranks / makespan

@@ -23,6 +23,8 @@ class StepMetrics:
         degrees: number of documents at each degree.
         balance: mean over max of the modelled time of the ranks (1 - the plan's idle share).
         gap: how far the plan is above its lower bound.
+        bubble_share, predicted_bubble_share: mean share of a pipeline's time in which a rank computes nothing, and the share of
+            the modelled step in which it fills and drains; 0 without a pipeline.
         padding_share: padded rows as a share of all rows.
         peak_memory_bytes: the fullest rank's, of the allocator on CUDA, of the process on a CPU.
     """
@@ -42,6 +44,8 @@ class StepMetrics:
     winner: str
     balance: float
     gap: float
+    bubble_share: float
+    predicted_bubble_share: float
     padding_share: float
     data_wait_s: float
     peak_memory_bytes: int
@@ -68,6 +72,8 @@ class StepMetrics:
             winner=plan.winner,
             balance=1 - plan.idle_share,
             gap=plan.gap,
+            bubble_share=float(domain["bubble_share"].mean()),
+            predicted_bubble_share=plan.bubble_share,
             padding_share=(rows - batch.tokens) / rows,
             data_wait_s=float(domain["data_wait_s"].max()),
             peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
@@ -76,10 +82,12 @@ class StepMetrics:
     def console(self) -> str:
         """One line for a person."""
         degrees = " ".join(f"{degree}×{count}" for degree, count in self.degrees.items())
+        in_pipeline = self.predicted_bubble_share > 0
+        bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
         return (
             f"step {self.step} loss {self.loss:.3f} grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
-            f"balance {self.balance:.2f} gap {self.gap:.1%} data {self.data_wait_s / self.step_time_s:.1%} "
+            f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s)"
         )
 

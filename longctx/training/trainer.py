@@ -182,6 +182,7 @@ class Trainer:
         mine = {
             "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
+            "bubble_share": self.pipeline.clock.idle_share() if self.pipeline is not None else 0.0,
             "data_wait_s": batch.data_wait_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
