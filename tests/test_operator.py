@@ -10,6 +10,10 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from longctx.attention import OPERATORS, RingAttention
 from longctx.attention.exchange import Exchange, Pending
+from longctx.model.presets import PRESETS
+from longctx.model.rope import rope_tables
+from longctx.model.transformer import Transformer
+from longctx.parallel.compilation import compile_blocks
 from longctx.planning.plan import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
@@ -42,27 +46,39 @@ class Counting(Exchange):
 
 
 def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int, int]:
-    """out, dx and dweight of the plain and the compiled block for each micro-batch; graphs, and times it was compiled."""
+    """out, dx and dweight of plain and compiled blocks of the model for each micro-batch; graphs and graph breaks."""
     torch.manual_seed(0)
-    block = Block()
+    shape = PRESETS["tiny"].model_copy(update={"num_hidden_layers": 6, "vocab_size": 8})
+    model = Transformer(shape)
+    model.initialize(0)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
     results = []
-    for case in cases:
-        attention = RingAttention(case.layout(dist.get_rank()))
-        x = torch.randn(len(case.rows(dist.get_rank())), 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        for function in (block, compiled):
-            out = function(x, attention)
-            results.append((out.detach(), *torch.autograd.grad(out.square().sum(), (x, block.qkv.weight))))
-    return results, len(counter.graphs), counter.frame_count
+    for compiled in (False, True):
+        if compiled:
+            compile_blocks(model, backend=counter)  # type: ignore[arg-type]  # torch takes a function as well
+        for case in cases:
+            layout = case.layout(dist.get_rank())
+            attention = RingAttention(layout)
+            positions = torch.cat([torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)])
+            tables = rope_tables(positions, shape.head_dim, shape.rope_theta)
+            generator = torch.Generator().manual_seed(1)
+            x = torch.randn(layout.tokens, shape.hidden_size, generator=generator).requires_grad_()
+            out = x
+            for block in model.layers:
+                out = block(out, *tables, attention)
+            weight = model.layers[0].self_attn.q_proj.weight
+            results.append((out.detach(), *torch.autograd.grad(out.square().mean(), (x, weight))))
+    return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
-def test_compiles_without_breaks_and_not_again_for_another_micro_batch(workers: Workers) -> None:
-    for results, graphs, frames in workers.run(run_compiled, 2, [CASE, OTHER, CASE]):
-        for plain, compiled in zip(results[::2], results[1::2], strict=True):
+def test_blocks_compile_without_breaks_and_not_again_for_another_layer_or_micro_batch(workers: Workers) -> None:
+    cases = [CASE, OTHER, CASE]
+    for results, graphs, breaks in workers.run(run_compiled, 2, cases):
+        for plain, compiled in zip(results[: len(cases)], results[len(cases) :], strict=True):
             for a, b in zip(plain, compiled, strict=True):
                 torch.testing.assert_close(a, b)
-        assert graphs == 1 and frames <= 2  # fullgraph=True would have raised at a break
+        assert breaks == 0
+        assert graphs <= 4  # of six layers and two layouts: layers 0 and 1 have programs of their own
 
 
 def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:

@@ -181,6 +181,7 @@ class TrainSection(Section):
     steps: int = Field(100, ge=1, description="optimizer steps")
     seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="of the initial weights and the order of the documents")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the computation")
+    compile: bool = Field(False, description="compile the blocks of the model with torch.compile; the first steps take longer")
     recompute: Literal["none", "selective", "full"] = Field(
         "none", description="what backward computes anew to save memory; selective: everything but attention"
     )

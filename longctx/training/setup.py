@@ -14,6 +14,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
+from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
@@ -55,6 +56,8 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transfor
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
         parallelize(model, mesh.tensor)
+    if train.compile:
+        compile_blocks(model)
     stages = [Stage(model, index, splits[index]) for index in mine] if pipeline.ranks > 1 else None
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
