@@ -27,7 +27,7 @@ NO_LAYER = -1
 
 
 def register(what: object) -> int:
-    """The number by which an operator finds `what` as long as somebody holds it."""
+    """The number by which an operator finds `what` as long as somebody holds it; autograd does, but not under torch.compile."""
     number = next(_numbers)
     _live[number] = what
     return number
@@ -35,7 +35,11 @@ def register(what: object) -> int:
 
 def find(number: int) -> Any:
     """What was registered under this number; None while torch.compile traces, where the number is a symbol."""
-    return _live[number] if isinstance(number, int) else None
+    if not isinstance(number, int):
+        return None
+    if number not in _live:
+        raise RuntimeError("the attention of this micro-batch is gone: under torch.compile, hold it until backward is done")
+    return _live[number]
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
@@ -47,16 +51,16 @@ def forward(
     `layer` is for messages, NO_LAYER if unknown.
     """
     this = _Pass(find(call), layer, "forward", q, k, v)
-    kept = this.kv.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.kv.shape[1])
+    kept = k.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.width)
     result: tuple[torch.Tensor, torch.Tensor] | None = None
-    for received, calls in this.steps(kept, fetch=True):
+    for received, calls in this.steps(k, v, kept, fetch=True):
         for part in calls:
-            keys, values = this.keys(k, v, received, part)
-            partial = this.kernel.forward(q, keys, values, part.segments, this.scale, this.call.softcap)
+            partial = this.kernel.forward(q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap)
             if result is None:
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
+        del received  # so that no more than the rows of this stage and the next one are held
     if result is None:  # not one token of this micro-batch is here
         result = this.kernel.forward(q, k, v, (), this.scale)
     out, lse = result
@@ -86,11 +90,12 @@ def backward(
     sums: list[torch.Tensor] = []
     number = -1
     returning: list[Iterator[None]] = []
-    for received, calls in this.steps(kept, fetch=not this.call.keep_kv):
+    for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
         remote = None if received is None else torch.zeros_like(received)
         for part in calls:
-            keys, values = this.keys(k, v, received, part)
-            gradients = this.kernel.backward(dout, q, keys, values, out, lse, part.segments, this.scale, this.call.softcap)
+            gradients = this.kernel.backward(
+                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
+            )
             if not sums:  # every rank with a token has local keys, and these come first
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
                 continue
@@ -108,10 +113,11 @@ def backward(
             # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
             number += 1
             returning = _advanced([this.give_back(number, remote, *sums[1:]), *returning])
+        del received, remote
     while returning:
         returning = _advanced(returning)
     if not sums:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
 
 
@@ -136,8 +142,8 @@ class _Pass:
         self.kernel: Kernel = choose_kernel(call.kernel, request)
         self.scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
+        self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1) if self.schedule.stages else k.new_empty(0, 0)
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         """`x` in the dtype of sums, if anything will be added to it."""
@@ -156,22 +162,22 @@ class _Pass:
         k, v = rows.split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
-    def steps(self, kept: torch.Tensor, *, fetch: bool) -> Iterator[tuple[torch.Tensor | None, tuple[Call, ...]]]:
+    def steps(
+        self, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, *, fetch: bool
+    ) -> Iterator[tuple[torch.Tensor | None, tuple[Call, ...]]]:
         """The calls on local keys, then for each stage the rows it received and its calls.
 
         The messages of a step are posted before the one before it is computed, so that computing hides them. With keep_kv they
         are received in `kept`, and are there already if not to `fetch`.
         """
         stages = self.schedule.stages
-        if not fetch:
+        if not fetch or not stages:
             yield None, self.schedule.local
             yield from zip(kept.split([stage.received_rows for stage in stages]), (s.calls for s in stages), strict=True)
             return
-        start, under_way = 0, []
-        for stage in stages:
-            stop = start + stage.received_rows
-            under_way.append(self._fetch(stage, kept[start:stop] if self.call.keep_kv else None))
-            start = stop
+        kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+        buffers = kept.split([stage.received_rows for stage in stages]) if self.call.keep_kv else [None] * len(stages)
+        under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(stages, buffers, strict=True))}
         two_levels = self.schedule.two_levels
         for number in range(len(stages) + 1):
             # First hops are posted when all ranks would post them, whatever documents they hold: messages meet in order.
@@ -182,13 +188,13 @@ class _Pass:
             if number == 0:
                 yield None, self.schedule.local
             else:
-                yield next(under_way[number - 1]), stages[number - 1].calls
+                yield next(under_way.pop(number - 1)), stages[number - 1].calls
 
-    def _fetch(self, stage: Stage, buffer: torch.Tensor | None) -> Iterator[torch.Tensor | None]:
+    def _fetch(self, stage: Stage, buffer: torch.Tensor | None, kv: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Posts the first hop, then the second one if there is one, and at last gives the rows received."""
-        incoming = self.kv.new_empty(stage.received_rows, self.kv.shape[1]) if buffer is None else buffer
+        incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
         parts = incoming.split([hop.received_rows for hop in stage.hops])
-        source = self.kv
+        source = kv
         for hop, part in zip(stage.hops, parts, strict=True):
             pending = self._send(hop, source, part)
             yield None
@@ -253,13 +259,14 @@ def _(
     call: int,
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     q, k, v, sink_logits, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(q, k, v, sink_logits, *output)
     ctx.alive = find(ctx.number)
+    ctx.set_materialize_grads(False)  # or zeros as large as the kept K and V would come as their gradient
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[torch.Tensor | None, ...]:

@@ -1,0 +1,108 @@
+"""What the operator returns is what it tells torch.compile, and what it holds is what it needs."""
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx.attention import RingAttention, operator
+from longctx.attention.exchange import Exchange, Pending
+from longctx.planning.plan import Placement
+from tests.attention_cases import Case
+from tests.workers import Workers
+
+RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_stages=5, head_dim=16)
+
+
+class Watching(Exchange):
+    """Counts the buffers of messages that are alive at a time, those just posted included."""
+
+    buffers: ClassVar[list[StorageWeakRef]] = []
+    most = 0
+
+    def start(self, outgoing: Any, incoming: torch.Tensor, rows: Any) -> Pending:
+        alive = {ref.cdata: ref for ref in [*Watching.buffers, StorageWeakRef(incoming.untyped_storage())] if not ref.expired()}
+        Watching.buffers = list(alive.values())
+        Watching.most = max(Watching.most, len(alive))
+        return super().start(outgoing, incoming, rows)
+
+
+def run_watched() -> tuple[int, int]:
+    """The most buffers alive in forward, and in backward."""
+    rank = dist.get_rank()
+    attention = RingAttention(RING.layout(rank), exchange=Watching)
+    q, k, v, dout = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
+    Watching.buffers, Watching.most = [], 0
+    out = attention(q, k, v)
+    forward, Watching.buffers, Watching.most = Watching.most, [], 0
+    out.backward(dout.detach())
+    return forward, Watching.most
+
+
+def test_few_stages_are_held_at_once(workers: Workers) -> None:
+    """Keys of the stage that is computed and of the next one; in backward also the gradients of two stages, on their way."""
+    results = workers.run(run_watched, 6)
+    assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
+
+
+class Zeros(TorchDispatchMode):
+    """Notes the sizes of what autograd fills with zeros because there is no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.sizes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros.default:
+            self.sizes.append(tuple(out.shape))
+        return out
+
+
+def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The size of what is kept, and of the zeros made in backward."""
+    rank = dist.get_rank()
+    attention = RingAttention(RING.layout(rank), keep_kv=True)
+    q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
+    out, _, kept = operator.forward(q, k, v, None, attention.number, operator.NO_LAYER)
+    total = out.sum()
+    with Zeros() as zeros:
+        total.backward()
+    return tuple(kept.shape), zeros.sizes
+
+
+def test_kept_keys_get_no_gradient_as_large_as_they_are(workers: Workers) -> None:
+    for kept, made in workers.run(run_kept, 6):
+        assert kept[0] >= 400 and kept not in made
+
+
+ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("case", [ALONE, Case(1, (), ())])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_first: bool) -> None:
+    """Compiled code relies on them; inputs are split projections, or come with heads before tokens."""
+    attention = RingAttention(case.layout(0))
+    tensors = [torch.randn(7 * bool(case.lengths), heads, 8) for heads in (4, 2, 2)]
+    if heads_first:
+        tensors = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in tensors]
+    q, k, v = tensors
+    what = attention.number, operator.NO_LAYER
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, *what), test_utils=checks)
+    out, lse, kept = operator.forward(q, k, v, None, *what)
+    dout = torch.randn_like(out)
+    torch.library.opcheck(
+        torch.ops.longctx.ring_attention_backward.default, (dout, q, k, v, out, lse, kept, *what), test_utils=checks
+    )
+
+
+def test_an_attention_that_nobody_holds_is_named() -> None:
+    number = RingAttention(ALONE.layout(0)).number
+    q = torch.zeros(7, 4, 8)
+    with pytest.raises(RuntimeError, match="hold it until backward is done"):
+        operator.forward(q, q, q, None, number, operator.NO_LAYER)
