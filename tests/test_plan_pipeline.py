@@ -34,6 +34,47 @@ def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
     assert timeline(made).makespan_s == made.makespan_s
 
 
+def simulated_1f1b(times: list[float], ranks: int) -> float:
+    """When the last rank is done: a third of a micro-batch's time is its forward pass, and messages take none."""
+    passes = []
+    for rank in range(ranks):
+        ahead = min(len(times), ranks - rank)
+        rest = [(name, i + shift) for i in range(len(times)) for name, shift in (("backward", 0), ("forward", ahead))]
+        passes.append([("forward", i) for i in range(ahead)] + [(name, i) for name, i in rest if i < len(times)])
+    done: dict[tuple[str, int, int], float] = {}
+    clocks = [0.0] * ranks
+    while any(passes):
+        for rank, waiting in enumerate(passes):
+            while waiting:
+                name, i = waiting[0]
+                before = (name, i, rank - 1 if name == "forward" else rank + 1)
+                if before[2] == ranks:
+                    before = ("forward", i, rank)
+                if before[2] >= 0 and before not in done:
+                    break
+                clocks[rank] = max(clocks[rank], done.get(before, 0.0)) + times[i] * (1 if name == "forward" else 2) / 3
+                done[name, i, rank] = clocks[rank]
+                waiting.pop(0)
+    return max(clocks)
+
+
+@given(ranks=st.integers(2, 8), extra=st.integers(0, 20))
+def test_the_modelled_bubble_is_that_of_the_schedule(ranks: int, extra: int) -> None:
+    micro_batches = ranks + extra
+    assert simulated_1f1b([1.0] * micro_batches, ranks) == pytest.approx(micro_batches + Pipeline(ranks).bubble)
+
+
+def test_the_order_suits_the_schedule() -> None:
+    made = plan(MIXED, Pipeline(8))
+    times = (score(H100, np.array(made.lengths), Assignment.of(made), 4).micro_batch_ns / NANOSECONDS).tolist()
+    peak = times.index(max(times))
+    assert times == sorted(times[:peak]) + sorted(times[peak:], reverse=True)
+    assert len(times) > 4
+    takes, descending = simulated_1f1b(times, 8), simulated_1f1b(sorted(times, reverse=True), 8)
+    assert takes <= descending
+    assert takes <= sum(times) + 7 * max(times)
+
+
 def test_pipelines_get_more_micro_batches() -> None:
     alone, deep = plan(MIXED, NO_PIPELINE), plan(MIXED, Pipeline(8))
     assert alone.bubble_share == 0
