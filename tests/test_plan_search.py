@@ -1,4 +1,6 @@
-"""The parts of mode auto's search: evening out keeps the budget and finds what there is, groups share ranks or keep apart."""
+"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, stairs are as low as can be."""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from longctx.planning.mixes import load_mix
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.shelves import Step
+from longctx.planning.stairs import NEVER, Stairs
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -93,3 +96,59 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
     auto = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
     flexsp = plan_baseline("flexsp", lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
     assert auto.makespan_s <= 1.001 * flexsp.makespan_s
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(100, 5000), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 300))
+def test_stairs_are_as_low_as_any_cut_into_micro_batches(work: list[int], ranks: int, launch_ns: int) -> None:
+    """Where room is worth nothing. A document of w takes w/d on d ranks; limits are those of the stairs, at most 5 % apart."""
+    sizes = np.array(sorted(work, reverse=True))
+    degree = np.arange(1, ranks + 1)
+    cost = -(-sizes[:, None] // degree)
+    cost = np.where((sizes > 2500)[:, None] & (degree == 1) & (ranks > 1), NEVER, cost)  # as if it did not fit one rank
+    stairs = Stairs.of(cost, np.ones_like(cost), degree, ranks, 8, 1.0, launch_ns)
+    option, number = stairs.shortest(0)
+    time = cost[np.arange(len(sizes)), option]
+
+    def lowest(run: range) -> int:
+        fits = (limit for limit in np.unique(cost[cost < NEVER]) if (cost[run] <= limit).any(axis=1).all())
+        return min(int(limit) for limit in fits if degree[(cost[run] <= limit).argmax(axis=1)].sum() <= ranks)
+
+    runs = [np.flatnonzero(number == i) for i in range(number.max() + 1)]
+    assert all(len(run) and degree[option[run]].sum() <= ranks for run in runs)
+    total = sum(time[run].max() + launch_ns for run in runs)
+    best = min(
+        sum(lowest(range(start, stop)) + launch_ns for start, stop in itertools.pairwise((0, *cuts, len(sizes))))
+        for count in range(len(sizes))
+        for cuts in itertools.combinations(range(1, len(sizes)), count)
+        if all(_possible(cost, degree, range(start, stop), ranks) for start, stop in itertools.pairwise((0, *cuts, len(sizes))))
+    )
+    assert total <= 1.05 * best + len(sizes)
+
+
+def _possible(cost: np.ndarray, degree: np.ndarray, run: range, ranks: int) -> bool:
+    return int(degree[(cost[run] < NEVER).argmax(axis=1)].sum()) <= ranks
+
+
+def test_stairs_leave_room_where_it_is_worth_something() -> None:
+    """Two documents on four ranks: on two each they are done first, on one each they leave half of the ranks."""
+    cost = np.array([[8000, 6000, 5000, 4500]] * 2)
+    stairs = Stairs.of(cost, np.ones_like(cost), np.arange(1, 5), 4, 10**9, 1.0, 0)
+    assert stairs.shortest(0)[0].tolist() == [1, 1]
+    assert stairs.shortest(0.9)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("mix", "most"), [("magi_192k", 0.12), ("wlb_128k", 0.10)])
+def test_documents_of_a_million_tokens_have_micro_batches_as_tall_as_they_need(mix: str, most: float) -> None:
+    """With one limit for all but two micro-batches, plans were 14 and 11 % above the bound."""
+    lengths = load_mix(mix).draw(128, 0)
+    lengths = [max(1, length * (1 << 20) // max(lengths)) for length in lengths]
+    assert make_plan(lengths, ranks=128, tokens_per_rank=16384, profile=H100).gap < most
+
+
+def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
+    """4,096 tokens a rank, where most documents of this mix take two: auto once was 1.3 % behind."""
+    lengths = load_mix("wlb_128k").draw(256, 0)
+    auto = make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100)
+    bytescale = plan_baseline("bytescale", lengths, ranks=64, tokens_per_rank=4096, profile=H100)
+    assert auto.makespan_s < 0.96 * bytescale.makespan_s

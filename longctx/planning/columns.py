@@ -1,28 +1,30 @@
 """Columns: the planner of mode `auto`. It chooses how many micro-batches a step has and the degree of every document.
 
-A layout is known by K, the number of micro-batches, and by limits: a document takes the smallest degree at which its ranks are
-done with it within its limit. Limits come from two families:
+A document takes the smallest degree at which its ranks are done with it within a limit. Limits come from three families:
 - shares of the height that micro-batches have if all work is spread evenly: a lower limit makes more and finer pieces, which
   pack better but lose kernel efficiency;
 - a higher limit for the longest documents, which have some tall micro-batches for themselves and are split no further than
-  their like; a closed form says how many documents these should be.
-Where there are few documents for each rank, one more layout lets them share groups of ranks (`groups.py`).
-Layouts are ranked by their estimated makespan (`shelves.py`). The best few for each K are filled with the documents of
-degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`), and the exact cost decides.
+  their like; a closed form says how many documents these should be;
+- a limit for each micro-batch, where even on all ranks the longest document takes longer than such a height (`stairs.py`).
+Where there are few documents for each rank, some more layouts let them share groups of ranks (`groups.py`).
+Layouts are ranked by their estimated makespan (`shelves.py`). The best few for each number of micro-batches are filled with the
+documents of degree 1, ever fewer of them are evened out for ever more rounds (`balance.py`), and the exact cost decides.
 """
 
 import bisect
 import itertools
 import math
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost import alone_ns, score
+from longctx.planning.cost import alone_ns, nanoseconds, score
 from longctx.planning.groups import grouped_rings
 from longctx.planning.request import least_degrees
 from longctx.planning.shelves import NEVER, Rings, Split, Step, even_out, fill, place_rings
+from longctx.planning.stairs import Stairs
 
 SHARES = range(12, 46, 2)
 """Limits as shares of the height that micro-batches have if all work is spread evenly, in 32nds."""
@@ -40,6 +42,10 @@ TALL = 2
 """Most micro-batches that the longest documents have for themselves."""
 LEADS = 3
 """How many ways to choose these documents are looked at closely."""
+PRICES = (1, 0.75, 0.5, 0.25, 0)
+"""What room for short documents may be worth where every micro-batch has its own limit."""
+MANY = 12
+"""From so many micro-batches on, these layouts are taken alone if there are any."""
 TIGHT = 0.9
 """Share of the token budget from which one more micro-batch is searched as thoroughly as the fewest."""
 PROMISING = 2
@@ -49,30 +55,21 @@ FILLED = 3
 EVENED = ((2, 8), (1, 24), (1, 48))
 """How many of the best plans are evened out, and for how many rounds, in turn."""
 
+Filled = tuple[Rings, Assignment]
+"""A layout, and a plan with all documents in it."""
+
 
 def plan_columns(step: Step) -> tuple[Assignment, int]:
     """The best packing found and its makespan in nanoseconds. Every document must fit at some degree."""
     menu = Menu(step)
     micro_batches = step.fewest_micro_batches
-    while True:
-        fewest, more = Layouts(step, micro_batches), Layouts(step, micro_batches + 1)
-        roomy = int(step.lengths.sum()) < TIGHT * micro_batches * step.ranks * step.tokens_per_rank
-        for layouts in (fewest, more):
-            _tall_layouts(layouts, menu)
-            if layouts is more and roomy and fewest.best:
-                for promising in fewest.best[:PROMISING]:
-                    _add_even(layouts, step.split(promising.degree))
-            else:
-                _even_layouts(layouts, menu)
-        plans = fewest.filled() + more.filled()
-        if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
-            for narrowest in (width for width in NARROWEST if width <= step.ranks):
-                if rings := grouped_rings(step, menu.even_height(step.ranks), narrowest):
-                    plans.append((rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree)))
-        best = _best_filled(step, plans)
-        if best is not None:
-            return best
+    uneven = int(menu.quickest.max(initial=0)) * micro_batches * step.ranks > menu.work
+    by_stairs = _plans_by_stairs(step, menu) if uneven else []
+    plans = by_stairs if micro_batches >= MANY else []
+    while not plans:
+        plans = _plans_by_number(step, menu, micro_batches) + by_stairs
         micro_batches += 2 + micro_batches // 8
+    return _best_filled(step, plans)
 
 
 class Layouts:
@@ -82,17 +79,58 @@ class Layouts:
         self.step, self.micro_batches = step, micro_batches
         self.best: list[Rings] = []
 
-    def add(self, split: Split, shelves: int, lead: int = 0, tall: int = 0) -> None:
+    def add(self, split: Split, start: Integers | int, stop: Integers | int) -> None:
         """Places the rings, unless their work alone says that FILLED others are better."""
         below = self.best[FILLED - 1].estimate_ns if len(self.best) >= FILLED else NEVER
-        rings = place_rings(self.step, split, self.micro_batches, shelves, lead, tall, below)
+        rings = place_rings(self.step, split, self.micro_batches, start, stop, below=below)
         if rings is not None:
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
-    def filled(self) -> list[tuple[Rings, Assignment]]:
-        """The best ones with all documents in them."""
-        attempts = ((rings, fill(rings, self.step.ranks)) for rings in self.best[: 2 * FILLED])
-        return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), FILLED))
+
+def _plans_by_number(step: Step, menu: "Menu", micro_batches: int) -> list[Filled]:
+    """The best plans of that many micro-batches and of one more."""
+    fewest, more = Layouts(step, micro_batches), Layouts(step, micro_batches + 1)
+    roomy = int(step.lengths.sum()) < TIGHT * micro_batches * step.ranks * step.tokens_per_rank
+    for layouts in (fewest, more):
+        _tall_layouts(layouts, menu)
+        if layouts is more and roomy and fewest.best:
+            for promising in fewest.best[:PROMISING]:
+                _add_even(layouts, step.split(promising.degree))
+        else:
+            _even_layouts(layouts, menu)
+    plans = _filled(fewest.best[: 2 * FILLED]) + _filled(more.best[: 2 * FILLED])
+    if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
+        for narrowest in (width for width in NARROWEST if width <= step.ranks):
+            if rings := grouped_rings(step, menu.even_height(step.ranks), narrowest):
+                plans.append((rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree)))
+    return plans
+
+
+def _plans_by_stairs(step: Step, menu: "Menu") -> list[Filled]:
+    """The best plans in which every micro-batch has a limit of its own."""
+    launch_ns = nanoseconds(step.profile.launch_s)
+    stairs = Stairs.of(
+        menu.cost, menu.shard, menu.options, step.ranks, step.tokens_per_rank, menu.short_ns_per_token, launch_ns
+    )
+    found: list[tuple[int, Rings]] = []
+    seen = set()
+    for option, number in map(stairs.shortest, PRICES):
+        if (key := (option.tobytes(), number.tobytes())) in seen:
+            continue
+        seen.add(key)
+        most = max(step.fewest_micro_batches, int(number.max()) + 1)
+        for micro_batches, dense in itertools.product((most, most + 1), (False, True)):
+            start, stop = np.zeros_like(step.lengths), np.full_like(step.lengths, micro_batches)
+            start[menu.long], stop[menu.long] = number, number + 1
+            if rings := place_rings(step, menu.split(option), micro_batches, start, stop, dense=dense):
+                found.append((rings.estimate_ns + micro_batches * launch_ns, rings))
+    return _filled([rings for _, rings in sorted(found, key=lambda each: each[0])])
+
+
+def _filled(layouts: Sequence[Rings]) -> list[Filled]:
+    """The first FILLED of these layouts that hold all documents, with them in."""
+    attempts = ((rings, fill(rings)) for rings in layouts)
+    return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), FILLED))
 
 
 def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
@@ -111,7 +149,7 @@ def _add_even(layouts: Layouts, split: Split) -> None:
     """Adds layouts with rings in as few micro-batches as they fill, and in all."""
     fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // layouts.step.ranks))
     for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
-        layouts.add(split, shelves)
+        layouts.add(split, 0, shelves)
 
 
 def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
@@ -124,11 +162,13 @@ def _tall_layouts(layouts: Layouts, menu: "Menu") -> None:
     seen = set()
     for _, height, tall, lead in sorted(leads)[:LEADS]:
         top = menu.within(tall * step.ranks, lead)[1]
+        start, stop = np.full_like(step.lengths, tall), np.full_like(step.lengths, micro_batches)
+        start[menu.long[:lead]], stop[menu.long[:lead]] = 0, tall
         for share in LOWER_SHARES:
             options = np.append(top, menu.below(int(share * height), menu.cost)[lead:])
             if (key := (tall, lead, options.tobytes())) not in seen:
                 seen.add(key)
-                layouts.add(menu.split(options), micro_batches, lead, tall)
+                layouts.add(menu.split(options), start, stop)
 
 
 def _some(most: int) -> list[int]:
@@ -164,7 +204,7 @@ def _tall_estimate_ns(step: Step, menu: "Menu", micro_batches: int, tall: int, l
     return tall * limit + (micro_batches - tall) * height, height
 
 
-def _best_filled(step: Step, plans: list[tuple[Rings, Assignment]]) -> tuple[Assignment, int] | None:
+def _best_filled(step: Step, plans: list[Filled]) -> tuple[Assignment, int]:
     """Evens out the best of these plans, and returns the best of all with its makespan."""
 
     def makespan(plan: Assignment) -> int:
@@ -177,7 +217,7 @@ def _best_filled(step: Step, plans: list[tuple[Rings, Assignment]]) -> tuple[Ass
             if (after := makespan(even)) < before:
                 best[place] = after, i, rings, even
         best = sorted(best, key=lambda item: item[:2])[:kept]
-    return (best[0][3], best[0][0]) if best else None
+    return best[0][3], best[0][0]
 
 
 class Menu:
@@ -187,7 +227,7 @@ class Menu:
         least = least_degrees(step.lengths, step.ranks, step.tokens_per_rank)
         self.step = step
         height = int(step.single_ns.sum()) // (step.ranks * (step.fewest_micro_batches + 1))
-        is_long = (step.single_ns > SHORT * height) | (least > 1)
+        is_long = (step.single_ns > SHORT * height) | (2 * step.lengths > step.tokens_per_rank)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
         self.options = _degree_options(step.ranks, least, step.profile.ranks_per_node)

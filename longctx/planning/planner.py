@@ -171,8 +171,8 @@ def _by_bins(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per
     step = Step.of(profile, lengths, ranks, tokens_per_rank)
     split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
-        rings = place_rings(step, split, micro_batches, micro_batches)
-        assignment = fill(rings, ranks) if rings else None
+        rings = place_rings(step, split, micro_batches, 0, micro_batches)
+        assignment = fill(rings) if rings else None
         if rings and assignment:
             assignment = even_out(rings, assignment, BIN_ROUNDS)
             return score(profile, lengths, assignment, ranks).makespan_ns, "bins", assignment

@@ -111,11 +111,19 @@ class Rings:
 
 
 def place_rings(
-    step: Step, split: Split, micro_batches: int, shelves: int, lead: int = 0, tall: int = 0, below: int = NEVER
+    step: Step,
+    split: Split,
+    micro_batches: int,
+    start: Integers | int,
+    stop: Integers | int,
+    *,
+    below: int = NEVER,
+    dense: bool = False,
 ) -> Rings | None:
-    """Places rings and large documents on the first `shelves` micro-batches.
+    """Places rings and large documents on micro-batches `start` to `stop` - 1, which may differ by document.
 
-    The `lead` longest documents stand on the first `tall` of these shelves, and the others on the rest of them.
+    Where tokens do not fit there, a document stands on any. `dense` places rings side by side where they would else leave gaps
+    so as not to cross the edges of nodes.
     None if tokens do not fit this way, or if so much work is seen at once to take an estimate of `below` nanoseconds or more.
     """
     if split.work >= below * step.ranks:
@@ -130,13 +138,18 @@ def place_rings(
     early = early[np.argsort(-lengths[early], kind="stable")]
     offsets = np.arange(min(profile.ranks_per_node, ranks))
     times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)[:, np.arange(ranks) % len(offsets)]
+    starts, stops = (np.broadcast_to(limit, lengths.shape) for limit in (start, stop))
+    no_time = np.zeros(ranks, dtype=np.int64)
     for place, document in enumerate(early.tolist()):
         degree, shard = int(degrees[document]), int(tokens[document])
-        start, stop = (0, tall) if place < lead else (tall, shelves)
-        run = _best_run(load[start:stop], free[start:stop], degree, shard, times[place])
+        row = int(starts[document])
+        by_start = no_time if dense else times[place]
+        run = _best_run(load[row : stops[document]], free[row : stops[document]], degree, shard, by_start)
+        if run is None:
+            row, run = 0, _best_run(load, free, degree, shard, by_start)
         if run is None:
             return None
-        row, first = start + run[0], run[1]
+        row, first = row + run[0], run[1]
         time[document] = times[place, first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= shard
@@ -188,9 +201,9 @@ def _fluid_heights(load: Integers, free: Integers, work: int, tokens: int) -> In
     return height
 
 
-def fill(rings: Rings, ranks: int) -> Assignment | None:
+def fill(rings: Rings) -> Assignment | None:
     """Adds the documents that are not placed yet; None if their tokens do not fit this way."""
-    rest = np.flatnonzero(~rings.placed)
+    rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
     if slots is None:
         return None
