@@ -1,4 +1,4 @@
-"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, stairs are as low as can be."""
+"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, stairs are low."""
 
 import itertools
 
