@@ -5,8 +5,9 @@ run twice. What a micro-batch needs beside tensors (schedule, communicator, kern
 through compilation without a guard on the micro-batch.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -42,7 +43,28 @@ def find(number: int) -> Any:
     return _live[number]
 
 
+def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Lets the attention that an operator runs for watch over this pass of it."""
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(run)
+        def watched(*arguments: Any) -> Any:
+            call, layer = arguments[-2:]
+            with find(call).watch(f"attention of {layer_name(layer)}, {name} pass"):
+                return run(*arguments)
+
+        return watched
+
+    return decorate
+
+
+def layer_name(layer: int) -> str:
+    """For messages and traces."""
+    return f"layer {'unknown' if layer == NO_LAYER else layer}"
+
+
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
+@_watched("forward")
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,6 +93,7 @@ def forward(
 
 
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
+@_watched("backward")
 def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -134,7 +157,7 @@ class _Pass:
 
     def __init__(self, call: "RingAttention", layer: int, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.schedule = call, call.schedule
-        call.last = f"layer {'unknown' if layer == NO_LAYER else layer}, {name} pass"
+        call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
         request = Request(
             q.device.type, q.dtype, q.shape[-1], v.shape[-1], bands=self.schedule.bands, softcap=bool(call.softcap)

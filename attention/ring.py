@@ -6,6 +6,9 @@ fetches K and V again or has kept them, and returns the gradients of remote rows
 two runs are bit-identical. The scheme is that of Ring Attention (Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 
@@ -91,15 +94,19 @@ class RingAttention:
         keep_kv: bool = False,
         ranks_per_node: int | None = None,
         device: torch.device | str = "cpu",
-        exchange: type[Exchange] = Exchange,
+        exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
+        watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """As `ring_attention`; `device` is where index tensors live, and another `exchange` moves the rows in another way."""
+        """As `ring_attention`; `device` is where index tensors live, and another `exchange` moves the rows in another way.
+
+        Every pass of a layer runs in the context that `watch` gives for its name.
+        """
         if softcap < 0:
             raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for none")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
         self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
-        self.exchange = exchange
+        self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.number = operator.register(self)
         self.last = "before the first layer"

@@ -28,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check everything, plan some steps, print figures, train nothing"
     )
+    parser.add_argument(
+        "--profile-steps",
+        metavar="A:B",
+        help="trace steps A to B into train.run_dir/traces, a file a rank for https://ui.perfetto.dev",
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: pretend to be this many processes")
     parser.epilog = (
         "on several processes: torchrun --nproc-per-node 8 -m longctx train run.yaml --batch.tokens_per_rank 32768\n\n"
@@ -37,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.mesh import Launch
+    from longctx.training.trace import parse_steps
 
     launch = Launch.read()
     if arguments.dry_run:
@@ -50,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.ranks is not None:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
+        traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
         start = _prepare(config, launch, arguments.resume)
     except (UserError, OSError):
@@ -57,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         if launch.local_rank == 0:
             raise
         return 2
-    return _train(config, launch, *start)
+    return _train(config, launch, *start, traced)
 
 
 def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, torch.device, Checkpoint | None]":
@@ -90,10 +97,18 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     return store, device, found
 
 
-def _train(config: Config, launch: "Launch", store: "Store", device: "torch.device", found: "Checkpoint | None") -> int:
+def _train(
+    config: Config,
+    launch: "Launch",
+    store: "Store",
+    device: "torch.device",
+    found: "Checkpoint | None",
+    traced: range | None,
+) -> int:
     from longctx.parallel import mesh
     from longctx.training.run_folder import only_run_in
     from longctx.training.setup import join_run
+    from longctx.training.trace import Tracer
     from longctx.training.trainer import NonFiniteLoss, Trainer
 
     stop = mesh.StopSignal.install()
@@ -101,6 +116,8 @@ def _train(config: Config, launch: "Launch", store: "Store", device: "torch.devi
         groups = join_run(config, launch, device)
         try:
             trainer = Trainer.start(config, groups, store, found, stop)
+            if traced is not None:
+                trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 print(_first_line(trainer, store, found), flush=True)
             finished = trainer.train()

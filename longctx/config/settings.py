@@ -198,6 +198,12 @@ class TrainSection(Section):
         False,
         description="keep weights, gradients and moments in host memory, where the optimizer computes (no effect on a CPU)",
     )
+    peak_flops: float | None = Field(
+        None,
+        gt=0,
+        description="operations a second that a device can do, for the utilisation in the metrics (null: by the name of the "
+        "GPU; unknown on a CPU)",
+    )
     run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
     timeout_s: float = Field(600.0, gt=0, le=30 * 86400, description="seconds after which a silent rank is taken for dead")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")

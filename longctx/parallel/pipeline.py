@@ -30,6 +30,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.profiler import record_function
 
 from longctx.attention import HybridAttention, RingAttention
 from longctx.model.presets import ModelShape
@@ -262,7 +263,7 @@ class _WatchedStage(PipelineStage):
     @contextmanager
     def _watch(self, micro_batch: int, what: str) -> Iterator[None]:
         self.run.last = micro_batch, self.stage_index, what
-        with self.run.clock.busy():
+        with record_function(f"micro-batch {micro_batch}, stage {self.stage_index}, {what}"), self.run.clock.busy():
             yield
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
@@ -306,7 +307,12 @@ class Clock:
         assert self.all is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return 1 - sum(map(self._seconds, self.spans)) / self._seconds(self.all)
+        return self.idle_s() / self._seconds(self.all)
+
+    def idle_s(self) -> float:
+        """Seconds of the last schedule in which this rank computed nothing. On a GPU its stream must be done."""
+        assert self.all is not None
+        return self._seconds(self.all) - sum(map(self._seconds, self.spans))
 
     def _now(self) -> Any:
         if self.device.type == "cuda":

@@ -14,7 +14,7 @@ from longctx.data.packing import StepBatch
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of metrics.jsonl. Times are the slowest rank's, counts are sums over the domain.
+    """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
         loss: mean over the valid targets of the step.
@@ -26,7 +26,13 @@ class StepMetrics:
         bubble_share, predicted_bubble_share: mean share of a pipeline's time in which a rank computes nothing, and the share of
             the modelled step in which it fills and drains; 0 without a pipeline.
         padding_share: padded rows as a share of all rows.
+        data_wait_s: of the rank that waited longest.
         peak_memory_bytes: the fullest rank's, of the allocator on CUDA, of the process on a CPU.
+        attention_s, exchange_wait_s, bubble_s: mean over the ranks of the time in attention, waiting for K and V or their
+            gradients, and, in a pipeline, computing nothing.
+        optimizer_s: clipping, mean over the ranks, and the optimizer's step on the rank that logs.
+        rest_s: what is left of the step without these and the mean wait for data: matrices, loss, sharding, waiting for others.
+        mfu: model FLOP utilisation, None if the peak of the device is not known.
     """
 
     step: int
@@ -49,13 +55,27 @@ class StepMetrics:
     padding_share: float
     data_wait_s: float
     peak_memory_bytes: int
+    attention_s: float
+    exchange_wait_s: float
+    bubble_s: float
+    optimizer_s: float
+    rest_s: float
+    mfu: float | None
 
     @classmethod
     def of(
-        cls, batch: StepBatch, domain: dict[str, torch.Tensor], grad_norm: float, lr: float, step_time_s: float
+        cls,
+        batch: StepBatch,
+        domain: dict[str, torch.Tensor],
+        grad_norm: float,
+        lr: float,
+        step_time_s: float,
+        mfu: float | None,
     ) -> "StepMetrics":
         """Metrics of a step from its batch and what every process said of it (`loss`, `rows`, ...: float64 [world size])."""
         plan, rows = batch.plan, float(domain["rows"].sum())
+        names = ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
+        means = {name: float(domain[name].mean()) for name in names}
         return cls(
             step=batch.step,
             loss=float(domain["loss"].sum()),
@@ -77,16 +97,20 @@ class StepMetrics:
             padding_share=(rows - batch.tokens) / rows,
             data_wait_s=float(domain["data_wait_s"].max()),
             peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
+            **means,
+            rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
+            mfu=mfu,
         )
 
     def console(self) -> str:
         """One line for a person."""
         degrees = " ".join(f"{degree}×{count}" for degree, count in self.degrees.items())
+        mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
         return (
             f"step {self.step} loss {self.loss:.3f} grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
             f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s)"
         )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
+from longctx.training.clock import StepClock
 
 
 def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
@@ -115,9 +117,10 @@ def check_head_exchange(config: Config, shape: ModelShape) -> None:
 
 
 def make_attention(
-    config: Config, mesh: Mesh, shape: ModelShape, plan: Plan, layout: Layout
+    config: Config, mesh: Mesh, shape: ModelShape, plan: Plan, layout: Layout, clock: StepClock | None = None
 ) -> RingAttention | HybridAttention:
-    """Attention of this rank in one micro-batch of a plan, as `config.context` describes it."""
+    """Attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
+    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
     context, tensor = config.context, config.parallel.tensor_parallel_size
     head_ranks = context.head_exchange
     if head_ranks == "auto":
@@ -131,4 +134,5 @@ def make_attention(
         keep_kv=context.keep_kv,
         ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
         device=mesh.device,
+        **timed,
     )

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.profiler import record_function
 
 from longctx.attention import RingAttention
 from longctx.config import Config, ConfigError
@@ -25,11 +26,14 @@ from longctx.planning.profile import HardwareProfile
 from longctx.planning.refine import Refinement
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
+from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.setup import build_loader, build_model, make_attention, make_planner
+from longctx.training.trace import Tracer, micro_batch_range
+from longctx.training.utilisation import model_flops, peak_flops
 
 
 class NonFiniteLoss(UserError):
@@ -51,6 +55,10 @@ class Trainer:
     refinement: Refinement | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
+    tracer: Tracer | None = None
+
+    def __post_init__(self) -> None:
+        self.clock = StepClock(self.mesh.device)
 
     @classmethod
     def start(
@@ -86,10 +94,14 @@ class Trainer:
         with self.loader, self.log or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
+                    if self.tracer is not None:
+                        self.tracer.before(self.steps_done + 1)
                     metrics = self.step()
                 except RuntimeError as error:
                     error.add_note(f"rank {self.mesh.world_rank}: the last step that was finished is {self.steps_done}")
                     raise
+                if self.tracer is not None:
+                    self.tracer.after(self.steps_done)
                 if self.log is not None:
                     self.log.write(metrics)
                 last = self.steps_done == self.config.train.steps
@@ -106,19 +118,22 @@ class Trainer:
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
         losses = self._forward_backward(batch)
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
-        grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
+        with self.clock.span(OPTIMIZER):
+            grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
         domain = self._share(batch, losses)
         self._refuse_non_finite(batch, losses, domain["loss"].sum().item(), grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with record_function("optimizer"), self.clock.span(OPTIMIZER):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        domain["optimizer_s"] += self.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
         self.stopping = bool(domain["stop"].any())
         seconds = time.perf_counter() - started
         if self.refinement is not None:
             self._recalibrate(self.refinement, batch, seconds)
-        return StepMetrics.of(batch, domain, grad_norm, rate, seconds)
+        return StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
@@ -147,8 +162,9 @@ class Trainer:
         )
         given = self._inputs(batch, number)
         try:
-            loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
-            loss.backward()
+            with micro_batch_range(batch, number):
+                loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
+                loss.backward()
         except RuntimeError as error:
             where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
             error.add_note(f"rank {self.mesh.world_rank}: {where}")
@@ -160,12 +176,21 @@ class Trainer:
         device = self.mesh.device
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
-            attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout)
+            attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout, self.clock)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             attention = RingAttention(micro_batch.layout)
         head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
         return Inputs(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
+
+    def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
+        """Share of the devices' operations that the model needed; None if their peak is not known."""
+        peak, device = self.config.train.peak_flops, self.mesh.device
+        if peak is None and device.type == "cuda":
+            peak = peak_flops(torch.cuda.get_device_name(device), self.config.train.dtype)
+        if peak is None:
+            return None
+        return model_flops(self.model.shape, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
 
     def _recalibrate(self, refinement: Refinement, batch: StepBatch, seconds: float) -> None:
         """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
@@ -178,12 +203,16 @@ class Trainer:
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
-        counts = self.mesh.counts
+        counts, spent = self.mesh.counts, self.clock.take()
         mine = {
             "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
             "bubble_share": self.pipeline.clock.idle_share() if self.pipeline is not None else 0.0,
             "data_wait_s": batch.data_wait_s,
+            "attention_s": spent[ATTENTION],
+            "exchange_wait_s": spent[EXCHANGE],
+            "optimizer_s": spent[OPTIMIZER],
+            "bubble_s": 0.0 if self.pipeline is None else self.pipeline.clock.idle_s(),
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
         }

@@ -1,0 +1,79 @@
+"""Trace: some steps of a run as a Chrome trace of every rank, which https://ui.perfetto.dev shows."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from longctx.data.packing import StepBatch
+from longctx.errors import UserError
+
+
+def parse_steps(text: str) -> range:
+    """`10:12` → steps 10, 11 and 12; `10` → that one. Raises UserError otherwise."""
+    first, colon, last = text.partition(":")
+    if first.isdecimal() and (last.isdecimal() if colon else True):
+        steps = range(int(first), int(last or first) + 1)
+        if first != "0" and len(steps):
+            return steps
+    raise UserError(f"--profile-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
+
+
+def micro_batch_range(batch: StepBatch, number: int) -> record_function:
+    """A range of the trace for a micro-batch, with its longest document."""
+    if number >= len(batch.micro_batches):
+        return record_function(f"micro-batch {number}, empty")
+    placements = batch.plan.micro_batches[number]
+    longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
+    tokens = batch.plan.lengths[longest.document]
+    return record_function(
+        f"micro-batch {number}, longest of {len(placements)} documents: {batch.documents[longest.document]} ({tokens} tokens "
+        f"on {longest.degree} ranks)"
+    )
+
+
+class Tracer:
+    """Profiles the steps it is told of, and writes `rank-NNN.json` into a folder after the last one."""
+
+    def __init__(self, steps: range, folder: Path, rank: int, model: nn.Module) -> None:
+        self.steps, self.path, self.model = steps, folder / f"rank-{rank:03d}.json", model
+        self.running: profile | None = None
+
+    def before(self, step: int) -> None:
+        """To be called before a step begins. A run that resumes within the steps begins there."""
+        if step in self.steps and self.running is None:
+            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+            self.running = profile(activities=activities)
+            self.running.start()
+            self.hooks = [hook for block in _blocks(self.model) for hook in _named(block)]
+
+    def after(self, step: int) -> Path | None:
+        """To be called after a step has ended; returns the file if it was written."""
+        if self.running is None or step + 1 in self.steps:
+            return None
+        for hook in self.hooks:
+            hook.remove()
+        self.running.stop()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.running.export_chrome_trace(str(self.path))
+        self.running = None
+        return self.path
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return list(model.get_submodule("layers").children())
+
+
+def _named(block: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
+    """Makes every forward of a block a range of the trace."""
+    open_ranges: list[record_function] = []
+
+    def enter(module: nn.Module, arguments: object) -> None:
+        open_ranges.append(record_function(f"layer {module.layer}, forward pass"))
+        open_ranges[-1].__enter__()
+
+    def leave(module: nn.Module, arguments: object, output: object) -> None:
+        open_ranges.pop().__exit__(None, None, None)
+
+    return [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]

@@ -1,0 +1,45 @@
+"""Model FLOP utilisation: the operations that the model needs, per second, as a share of what the devices can do.
+
+Counted is what a perfect implementation would compute: two operations for every weight of a matrix and token, causal attention
+inside of each document alone, and twice that again in backward. Recomputation and padding are not counted, so they lower it.
+"""
+
+from collections.abc import Sequence
+
+from longctx.model.presets import ModelShape
+
+FORWARD_AND_BACKWARD = 3
+PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H200": (989e12, 67e12),
+    "H800": (989e12, 67e12),
+    "GB200": (2500e12, None),
+    "B200": (2250e12, None),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "MI300X": (1307e12, 163.4e12),
+}
+"""Dense operations a second in bfloat16 and float32 (without TF32), by what the device's name contains; from data sheets."""
+
+
+def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
+    """Operations of forward and backward over documents of these lengths. Needs `vocab_size`.
+
+    A query of a document of s tokens sees s/2 keys on average; each takes 2 · head_dim operations for the score and as many for
+    the value, in every query head and layer.
+    """
+    embedding = 0 if shape.tie_word_embeddings else (shape.vocab_size or 0) * shape.hidden_size
+    weights = 2 * (shape.parameters() - embedding)  # a tied embedding is counted once, as the head
+    attention = shape.num_hidden_layers * shape.num_attention_heads * 2 * shape.head_dim
+    return FORWARD_AND_BACKWARD * (weights * sum(lengths) + attention * sum(length * length for length in lengths))
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """What a device of this name can do in a second; None if it is not in the table."""
+    for name, (bfloat16, float32) in PEAK_FLOPS.items():
+        if name in device_name:
+            return bfloat16 if dtype == "bfloat16" else float32
+    return None

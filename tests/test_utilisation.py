@@ -1,0 +1,125 @@
+"""Operations are counted as an independent counter counts them; times of a step and its trace say what they should."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from longctx.cli import main
+from longctx.errors import UserError
+from longctx.model.presets import PRESETS
+from longctx.model.transformer import Transformer
+from longctx.training.trace import Tracer, parse_steps
+from longctx.training.utilisation import model_flops, peak_flops
+from tests.training_cases import make_store, start
+from tests.workers import Workers
+
+ON_2 = ["batch.tokens_per_rank=750", "context.mode=static", "context.degree=2"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts(tied: bool) -> None:
+    """Dense attention is counted, of which a causal one needs half; norms have weights but no matrices."""
+    shape = PRESETS["tiny"].model_copy(update={"vocab_size": 300, "tie_word_embeddings": tied})
+    model = Transformer(shape)
+    model.initialize(0)
+
+    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        heads = (x.transpose(0, 1) for x in (q, k, v))
+        scores = torch.matmul(*(x if n == 0 else x.transpose(1, 2) for n, x in enumerate(list(heads)[:2])))
+        return torch.matmul(F.softmax(scores, -1), v.transpose(0, 1)).transpose(0, 1)
+
+    lengths = [40, 64]
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths:
+            tokens = torch.arange(length)
+            model(tokens, tokens, dense).sum().backward()
+    attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(s * s for s in lengths)
+    norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    assert counter.get_total_flops() - attention == model_flops(shape, lengths) - 6 * norms * sum(lengths)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    shape = PRESETS["8b"].model_copy(update={"vocab_size": 128256})
+    assert model_flops(shape, [1000, 1000]) == 2 * model_flops(shape, [1000]) < model_flops(shape, [2000])
+
+
+def test_peaks_by_name() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
+    assert peak_flops("NVIDIA GB200", "bfloat16") == 2500e12
+    assert peak_flops("some other device", "bfloat16") is None
+
+
+def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None) -> list[object]:
+    trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"])
+    if traced is not None:
+        trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.rank, trainer.model)
+        return [trainer.train()]
+    with trainer.loader:
+        return [trainer.step() for _ in range(2)]
+
+
+def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path: Path) -> None:
+    steps = workers.run(two_steps, 2, store, tmp_path, ["train.peak_flops=1e10"])[0]
+    shape = PRESETS["tiny"].model_copy(
+        update={
+            "vocab_size": 257,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+        }
+    )
+    for step in steps:
+        least = model_flops(shape, [step.tokens // step.documents] * step.documents) / (2 * 1e10 * step.step_time_s)
+        most = model_flops(shape, [step.tokens]) / (2 * 1e10 * step.step_time_s)
+        assert least <= step.mfu <= most
+        assert f" mfu {step.mfu:.1%} " in step.console()
+        parts = (step.attention_s, step.exchange_wait_s, step.optimizer_s, step.rest_s)
+        assert all(part > 0 for part in parts)
+        assert sum(parts) <= step.step_time_s * 1.001
+        assert step.bubble_s == 0
+    without = workers.run(two_steps, 2, store, tmp_path / "without", [])[0]
+    assert without[0].mfu is None and "mfu" not in without[0].console()
+
+
+def test_time_that_a_pipeline_stands_idle(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=750"]
+    steps = workers.run(two_steps, 2, store, tmp_path, settings)[0]
+    assert all(0 < step.bubble_s < step.step_time_s and step.rest_s > 0 for step in steps)
+
+
+def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(two_steps, 2, store, tmp_path, [], range(2, 4))
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [file.name for file in files] == ["rank-000.json", "rank-001.json"]
+    for file in files:
+        names = [event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event]
+        assert any(name.startswith("micro-batch 0, longest of ") and ".py" in name for name in names)
+        assert {"layer 0, forward pass", "layer 1, forward pass"} <= set(names)
+        assert {f"attention of layer {layer}, {which} pass" for layer in (0, 1) for which in ("forward", "backward")} <= set(
+            names
+        )
+        assert names.count("optimizer") == 2, "one a step"
+
+
+def test_steps_to_trace(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_steps("10:12") == range(10, 13)
+    assert parse_steps("7") == range(7, 8)
+    for text in ("12:10", "0:3", "a:b", "3:", ":3", ""):
+        with pytest.raises(UserError, match="first and the last step"):
+            parse_steps(text)
+    assert main(["train", f"--data.store={store}", "--profile-steps=5:3"]) == 2
+    assert "as in 10:12" in capsys.readouterr().err
