@@ -26,9 +26,10 @@ from longctx.planning.request import least_degrees
 from longctx.planning.shelves import NEVER, Rings, Split, Step, even_out, fill, place_rings
 from longctx.planning.stairs import Stairs
 
-SHARES = range(12, 46, 2)
-"""Limits as shares of the height that micro-batches have if all work is spread evenly, in 32nds."""
-LOWER_SHARES = (0.8, 1.0, 1.2)
+SHARES = range(44, 10, -2)
+"""Limits as shares of the height that micro-batches have if all work is spread evenly, in 32nds; the highest give least work,
+and once these are placed others need not be."""
+LOWER_SHARES = (1.2, 1.0, 0.8)
 """The same below the tall micro-batches."""
 WASTE = (1.1, 1.25, math.inf)
 """Work of a document over all its ranks, as a multiple of the least of any degree, that a layout allows."""
@@ -37,7 +38,7 @@ FEW = 4
 NARROWEST = (1, 2, 4)
 """How many ranks each of these groups has at least."""
 SHORT = 0.3
-"""Documents that take less of the ideal height than this are left on one rank."""
+"""Documents that take less of the ideal height than this, and at most half a token budget, are left on one rank."""
 TALL = 2
 """Most micro-batches that the longest documents have for themselves."""
 LEADS = 3
@@ -210,12 +211,16 @@ def _best_filled(step: Step, plans: list[Filled]) -> tuple[Assignment, int]:
     def makespan(plan: Assignment) -> int:
         return score(step.profile, step.lengths, plan, step.ranks).makespan_ns
 
-    best = [(makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)]
+    fixed_ns, launch_ns = nanoseconds(step.profile.step_s), nanoseconds(step.profile.launch_s)
+    best = sorted(((makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)), key=lambda item: item[:2])
     for kept, rounds in EVENED:
+        lowest = best[0][0]
         for place, (before, i, rings, plan) in enumerate(best):
-            even = even_out(rings, plan, rounds)
-            if (after := makespan(even)) < before:
-                best[place] = after, i, rings, even
+            if fixed_ns + plan.micro_batches * launch_ns + rings.estimate_ns < lowest:  # else it will not be the best
+                even = even_out(rings, plan, rounds)
+                if (after := makespan(even)) < before:
+                    best[place] = after, i, rings, even
+                    lowest = min(lowest, after)
         best = sorted(best, key=lambda item: item[:2])[:kept]
     return best[0][3], best[0][0]
 
