@@ -4,6 +4,7 @@ import errno
 import os
 import sysconfig
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,15 @@ def train(store: Path, run: Path, settings: list[str], steps: int = 10, resume: 
 def train_and_save(store: Path, run: Path, settings: list[str]) -> bool:
     """The real loop, with its checkpoints; whether it came to its last step."""
     return start(store, run, settings).train()
+
+
+def train_then_save(store: Path, run: Path, settings: list[str], steps: int) -> None:
+    """Steps, and a checkpoint behind the last one."""
+    trainer = start(store, run, settings)
+    with trainer.loader:
+        for _ in range(steps):
+            trainer.step()
+        trainer.save()
 
 
 def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
@@ -209,3 +219,23 @@ def with_rank_1_failing(store: Path, run: Path, how: str) -> None:
 
         RingAttention.__call__ = fail  # type: ignore[method-assign]
     trainer.step()
+
+
+def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
+    """How many micro-batches a step has, and for how many this rank has buffers at a time, at most."""
+    trainer = start(store, run, settings)
+    assert trainer.pipeline is not None
+    original, most = trainer.pipeline.hidden, 0
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def count(device: torch.device) -> torch.Tensor:
+        nonlocal most
+        made = original(device)
+        if device.type != "meta":
+            alive.append(weakref.ref(made))
+            most = max(most, sum(buffer() is not None for buffer in alive))
+        return made
+
+    trainer.pipeline.hidden = count  # type: ignore[method-assign]
+    with trainer.loader:
+        return trainer.step().micro_batches, most

@@ -208,12 +208,14 @@ class PipelineRun:
             return torch.zeros(micro_batches, device=self.mesh.device)
         return torch.stack(losses[:micro_batches]).detach()
 
+    def hidden(self, device: torch.device) -> torch.Tensor:
+        """Room for the hidden states of a micro-batch, or their gradients, as they go from stage to stage."""
+        return torch.empty(self.wire_rows, self.model.shape.hidden_size, dtype=self.dtype, device=device)
+
     def _schedule_of(self, runs: int) -> Any:
         """The schedule for so many micro-batches; kept until another number is wanted."""
         if self._schedule is None or self._schedule[0] != runs:
-            hidden = torch.empty(
-                self.wire_rows, self.model.shape.hidden_size, dtype=self.dtype, device="meta", requires_grad=True
-            )
+            hidden = self.hidden(torch.device("meta")).requires_grad_()
             number = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
             stages = [
@@ -246,7 +248,10 @@ def _loss_is_there(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 
 
 class _WatchedStage(PipelineStage):
-    """A stage of torch's schedules that tells how long it computes, and what it does when something fails."""
+    """A stage of torch's schedules that tells how long it computes, and what it does when something fails.
+
+    Torch has a buffer for what every micro-batch of the step receives; here one exists while its micro-batch is under way.
+    """
 
     def __init__(self, run: PipelineRun, stage: Stage, input_args: torch.Tensor, output_args: torch.Tensor) -> None:
         super().__init__(
@@ -266,6 +271,30 @@ class _WatchedStage(PipelineStage):
         with record_function(f"micro-batch {micro_batch}, stage {self.stage_index}, {what}"), self.run.clock.busy():
             yield
 
+    def _allocate(self, received: Any, micro_batch: int) -> None:
+        """Gives a micro-batch its buffers; when it is the step's first, all those that torch made are given back."""
+        if micro_batch == 0:
+            for other in received:
+                self._free(received, other)
+        for info in received[micro_batch]:
+            if info.source is not None:
+                info.buffer = self.run.hidden(self.device)
+
+    def _free(self, received: Any, micro_batch: int) -> None:
+        for info in received.get(micro_batch, ()):
+            if info.source is not None:
+                info.buffer = info.buffer.new_empty(0)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        if not self.is_first:
+            self._allocate(self.args_recv_info, fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
+        if not self.is_last:
+            self._allocate(self.grad_recv_info, bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         with self._watch(fwd_chunk_id, "forward pass"):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
@@ -273,6 +302,9 @@ class _WatchedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass"):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+        if not self.is_first:
+            self._free(self.args_recv_info, bwd_chunk_id)
+        self._free(self.grad_recv_info, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass of weights"):
