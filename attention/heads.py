@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
+from longctx.attention.inputs import AttentionInputError, InputCheck
 from longctx.attention.parts import row_index
-from longctx.attention.ring import AttentionInputError, RingAttention
+from longctx.attention.ring import RingAttention
 from longctx.planning.head_exchange import exchanges_heads
 from longctx.planning.layout import Layout, Shard, shard_tokens
 
@@ -41,13 +42,16 @@ class HybridAttention:
     ) -> None:
         """`options` are those of `RingAttention`."""
         self.head_ranks, self.layout = head_ranks, layout
-        swapped = [
-            shard for shard in layout.shards if exchanges_heads(shard.length, shard.first_rank, shard.degree, head_ranks)
-        ]
-        others = tuple(shard for shard in layout.shards if shard not in swapped)
+        self.check = InputCheck(layout, group, device)
+        swapped: list[Shard] = []
+        others: list[Shard] = []
+        for shard in layout.shards:
+            swaps = exchanges_heads(shard.length, shard.first_rank, shard.degree, head_ranks)
+            (swapped if swaps else others).append(shard)
         options |= {"group": group, "device": device, "exchange": exchange}
-        self.plain = RingAttention(replace(layout, shards=others), **options)
+        self.plain = RingAttention(replace(layout, shards=tuple(others)), **options)
         self.wide = RingAttention(replace(layout, shards=tuple(_widened(swapped, layout.rank, head_ranks))), **options)
+        self.mixed = bool(swapped) and bool(others)
         self.swap = HeadSwap(layout, swapped, head_ranks, group, device, exchange) if swapped else None
 
     @property
@@ -64,13 +68,13 @@ class HybridAttention:
         *,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.plain.check(q, k, v, sink_logits)
+        self.check.tensors(q, k, v, sink_logits)
         if k.shape[1] % self.head_ranks:
             raise AttentionInputError(
                 f"head_ranks is {self.head_ranks}, which does not divide the {k.shape[1]} kv heads of a rank: take a divisor"
             )
         if self.swap is None:
-            return self.plain(q, k, v, layer, sink_logits=sink_logits)
+            return self.plain.unchecked(q, k, v, layer, sink_logits)
         u, widths = self.head_ranks, [x.shape[1] * x.shape[2] // self.head_ranks for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
         parts = self.swap.tokens_for_heads(packed, layer).split(widths, dim=1)
@@ -78,9 +82,9 @@ class HybridAttention:
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out = self.wide(wide_q, wide_k, wide_v, layer, sink_logits=mine)
+        out = self.wide.unchecked(wide_q, wide_k, wide_v, layer, mine)
         out = self.swap.heads_for_tokens(out.flatten(1), len(q), layer).view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain(q, k, v, layer, sink_logits=sink_logits) if self.plain.schedule.layout.shards else out
+        return out + self.plain.unchecked(q, k, v, layer, sink_logits) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, head_ranks: int) -> list[Shard]:
@@ -134,7 +138,7 @@ class HeadSwap:
         """Gives parts[i] to mate i, and returns what the mates gave, `counts` rows each."""
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
-        exchange = self.exchange(self.group, f"{self.where}, layer {layer}, head exchange")
+        exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, head exchange")
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
         received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))
@@ -149,17 +153,17 @@ def _ring_index(shard: Shard, rank: int) -> int:
 
 def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
     """Where the chunks of each document lie in what the mates give, rank after rank, in the order of the wide shard."""
-    found: dict[tuple[int, int], tuple[range, range]] = {}
+    found: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
     row = 0
     for mate in mates:
         for i, shard in enumerate(shards):
             mine = shard.at(_ring_index(shard, mate), shard.degree)
             middle, stop = row + mine.head_tokens, row + mine.tokens
-            found[i, mine.ring_index] = range(row, middle), range(middle, stop)
+            found[i][mine.ring_index] = range(row, middle), range(middle, stop)
             row = stop
     order = []
-    for i in range(len(shards)):
-        chunks = [found[key] for key in sorted(found) if key[0] == i]
+    for parts in found:
+        chunks = [parts[ring_index] for ring_index in sorted(parts)]
         order += [head for head, _ in chunks] + [tail for _, tail in reversed(chunks)]
     return order
 

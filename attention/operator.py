@@ -27,6 +27,11 @@ _numbers = itertools.count()
 NO_LAYER = -1
 
 
+def layer_name(layer: int) -> str:
+    """For messages."""
+    return "an unknown layer" if layer == NO_LAYER else f"layer {layer}"
+
+
 def register(what: object) -> int:
     """The number by which an operator finds `what` as long as somebody holds it; autograd does, but not under torch.compile."""
     number = next(_numbers)
@@ -56,11 +61,6 @@ def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return watched
 
     return decorate
-
-
-def layer_name(layer: int) -> str:
-    """For messages and traces."""
-    return f"layer {'unknown' if layer == NO_LAYER else layer}"
 
 
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())

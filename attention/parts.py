@@ -57,15 +57,16 @@ def local_calls(documents: Iterable[Document]) -> tuple[Call, ...]:
 def gathered_calls(documents: Iterable[Document], device: torch.device | str) -> tuple[Call, ...]:
     """Calls on keys that are picked out of a buffer first; the index tensors live on `device`."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
+    buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
+    met = torch.zeros(buffer, dtype=torch.bool)
     made: list[Call] = []
-    before: list[range] = []
     for parts in _calls(_parts(*document, _appended) for document in documents):
         rows = [keys for part in parts for keys in part.keys]
         starts = accumulate((part.key_count for part in parts), initial=0)
         segments = tuple(part.segment(start) for part, start in zip(parts, starts, strict=False))
-        again = any(_overlap(a, b) for a in rows for b in before)
-        made.append(Call(row_index(rows, device), segments, again))
-        before += rows
+        index = row_index(rows, "cpu")
+        made.append(Call(index.to(device), segments, again=bool(met[index].any())))
+        met[index] = True
     return tuple(made)
 
 
@@ -144,7 +145,9 @@ def _parts(queries: Sequence[Run], keys: Sequence[Run], areas: Sequence[Segment]
                 cut = area.cut((query.start, query.stop), (run.start, run.stop))
                 if not cut.empty:
                     (rows,) = query.part(cut.q_start, cut.q_stop)
-                    seen.append(_Part(rows, run.part(cut.k_start, cut.k_stop), cut.lo, cut.hi))
+                    # One token of itself: all is visible, but as the first of a diagonal it joins the next one.
+                    first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
+                    seen.append(_Part(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
         parts += _joined(seen, _side_by_side)
     parts = _joined(parts, lambda a, b: _stacked(a, b, after))
     return _joined(parts, _staircase)

@@ -14,14 +14,10 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
+from longctx.attention.inputs import AttentionInputError, InputCheck
 from longctx.attention.masks import CAUSAL, Mask
 from longctx.attention.schedule import Schedule
-from longctx.errors import UserError
 from longctx.planning.layout import Layout
-
-
-class AttentionInputError(UserError):
-    """Tensors, layout and group that do not belong together."""
 
 
 def ring_attention(
@@ -46,7 +42,8 @@ def ring_attention(
         q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows beyond `layout.tokens` are padding.
         k, v: [tokens, kv_heads, head_dim]; kv_heads divides q_heads. v may have another head size.
         layout: `plan.layout(micro_batch, rank)`.
-        group: the ranks of the domain in order; None takes the default group. Not used if no document is split.
+        group: the ranks of the domain in order; None takes the default group. Not used if no document is split. With NCCL, all
+            its ranks have to have met once before (`dist.barrier(group)`), since few of them may be in the first messages.
         mask: which tokens of a document see which; causal if not given.
         scale: factor of the scores, 1/√head_dim if None.
         softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 leaves them.
@@ -105,20 +102,13 @@ class RingAttention:
             raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for none")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
+        self.check = InputCheck(layout, group, device)
         self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.number = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
-        if any(shard.degree > 1 for shard in layout.shards):
-            if not dist.is_initialized():
-                raise AttentionInputError("a document is split over ranks, but torch.distributed is not initialised")
-            if dist.get_rank(group) != layout.rank:
-                raise AttentionInputError(
-                    f"the layout is of rank {layout.rank}, but this is rank {dist.get_rank(group)} of the group: "
-                    "take plan.layout(micro_batch, dist.get_rank(group))"
-                )
 
     def __call__(
         self,
@@ -129,45 +119,13 @@ class RingAttention:
         *,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self.check(q, k, v, sink_logits)
+        self.check.tensors(q, k, v, sink_logits)
+        return self.unchecked(q, k, v, layer, sink_logits)
+
+    def unchecked(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A call with tensors that are known to fit."""
         layer = operator.NO_LAYER if layer is None else layer
         out: torch.Tensor = operator.forward(q, k, v, sink_logits, self.number, layer)[0]
         return out
-
-    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
-        """Raises AttentionInputError for tensors that do not fit each other or the layout."""
-        if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
-            raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")
-        if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
-            raise AttentionInputError(
-                f"q, k and v must agree in tokens, k and v in heads, q and k in head size, not {_shapes(q, k, v)}"
-            )
-        if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
-            raise AttentionInputError(f"q, k and v need at least one head of at least one number, not {_shapes(q, k, v)}")
-        if q.shape[1] % k.shape[1]:
-            raise AttentionInputError(f"{q.shape[1]} query heads are no multiple of {k.shape[1]} kv heads")
-        if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-            raise AttentionInputError(
-                f"q, k and v must share dtype and device, not {q.dtype}/{k.dtype}/{v.dtype} on {q.device}/{k.device}/{v.device}"
-            )
-        if not q.dtype.is_floating_point:
-            raise AttentionInputError(f"q, k and v are {q.dtype}: attention takes floating-point numbers")
-        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            raise AttentionInputError(
-                f"the last dimension of q, k and v must be contiguous, not with strides {q.stride()}, {k.stride()}, "
-                f"{v.stride()}: call .contiguous() on what is not"
-            )
-        if sink_logits is not None and sink_logits.shape != q.shape[1:2]:
-            raise AttentionInputError(
-                f"sink_logits must be one number for each of {q.shape[1]} heads, not {_shapes(sink_logits)}"
-            )
-        layout = self.schedule.layout
-        if q.shape[0] < layout.tokens:
-            raise AttentionInputError(
-                f"the layout of micro-batch {layout.micro_batch}, rank {layout.rank} holds {layout.tokens} tokens, q only "
-                f"{q.shape[0]}: use the layout of the micro-batch that q was packed with"
-            )
-
-
-def _shapes(*tensors: torch.Tensor) -> str:
-    return ", ".join(str(list(tensor.shape)) for tensor in tensors)

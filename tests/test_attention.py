@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention
+from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel
 from longctx.attention.merge import merge_
-from longctx.attention.ring import AttentionInputError
 from longctx.attention.segments import Segment
 from longctx.planning.layout import head_span, tail_span
 from longctx.planning.plan import Placement
@@ -312,6 +312,16 @@ def test_causal_calls_are_few() -> None:
             assert all(segment.dense for stage in schedule.stages for call in stage.calls for segment in call.segments)
 
 
+@given(length=st.integers(1, 100), degree=st.integers(1, 12), stages=st.integers(1, 3))
+def test_causal_calls_are_few_for_short_documents_too(length: int, degree: int, stages: int) -> None:
+    """One of a single token in a chunk costs the whole micro-batch no second call."""
+    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
+    for rank in range(degree):
+        schedule = Schedule.build(case.layout(rank))
+        assert len(schedule.local) == bool(schedule.layout.shards)
+        assert all(len(stage.calls) <= 2 for stage in schedule.stages)
+
+
 def test_bytes_sent_equal_the_formula() -> None:
     """A divisible document at degree n: ring index r sends its head to the n-1-r higher ones and both chunks to the r lower."""
     degree, length = 8, 1024
@@ -340,11 +350,44 @@ ALONE = Case(1, (4,), (Placement(0, 0, 1),))
         (torch.zeros(1, 4, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), r"\[tokens, heads, head_dim\]"),
         (torch.zeros(4, 2, 8), torch.zeros(4, 2, 8).bfloat16(), torch.zeros(4, 2, 8), "share dtype and device"),
         (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "holds 4 tokens, q only 3"),
+        (torch.zeros(4, 2, 8), torch.zeros(4, 8, 2).mT, torch.zeros(4, 2, 8), r"call \.contiguous\(\)"),
+        (torch.zeros(4, 2, 0), torch.zeros(4, 2, 0), torch.zeros(4, 2, 8), "at least one number"),
+        (*[torch.zeros(4, 2, 8, dtype=torch.int32)] * 3, "floating-point"),
     ],
 )
 def test_inputs_that_do_not_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, says: str) -> None:
     with pytest.raises(AttentionInputError, match=says):
         ring_attention(q, k, v, ALONE.layout(0))
+
+
+def test_tensors_on_another_device_than_the_schedule() -> None:
+    x = torch.zeros(4, 2, 8, device="meta")
+    with pytest.raises(AttentionInputError, match=r"on meta, but this attention was made for cpu: make it with device"):
+        RingAttention(ALONE.layout(0))(x, x, x)
+    real = torch.zeros(4, 2, 8)
+    with pytest.raises(AttentionInputError, match=r"sink_logits .* 2 heads on cpu, not \[2\] on meta"):
+        RingAttention(ALONE.layout(0))(real, real, real, sink_logits=x[0, :, 0])
+
+
+def test_no_tokens_need_no_stride() -> None:
+    """A rank without tokens is not asked for .contiguous(), which leaves an empty tensor's strides as they are."""
+    x = torch.zeros(0, 8, 2).mT.contiguous()
+    assert ring_attention(x, x, x, Case(1, (), ()).layout(0)).shape == (0, 2, 8)
+
+
+def test_head_exchange_checks_the_whole_layout() -> None:
+    """Also where no ring is left, and for rows of documents that are swapped."""
+    case = Case(2, (64,), (Placement(0, 0, 2),), heads=2, kv_heads=2, head_ranks=2)
+    with pytest.raises(AttentionInputError, match="not initialised"):
+        case.attention(0)
+    case = Case(2, (5, 64), (Placement(0, 0, 1), Placement(1, 0, 2)), heads=2, kv_heads=2, head_ranks=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_rank", lambda group: 0)
+        attention = case.attention(0)
+    x = torch.zeros(30, 2, 8)
+    with pytest.raises(AttentionInputError, match="holds 37 tokens, q only 30"):
+        attention(x, x, x)
 
 
 def test_settings_that_do_not_fit() -> None:

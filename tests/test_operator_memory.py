@@ -76,7 +76,7 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
 
 def test_kept_keys_get_no_gradient_as_large_as_they_are(workers: Workers) -> None:
     for kept, made in workers.run(run_kept, 6):
-        assert kept[0] >= 400 and kept not in made
+        assert kept[0] >= 250 and kept not in made
 
 
 ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_heads=2)
