@@ -189,6 +189,7 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
         (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
         (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
+        (["parallel.tensor_parallel_size=2", "train.compile=true"], 2, "train.compile", "give tensor_parallel_size 1"),
         (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "give 500 or 502"),
     ],
 )

@@ -127,6 +127,10 @@ def _tensor(config: Config) -> Iterator[Problem]:
         )
         fix = f"give {most}, or a multiple of {size} kv heads"
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
+    if size > 1 and config.train.compile:
+        rule = "torch.compile cannot trace tensor parallelism over a number of tokens that changes"
+        fix = "leave it out, or give tensor_parallel_size 1"
+        yield Problem("train.compile", True, rule, fix, ("parallel.tensor_parallel_size",))
     multiple = math.lcm(size, batch.pad_to_multiple_of)
     if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
         below = batch.tokens_per_rank // multiple * multiple
