@@ -8,12 +8,13 @@ allocator cannot reuse.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache
 
 from longctx.config import Config
 from longctx.model.presets import ModelShape
 from longctx.parallel.pipeline import split_layers
 from longctx.planning.layout import largest_shard
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.request import least_degrees
 from longctx.training.loss import CHUNK_TOKENS
@@ -99,6 +100,13 @@ def loads(plans: Iterable[Plan]) -> set[Load]:
     return found
 
 
+@cache
+def blocks_of_ranks(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, ...]:
+    """How many blocks every rank of a pipeline has, over all of its stages."""
+    splits = split_layers(shape, pipeline.stages, keys=tokens_per_rank // 2)
+    return tuple(sum(map(len, splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
+
+
 def full_load(config: Config, ranks: int) -> Load:
     """A full rank that holds its share of the longest document and of nothing shorter; for estimates without a store."""
     import numpy as np
@@ -143,12 +151,10 @@ class _Step:
     def split(self) -> int:
         return self.config.parallel.tensor_parallel_size
 
-    @cached_property
+    @property
     def layers(self) -> int:
         """Blocks of this rank."""
-        pipeline = self.config.pipeline
-        splits = split_layers(self.shape, pipeline.stages, keys=self.config.batch.tokens_per_rank // 2)
-        return sum(map(len, splits[self.stage :: pipeline.ranks]))
+        return blocks_of_ranks(self.shape, self.config.pipeline, self.config.batch.tokens_per_rank)[self.stage]
 
     @property
     def first(self) -> bool:

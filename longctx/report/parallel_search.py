@@ -1,0 +1,246 @@
+"""Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and the memory model.
+
+Every split that the rules of a run allow has a bound: no plan of these documents can be faster under its profile. Splits are
+looked at in the order of their bounds: one that fits into memory is planned, as a run would plan its steps, until no bound is
+below the time of the last one that is asked for. So the answer is that of planning all of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longctx.config import Config
+from longctx.errors import UserError
+from longctx.model.presets import ModelShape
+from longctx.planning.assignment import Integers
+from longctx.planning.cost import NANOSECONDS, lower_bound_ns
+from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.planning.request import least_degrees
+from longctx.report.parallel_cost import Machine, Split, profile_of
+from longctx.training.fit import changed
+from longctx.training.memory import Load, Memory, estimate
+from longctx.training.utilisation import model_flops
+
+BUDGETS = tuple(1024 << power for power in range(9))
+"""Tokens a rank that are tried: 1,024 to 262,144."""
+CHUNKS = (1, 2, 4)
+RECOMPUTE = ("none", "selective", "full")
+WEIGHTS = (("step", "step"), ("block", "step"), ("block", "micro_batch"))
+"""reshard_after and reduce_after: the most memory and the fewest messages first."""
+TOO_LONG = "cannot hold the longest document"
+TOO_LARGE = "need more memory than a GPU has"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A split that fits, and what is predicted of it.
+
+    Attributes:
+        step_s: mean time of a step.
+        tokens_per_s_per_gpu: tokens of all documents.
+        mfu: operations of the model, as a share of what the GPUs could do at their peak.
+        bubble_share, exposed_share: mean share of a step in which a pipeline fills and drains, and in which the slowest ranks
+            wait for K and V.
+        micro_batches: mean of the steps.
+        memory: of a rank that holds all the tokens that it may hold, beside a ring of the longest document.
+    """
+
+    split: Split
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    bubble_share: float
+    exposed_share: float
+    micro_batches: float
+    memory: Memory
+
+
+@dataclass
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        best: the fastest split of each tp, pp and recomputation, the fastest first.
+        possible: splits that the rules allow.
+        planned: those of them that were planned.
+        refused: how many were left out, by reason.
+        least_bytes: what the smallest of those that need too much memory needs.
+    """
+
+    possible: int
+    best: list[Found] = field(default_factory=list)
+    planned: int = 0
+    refused: dict[str, int] = field(default_factory=lambda: {TOO_LONG: 0, TOO_LARGE: 0})
+    least_bytes: int | None = None
+
+    @property
+    def slower(self) -> int:
+        """Splits that were not looked at, as their bounds are slower than what was found."""
+        return self.possible - self.planned - sum(self.refused.values())
+
+
+def possible_splits(shape: ModelShape, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
+    """Every split that the rules of a run allow: tp within a node and dividing the kv heads, no more stages than layers."""
+    for tensor in _divisors(gpus):
+        if gpus_per_node % tensor or shape.num_key_value_heads % tensor:
+            continue
+        for ranks in _divisors(gpus // tensor):
+            for pipeline in _pipelines(ranks, shape.num_hidden_layers):
+                for recompute in RECOMPUTE:
+                    for reshard_after, reduce_after in WEIGHTS:
+                        if ranks > 1 and reduce_after == "micro_batch":
+                            continue
+                        if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
+                            continue
+                        for budget in budgets:
+                            if budget % tensor == 0:
+                                domain = gpus // tensor // ranks
+                                yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _pipelines(ranks: int, layers: int) -> Iterator[Pipeline]:
+    if ranks == 1:
+        yield NO_PIPELINE
+        return
+    for chunks in CHUNKS:
+        if ranks * chunks <= layers:
+            yield from (Pipeline(ranks, chunks, schedule) for schedule in IN_CHUNKS if schedule != "interleaved" or chunks > 1)
+            if chunks == 1:
+                yield Pipeline(ranks)
+
+
+def search(
+    machine: Machine,
+    shape: ModelShape,
+    steps: Sequence[Sequence[int]],
+    gpus: int,
+    *,
+    budgets: Sequence[int] = BUDGETS,
+    best: int = 10,
+    progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
+) -> Outcome:
+    """The `best` splits for the documents of these steps.
+
+    Args:
+        machine: the GPUs.
+        shape: the model, with its vocabulary.
+        steps: lengths of the documents of every step.
+        gpus: how many there are, in nodes as large as the machine's profile says.
+        budgets: tokens_per_rank that are tried.
+        progress: told what is done, how many of how many splits.
+
+    Raises:
+        UserError: if no split fits, with the least that one needs.
+    """
+    splits = list(possible_splits(shape, gpus, machine.profile.ranks_per_node, budgets))
+    outcome = Outcome(len(splits))
+    sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
+    queue = []
+    for number, split in enumerate(splits):
+        progress("bounds", number, len(splits))
+        bound = _bound_s(machine, shape, split, sizes)
+        if bound is None:
+            outcome.refused[TOO_LONG] += 1
+        else:
+            queue.append((bound, number))
+    fastest: dict[tuple[int, int, str], Found] = {}
+    for done, (bound, number) in enumerate(sorted(queue)):
+        progress("plans", done, len(queue))
+        times = sorted(found.step_s for found in fastest.values())
+        if len(times) >= best and bound >= times[best - 1]:
+            break
+        split = splits[number]
+        key = split.tensor, split.pipeline.ranks, split.recompute
+        if key in fastest and bound >= fastest[key].step_s:
+            continue
+        found = _plan(machine, shape, split, sizes, outcome)
+        if found is not None and (key not in fastest or found.step_s < fastest[key].step_s):
+            fastest[key] = found
+    outcome.best = sorted(fastest.values(), key=lambda found: found.step_s)[:best]
+    if not outcome.best:
+        raise UserError(_nothing_fits(outcome, gpus, machine.memory_bytes))
+    return outcome
+
+
+def _bound_s(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers]) -> float | None:
+    """Mean time that no plan can beat; None if the longest document does not fit."""
+    longest = np.array([max(int(lengths.max()) for lengths in steps)])
+    if not least_degrees(longest, split.domain, split.tokens_per_rank).all():
+        return None
+    profile = profile_of(machine, shape, split)
+    bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
+    return sum(bounds) / len(steps) / NANOSECONDS
+
+
+def _plan(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], outcome: Outcome) -> Found | None:
+    """What is predicted of a split; None, and counted, if it needs too much memory."""
+    tokens = max(int(lengths.sum()) for lengths in steps)
+    longest = max(int(lengths.max()) for lengths in steps)
+    fewest = -(-tokens // (split.domain * split.tokens_per_rank))
+    memory = memory_of(shape, split, longest, fewest)
+    plans: list[Plan] = []
+    if memory.total <= machine.memory_bytes:
+        plans = _plans(profile_of(machine, shape, split), split, steps)
+        memory = memory_of(shape, split, longest, max(len(plan.micro_batches) for plan in plans))
+    if memory.total > machine.memory_bytes:
+        outcome.refused[TOO_LARGE] += 1
+        outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
+        return None
+    outcome.planned += 1
+    count = len(steps)
+    step_s = sum(plan.makespan_s for plan in plans) / count
+    flops = sum(model_flops(shape, lengths.tolist()) for lengths in steps) / count
+    return Found(
+        split=split,
+        step_s=step_s,
+        tokens_per_s_per_gpu=sum(int(lengths.sum()) for lengths in steps) / count / step_s / split.gpus,
+        mfu=flops / (step_s * split.gpus * machine.peak_flops_per_s),
+        bubble_share=sum(plan.bubble_share for plan in plans) / count,
+        exposed_share=sum(plan.exposed_share for plan in plans) / count,
+        micro_batches=sum(len(plan.micro_batches) for plan in plans) / count,
+        memory=memory,
+    )
+
+
+def _plans(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[Plan]:
+    """The steps as a run would plan them."""
+    return [
+        make_plan(
+            lengths.tolist(),
+            ranks=split.domain,
+            tokens_per_rank=split.tokens_per_rank,
+            profile=profile,
+            pipeline=split.pipeline,
+            max_remote_tokens=split.tokens_per_rank,
+        )
+        for lengths in steps
+    ]
+
+
+def memory_of(shape: ModelShape, split: Split, longest: int, micro_batches: int) -> Memory:
+    """Bytes of a full rank that shares the longest document with as many others as there are."""
+    remote = min(longest, (split.domain - 1) * split.tokens_per_rank)
+    stages = max(1, -(-remote // split.tokens_per_rank))
+    load = Load(split.tokens_per_rank, remote, remote // 2, stages, micro_batches)
+    config = changed(Config(), split.settings.items())
+    return estimate(shape, config, split.gpus, [load], fused=True)
+
+
+def _nothing_fits(outcome: Outcome, gpus: int, memory_bytes: int) -> str:
+    reasons = [f"{count:,} {reason}" for reason, count in outcome.refused.items() if count]
+    least = ""
+    if outcome.least_bytes is not None:
+        least = f" ({memory_bytes / 2**30:,.1f} GiB; the least that one needs are {outcome.least_bytes / 2**30:,.1f} GiB)"
+    return (
+        f"no split of {gpus} GPUs holds this model and these documents: of {outcome.possible:,}, "
+        f"{' and '.join(reasons)}{least}: "
+        "take more GPUs or more tokens a rank, cut the documents, or take a smaller model"
+    )
