@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from longctx.model.presets import PRESETS
+from longctx.parallel.pipeline import split_layers
 from longctx.training.metrics import StepMetrics
 from tests import training_cases
 from tests.training_cases import make_store, train
@@ -108,3 +110,27 @@ def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path
     for micro_batches, most in workers.run(training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings):
         assert micro_batches > 8
         assert most <= 5
+
+
+def test_stages_by_cost() -> None:
+    """The last stage has the head, which counts as several blocks where blocks are small; long attention outweighs it."""
+    shape = PRESETS["1b"].model_copy(update={"vocab_size": 128_256})
+    assert [len(layers) for layers in split_layers(shape, 4, keys=0)] == [5, 5, 5, 1]
+    assert [len(layers) for layers in split_layers(shape, 4, keys=10_000_000)] == [4, 4, 4, 4]
+    for stages in (1, 5, 16):
+        layers = split_layers(shape, stages, keys=4096)
+        assert all(len(stage) > 0 for stage in layers)
+        assert [layer for stage in layers for layer in stage] == list(range(16))
+
+
+def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path) -> None:
+    split = workers.run(train, 2, store, tmp_path, [*ZERO_BUBBLE, "train.dtype=bfloat16"], 5)[0]
+    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone[:5]], rel=2e-2)
+
+
+def test_a_rank_that_fails(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """The others end with an error that names step, micro-batch, stage and layer, within the timeout."""
+    settings = [*pipeline(2, "1f1b"), HALF, *STATIC]
+    with pytest.raises(AssertionError) as caught:
+        workers.run(training_cases.with_rank_1_failing, 4, store, tmp_path, "dies", settings)
+    assert "rank 0: step 2, micro-batch 0, stage 0, forward pass, attention last in layer 1, forward pass" in str(caught.value)

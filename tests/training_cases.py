@@ -5,7 +5,7 @@ import os
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +203,11 @@ def with_a_full_disk(store: Path, run: Path) -> str:
     raise AssertionError("a full disk must be an error")
 
 
-def with_rank_1_failing(store: Path, run: Path, how: str) -> None:
+def with_rank_1_failing(
+    store: Path, run: Path, how: str, settings: Sequence[str] = ("context.mode=static", "context.degree=2")
+) -> None:
     """Rank 1 dies, or stays silent, when it comes to attention of layer 1 in micro-batch 0 of step 2."""
-    trainer = start(store, run, ["context.mode=static", "context.degree=2"], timeout_s=2.0)
+    trainer = start(store, run, list(settings), timeout_s=2.0)
     trainer.step()
     if dist.get_rank() == 1:
         original: Callable[..., Any] = RingAttention.__call__
