@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from longctx.config.problems import yaml_text
 from longctx.config.settings import Config
@@ -26,8 +26,8 @@ def describe() -> str:
 
 def _type_name(annotation: Any) -> str:
     """How a value of this type is written: `int`, `split|drop|error`, `{int: int}`, `[float, float]`."""
-    if isinstance(annotation, UnionType):
-        return "|".join(_type_name(choice) for choice in get_args(annotation) if choice is not NoneType) + "|null"
+    if get_origin(annotation) in (Union, UnionType):
+        return "|".join("null" if choice is NoneType else _type_name(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
     if get_origin(annotation) is dict:
