@@ -4,10 +4,10 @@
     python bench/training_gpu.py --quick                  # 1b at 32k only
     python bench/training_gpu.py --smoke                  # tiny, on a CPU: that the script works, no figures
 
-Every row is a run of `longctx train` (one process, one document of the given length a step) as a user would start it, read from
-its metrics: the median of the steps after the first two. The peer is `transformers` with the fastest attention that it has here,
-on the same shape, tokens and dtype, with gradient checkpointing. A run that does not fit is a row that says so. Prints a line for
-each row and writes OUT.csv. It is one GPU: nothing is said of exchange.
+Every row is a run of `longctx train` (one process, one document of the given length a step) as a user would start it, read
+from its metrics: the median of the steps after the first two. The peer is `transformers` with the fastest attention that it has
+here, on the same shape, tokens and dtype, with gradient checkpointing. A run that does not fit is a row that says so. Prints a
+line for each row and writes OUT.csv. It is one GPU: nothing is said of exchange.
 """
 
 import argparse
