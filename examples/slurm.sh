@@ -1,0 +1,43 @@
+#!/bin/bash
+# Trains on 8 nodes of 8 GPUs under SLURM:  sbatch examples/slurm.sh examples/pretrain_8b_128k.yaml [--section.key value ...]
+# One torchrun a node; they find each other on the first node. The job is put back into the queue before its time is up, and
+# goes on from its last checkpoint then: set checkpoint.every so that little is lost.
+#SBATCH --job-name=longctx
+#SBATCH --nodes=8
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@120
+set -euo pipefail
+
+if (($# == 0)); then
+  echo "usage: sbatch $0 run.yaml [--section.key value ...]" >&2
+  exit 2
+fi
+run_dir=${RUN_DIR:-runs/$SLURM_JOB_ID}  # on storage that all nodes share; a requeued job keeps its number
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head_node=${nodes%%$'\n'*}
+port=$((20000 + SLURM_JOB_ID % 10000))
+
+resume=()
+if [[ -e $run_dir/latest ]]; then
+  resume=(--resume)
+fi
+
+trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+
+# Nodes may start minutes apart, so joining waits longer than torchrun's own choice; a rank that falls silent ends the run after
+# train.timeout_s, one that fails ends it at once.
+srun --kill-on-bad-exit=1 torchrun \
+  --nnodes "$SLURM_NNODES" \
+  --nproc-per-node "$SLURM_GPUS_ON_NODE" \
+  --rdzv-backend c10d \
+  --rdzv-id "$SLURM_JOB_ID" \
+  --rdzv-endpoint "$head_node:$port" \
+  --rdzv-conf join_timeout=1800 \
+  --max-restarts 0 \
+  -m longctx train "$@" --train.run_dir "$run_dir" "${resume[@]}" &
+wait $!

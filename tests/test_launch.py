@@ -1,0 +1,122 @@
+"""The launch scripts call torchrun as they should, and two torchrun agents train as one process does."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from longctx.training.metrics import StepMetrics
+from tests.training_cases import SMALL, make_store, train
+from tests.workers import Workers
+
+
+def run_script(
+    script: list[str], folder: Path, stubs: dict[str, str], environment: dict[str, str], timeout_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script with some commands replaced by scripts of our own."""
+    (folder / "bin").mkdir(exist_ok=True)
+    for name, text in stubs.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    variables = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
+    return subprocess.run(script, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s)
+
+
+SLURM = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+NODES = 'test "$1 $2 $3" = "show hostnames node[1-2]" && echo {}'
+ARGUMENTS = (
+    "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {id} --rdzv-endpoint {endpoint} --rdzv-conf {conf} "
+    "--max-restarts 0 -m longctx train run.yaml {own}--train.run_dir {run_dir}"
+)
+
+
+def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
+    script = str(repository / "examples" / "slurm.sh")
+    subprocess.run(["bash", "-n", script], check=True)
+    stubs = {
+        "scontrol": NODES.format("node1; echo node2"),
+        "srun": 'test "$1 $2" = "--kill-on-bad-exit=1 torchrun"; echo "${@:3}"',
+    }
+    called = run_script(["bash", script, "run.yaml", "--train.steps", "3"], tmp_path, stubs, SLURM)
+    own = {"id": "123456", "endpoint": "node1:23456", "conf": "join_timeout=1800", "own": "--train.steps 3 "}
+    wanted = ARGUMENTS.format(**own, run_dir="runs/123456")
+    assert called.stdout.strip() == wanted, called.stderr
+    (tmp_path / "runs" / "123456").mkdir(parents=True)
+    (tmp_path / "runs" / "123456" / "latest").symlink_to("checkpoints/step-000100")
+    (tmp_path / "runs" / "123456" / "checkpoints" / "step-000100").mkdir(parents=True)
+    again = run_script(["bash", script, "run.yaml", "--train.steps", "3"], tmp_path, stubs, SLURM)
+    assert again.stdout.strip() == f"{wanted} --resume"
+    assert run_script(["bash", script], tmp_path, stubs, SLURM).returncode == 2
+
+
+def test_slurm_tells_of_a_failure(repository: Path, tmp_path: Path) -> None:
+    stubs = {"scontrol": NODES.format("node1"), "srun": "exit 7"}
+    assert run_script(["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"], tmp_path, stubs, SLURM).returncode == 7
+
+
+def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
+    service, job = yaml.safe_load_all((repository / "examples" / "kubernetes.yaml").read_text())
+    template = job["spec"]["template"]["spec"]
+    container = template["containers"][0]
+    environment: dict[str, Any] = {variable["name"]: variable["value"] for variable in container["env"]}
+    name = job["metadata"]["name"]
+    assert job["spec"]["completionMode"] == "Indexed" and template["restartPolicy"] == "Never"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NODES"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
+    assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
+    assert template["subdomain"] == service["metadata"]["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in template["volumes"]}
+    environment |= {"NODES": "2", "GPUS": "1", "RUN_DIR": str(tmp_path / "run")}
+    command = [*container["command"], *container["args"]]
+    for index in (0, 1):
+        called = run_script(command, tmp_path, {"torchrun": 'echo "$@"'}, {**environment, "JOB_COMPLETION_INDEX": str(index)})
+        own = {
+            "id": name,
+            "endpoint": f"{name}-0.{template['subdomain']}:{service['spec']['ports'][0]['port']}",
+            "conf": f"is_host={int(index == 0)},join_timeout=1800",
+            "own": "",
+        }
+        assert called.stdout.strip() == ARGUMENTS.format(**own, run_dir=tmp_path / "run"), called.stderr
+    (tmp_path / "run" / "latest").mkdir(parents=True)
+    called = run_script(command, tmp_path, {"torchrun": 'echo "$@"'}, {**environment, "JOB_COMPLETION_INDEX": "0"})
+    assert called.stdout.strip().endswith(" --resume")
+
+
+@pytest.mark.slow
+def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp_path: Path) -> None:
+    """The SLURM script itself, each of two nodes a real torchrun agent on this machine."""
+    store = make_store(tmp_path)
+    settings = {}
+    for setting in [*SMALL, "batch.tokens_per_rank=750", f"data.store={store}"]:
+        name, value = setting.split("=")
+        section, key = name.split(".")
+        settings.setdefault(section, {})[key] = yaml.safe_load(value)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    stubs = {
+        "scontrol": NODES.format("localhost"),
+        "srun": 'shift; "$@" & first=$!; "$@" & second=$!; wait $first && wait $second',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    script = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]
+    variables = {**SLURM, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
+
+    def steps() -> list[dict[str, Any]]:
+        done = run_script(script, tmp_path, stubs, variables, timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / "runs" / "123456" / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    alone: list[StepMetrics] = workers.run(train, 1, store, tmp_path / "alone", [])[0]
+    whole = steps()
+    assert [step["loss"] for step in whole] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
+    run = tmp_path / "runs" / "123456"
+    shutil.rmtree(run / "checkpoints" / "step-000010")
+    (run / "latest").unlink()
+    (run / "latest").symlink_to("checkpoints/step-000008")
+    assert [(step["step"], step["loss"]) for step in steps()] == [(step["step"], step["loss"]) for step in whole]
