@@ -1,6 +1,7 @@
 """`longctx compare`: the same documents under dynamic and static degrees and under other systems' planning, by one cost model.
 
-Lengths come from a named mix, a file or a store. Nothing is trained: plans are made and scored.
+Lengths come from a named mix, a file or a store. Nothing is trained: plans are made and scored. Training in earnest is
+`compare_measure`, and the search for ways to split a model `compare_parallel`.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands import compare_measure
+from longctx.commands import compare_measure, compare_parallel
 from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, add_exchange_levels, read_lengths
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
@@ -60,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: {default_ranks}, those that fit)"
     )
     parser.add_argument(
-        "--tokens-per-rank", type=int, default=DEFAULT_TOKENS_PER_RANK, metavar="T", help="most tokens on a rank at once"
+        "--tokens-per-rank",
+        type=int,
+        metavar="T",
+        help=f"most tokens on a rank at once (default: {DEFAULT_TOKENS_PER_RANK})",
     )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     add_exchange_levels(parser)
@@ -87,8 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     steps.add_argument("--steps", type=int, help=f"steps that are planned; figures are their mean (default: {DEFAULT_STEPS})")
     output = parser.add_argument_group("output")
     output.add_argument("--html", type=Path, metavar="F", help="write a page with figures, which also vary budget and length")
-    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner a line")
+    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner (or split) a line")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
+    compare_parallel.add_arguments(parser)
     compare_measure.add_arguments(parser)
 
 
@@ -101,7 +106,10 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE, "tokens_per_rank": DEFAULT_TOKENS_PER_RANK})
+    compare_parallel.refuse(arguments)
+    if arguments.parallel is not None:
+        return compare_parallel.run(arguments, _source(arguments, "split"), arguments.profile)
+    compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
     if arguments.measure is not None:
         return compare_measure.run(arguments)
     from longctx.planning.profile import HardwareProfile
@@ -114,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
     source = _source(arguments, long_documents)
-    budget = arguments.tokens_per_rank
+    budget = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
     ranks = arguments.ranks or DEFAULT_RANKS
     cases, changed = make_cases(source, ranks, budget, profile, long_documents, all_must_fit=arguments.ranks is not None)
     detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
@@ -164,7 +172,8 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
 
     def global_tokens(ranks: int) -> int:
         given: int | None = arguments.global_tokens
-        return DEFAULT_MICRO_BATCHES * ranks * int(arguments.tokens_per_rank) if given is None else given
+        budget = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else int(arguments.tokens_per_rank)
+        return DEFAULT_MICRO_BATCHES * ranks * budget if given is None else given
 
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
 
@@ -229,7 +238,7 @@ def _write_page(
         profile_name=str(arguments.profile),
         profile=profile,
         ranks=here[0].ranks,
-        tokens_per_rank=arguments.tokens_per_rank,
+        tokens_per_rank=here[0].tokens_per_rank,
         steps=len(here),
         rows=means,
         plans=plans,

@@ -41,7 +41,18 @@ def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> Non
         if given:
             raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")
         return
-    names = ("ranks", "long_documents", "documents", "global_tokens", "seed", "html", "csv", "model", *defaults)
+    names = (
+        "ranks",
+        "long_documents",
+        "documents",
+        "global_tokens",
+        "seed",
+        "html",
+        "csv",
+        "model",
+        "tokens_per_rank",
+        *defaults,
+    )
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults.get(name)]
     if given:
         raise UserError(

@@ -5,6 +5,7 @@ looked at in the order of their bounds: one that fits into memory is planned, as
 below the time of the last one that is asked for. So the answer is that of planning all of them.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -143,26 +144,29 @@ def search(
     splits = list(possible_splits(shape, gpus, machine.profile.ranks_per_node, budgets))
     outcome = Outcome(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
+    longest = np.array([max(int(lengths.max()) for lengths in sizes)])
     queue = []
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
-        bound = _bound_s(machine, shape, split, sizes)
-        if bound is None:
-            outcome.refused[TOO_LONG] += 1
+        if least_degrees(longest, split.domain, split.tokens_per_rank).all():
+            queue.append((_bound_s(profile_of(machine, shape, split), split, sizes), number))
         else:
-            queue.append((bound, number))
+            outcome.refused[TOO_LONG] += 1
     fastest: dict[tuple[int, int, str], Found] = {}
     for done, (bound, number) in enumerate(sorted(queue)):
         progress("plans", done, len(queue))
         times = sorted(found.step_s for found in fastest.values())
-        if len(times) >= best and bound >= times[best - 1]:
+        limit = times[best - 1] if len(times) >= best else math.inf
+        if bound >= limit:
             break
         split = splits[number]
         key = split.tensor, split.pipeline.ranks, split.recompute
-        if key in fastest and bound >= fastest[key].step_s:
+        if key in fastest:
+            limit = min(limit, fastest[key].step_s)
+        if bound >= limit:
             continue
-        found = _plan(machine, shape, split, sizes, outcome)
-        if found is not None and (key not in fastest or found.step_s < fastest[key].step_s):
+        found = _plan(machine, shape, split, sizes, limit, outcome)
+        if found is not None and found.step_s < limit:
             fastest[key] = found
     outcome.best = sorted(fastest.values(), key=lambda found: found.step_s)[:best]
     if not outcome.best:
@@ -170,25 +174,23 @@ def search(
     return outcome
 
 
-def _bound_s(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers]) -> float | None:
-    """Mean time that no plan can beat; None if the longest document does not fit."""
-    longest = np.array([max(int(lengths.max()) for lengths in steps)])
-    if not least_degrees(longest, split.domain, split.tokens_per_rank).all():
-        return None
-    profile = profile_of(machine, shape, split)
+def _bound_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> float:
+    """Mean time that no plan can beat."""
     bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
     return sum(bounds) / len(steps) / NANOSECONDS
 
 
-def _plan(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], outcome: Outcome) -> Found | None:
-    """What is predicted of a split; None, and counted, if it needs too much memory."""
+def _plan(
+    machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float, outcome: Outcome
+) -> Found | None:
+    """What is predicted of a split; None if it needs too much memory, which is counted, or longer than the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
     memory = memory_of(shape, split, longest, fewest)
     plans: list[Plan] = []
     if memory.total <= machine.memory_bytes:
-        plans = _plans(profile_of(machine, shape, split), split, steps)
+        plans = _plans(machine, shape, split, steps, limit_s)
         memory = memory_of(shape, split, longest, max(len(plan.micro_batches) for plan in plans))
     if memory.total > machine.memory_bytes:
         outcome.refused[TOO_LARGE] += 1
@@ -196,6 +198,8 @@ def _plan(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Int
         return None
     outcome.planned += 1
     count = len(steps)
+    if len(plans) < count:
+        return None
     step_s = sum(plan.makespan_s for plan in plans) / count
     flops = sum(model_flops(shape, lengths.tolist()) for lengths in steps) / count
     return Found(
@@ -210,19 +214,26 @@ def _plan(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Int
     )
 
 
-def _plans(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[Plan]:
-    """The steps as a run would plan them."""
-    return [
-        make_plan(
-            lengths.tolist(),
-            ranks=split.domain,
-            tokens_per_rank=split.tokens_per_rank,
-            profile=profile,
-            pipeline=split.pipeline,
-            max_remote_tokens=split.tokens_per_rank,
+def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
+    """The steps as a run would plan them; no more of them once the mean must be above the limit."""
+    profile = profile_of(machine, shape, split)
+    plans: list[Plan] = []
+    planned_s = 0.0
+    for lengths in steps:
+        plans.append(
+            make_plan(
+                lengths.tolist(),
+                ranks=split.domain,
+                tokens_per_rank=split.tokens_per_rank,
+                profile=profile,
+                pipeline=split.pipeline,
+                max_remote_tokens=split.tokens_per_rank,
+            )
         )
-        for lengths in steps
-    ]
+        planned_s += plans[-1].makespan_s - plans[-1].lower_bound_s
+        if _bound_s(profile, split, steps) + planned_s / len(steps) > limit_s:
+            break
+    return plans
 
 
 def memory_of(shape: ModelShape, split: Split, longest: int, micro_batches: int) -> Memory:
