@@ -116,7 +116,7 @@ class HeadSwap:
     ) -> None:
         first = layout.rank - layout.rank % head_ranks
         self.mates = range(first, first + head_ranks)
-        self.me = layout.rank - first
+        self.me, self.ranks = layout.rank - first, head_ranks
         self.rows = row_index([range(shard.offset, shard.offset + shard.tokens) for shard in shards], device)
         self.counts = [sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards) for mate in self.mates]
         self.order = row_index(_chunk_order(shards, self.mates), device)
@@ -131,7 +131,7 @@ class HeadSwap:
 
     def heads_for_tokens(self, x: torch.Tensor, rows: int, layer: int | None) -> torch.Tensor:
         """[rows of the group, width] → [rows, u, width]; rows of documents that are not swapped are 0."""
-        out: torch.Tensor = gather_heads(x, rows, len(self.mates), self.number, operator.NO_LAYER if layer is None else layer)
+        out: torch.Tensor = gather_heads(x, rows, self.ranks, self.number, operator.NO_LAYER if layer is None else layer)
         return out
 
     def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """The operator as torch sees it: compiled without graph breaks or recompiling, and kept by selective recomputation."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.workers import Workers
 
 CASE = Case(2, (40, 9, 7), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
 OTHER = Case(2, (40, 9, 7), (Placement(0, 0, 1), Placement(1, 0, 2), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
+MANY = Case(2, (9, 20, 30, 9, 9), tuple(Placement(i, 0, 1 + i % 2) for i in range(5)), heads=4, kv_heads=2, head_dim=8)
 
 
 class Block(torch.nn.Module):
@@ -47,6 +49,7 @@ class Counting(Exchange):
 
 def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int, int]:
     """out, dx and dweight of plain and compiled blocks of the model for each micro-batch; graphs and graph breaks."""
+    torch._dynamo.reset()
     torch.manual_seed(0)
     shape = PRESETS["tiny"].model_copy(update={"num_hidden_layers": 6, "vocab_size": 8})
     model = Transformer(shape)
@@ -72,13 +75,35 @@ def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int
 
 
 def test_blocks_compile_without_breaks_and_not_again_for_another_layer_or_micro_batch(workers: Workers) -> None:
-    cases = [CASE, OTHER, CASE]
+    """Whatever the number of documents."""
+    cases = [CASE, OTHER, MANY]
     for results, graphs, breaks in workers.run(run_compiled, 2, cases):
         for plain, compiled in zip(results[: len(cases)], results[len(cases) :], strict=True):
             for a, b in zip(plain, compiled, strict=True):
                 torch.testing.assert_close(a, b)
         assert breaks == 0
-        assert graphs <= 4  # of six layers and two layouts: layers 0 and 1 have programs of their own
+        assert graphs <= 4  # of six layers and three layouts: layers 0 and 1 have programs of their own
+
+
+def run_head_exchange_compiled(cases: list[Case]) -> int:
+    """Compares a plain block with the compiled one; returns how many graphs were made."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block = Block()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(block, backend=counter, fullgraph=True, dynamic=True)
+    for case in cases:
+        attention = case.attention(dist.get_rank())
+        x = torch.randn(len(case.rows(dist.get_rank())), 32).requires_grad_()
+        plain, ours = (torch.autograd.grad(module(x, attention).square().sum(), x) for module in (block, compiled))
+        torch.testing.assert_close(plain, ours)
+    return len(counter.graphs)
+
+
+def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
+    """Once for micro-batches with plain rings beside, and once (MANY on rank 1) without; fullgraph=True raises at a break."""
+    cases = [replace(case, head_ranks=2) for case in (CASE, MANY, OTHER)]
+    assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
 
 
 def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:
