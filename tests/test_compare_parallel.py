@@ -20,6 +20,7 @@ from longctx.report.parallel_cost import LLAMA_3_VOCABULARY, Machine, Split, blo
 from longctx.report.parallel_search import TOO_LARGE, TOO_LONG, Found, Outcome, memory_of, possible_splits, search
 from longctx.training.fit import changed
 from longctx.training.memory import blocks_of_ranks
+from longctx.training.utilisation import model_flops
 
 H100 = Machine.load("h100-nvlink-ib")
 EIGHT_B = H100.model
@@ -105,23 +106,34 @@ A100_PEAK = 312e12
 SEQUENCE, VOCABULARY = 2048, 51200
 
 
-def megatron_tflops(row: Row, share: float) -> float:
-    """TFLOP/s a GPU as that paper counts them, predicted if matrices and attention reach this share of the A100's peak.
-
-    That paper counts recomputation, which is full there, and attention to the whole square, which its kernels computed.
-    NVLink 3 and the 200 Gb/s card of a GPU are taken at the same shares of their data sheets as in h100-nvlink-ib.
-    """
-    heads, hidden, layers, tensor, stages, gpus, batch, _ = row
-    shape = ModelShape(
+def megatron_shape(row: Row) -> ModelShape:
+    """The paper's model with an MLP of three matrices and as many parameters as theirs of two with 4 times the width."""
+    heads, hidden, layers = row[:3]
+    return ModelShape(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
-        intermediate_size=round(8 * hidden / 3),  # as many parameters as in an MLP of two matrices with 4 times the width
+        intermediate_size=round(8 * hidden / 3),
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=hidden // heads,
         tie_word_embeddings=True,
     )
+
+
+def megatron_flops(row: Row) -> float:
+    """Operations of a step as the paper counts them (equation 3): with full recomputation, attention to the whole square."""
+    _, hidden, layers, _, _, _, batch, _ = row
+    blocks = 96 * batch * SEQUENCE * layers * hidden**2
+    return blocks * (1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden))
+
+
+def megatron_tflops(row: Row, share: float) -> float:
+    """TFLOP/s a GPU as the paper counts, predicted if matrices and attention (to the square) reach this share of the peak.
+
+    NVLink 3 and the 200 Gb/s card of a GPU are taken at the same shares of their data sheets as in h100-nvlink-ib.
+    """
+    _, _, _, tensor, stages, gpus, batch, _ = row
     known = H100.model
     parameters = known.num_hidden_layers * block_parameters(known) + head_parameters(known)
     known_heads = known.num_hidden_layers * known.num_attention_heads * known.head_dim
@@ -140,14 +152,12 @@ def megatron_tflops(row: Row, share: float) -> float:
         [SEQUENCE] * batch,
         ranks=split.domain,
         tokens_per_rank=SEQUENCE,
-        profile=profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), shape, split),
+        profile=profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), megatron_shape(row), split),
         mode="static",
         degree=1,
         pipeline=schedule,
     )
-    counted: float = 96 * batch * SEQUENCE * layers * hidden**2
-    counted *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)  # equation 3 there
-    return counted / plan.makespan_s / gpus / 1e12
+    return megatron_flops(row) / plan.makespan_s / gpus / 1e12
 
 
 def share_of(row: Row) -> float:
@@ -169,9 +179,12 @@ def test_megatron_with_a_trillion_parameters() -> None:
     """
     measured = ROW_1T[-1]
     assert measured * 3072 == pytest.approx(502e3, rel=0.005)
+    assert megatron_shape(ROW_1T).parameters() == pytest.approx(1008e9, rel=1e-3)
     assert megatron_tflops(ROW_1T, share_of(ROW_530B)) == pytest.approx(measured, rel=0.02)
     assert 0.88 < megatron_tflops(ROW_1T, share_of(ROW_18B)) / measured < 0.95
     assert 0.55 < share_of(ROW_18B) < share_of(ROW_1T) < 0.65
+    counted = model_flops(megatron_shape(ROW_1T), [SEQUENCE] * 3072) / megatron_flops(ROW_1T)
+    assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
 def test_the_best_are_what_planning_every_split_gives(found: Outcome) -> None:
