@@ -291,7 +291,7 @@ class _Step:
         return self.number * (self.root + held * self.block)
 
     def pipeline(self) -> int:
-        """Micro-batches in flight beside the one that is computed, and a buffer for every message that comes."""
+        """Micro-batches in flight beside the one that is computed, with a buffer for each message that came or comes."""
         pipeline = self.config.pipeline
         if pipeline.ranks == 1:
             return 0
@@ -302,8 +302,9 @@ class _Step:
             "1f1b": later + 1.0,
         }.get(pipeline.schedule, (2 * later + (pipeline.chunks - 1) * pipeline.ranks) / pipeline.chunks + 1)
         in_flight = min(float(runs), warm_up)
-        messages = runs * (2 * pipeline.chunks - int(self.first) - int(self.last))
-        return round((in_flight - 1) * self.layers * (self.saved + self.saved_kv)) + messages * self.stream
+        # Hidden states are there until backward; gradients are used as they come.
+        messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
+        return round((in_flight - 1) * self.layers * (self.saved + self.saved_kv) + messages * self.stream)
 
     def moments(self) -> Iterable[Memory]:
         """The moments of the heaviest micro-batch that may be the fullest."""
