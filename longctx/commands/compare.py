@@ -34,6 +34,8 @@ OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DOCUMENTS_A_RANK = 4
 DEFAULT_STEPS = 3
+MANY_GPUS = 256
+"""A step of these has so many documents that one is enough to compare splits."""
 DEFAULT_TOKENS_PER_RANK = 16384
 DEFAULT_PROFILE = "h100-nvlink-ib"
 BFLOAT16_BYTES = 2
@@ -88,7 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"tokens of a step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
     steps.add_argument("--seed", type=int, help="which documents (default: 0)")
-    steps.add_argument("--steps", type=int, help=f"steps that are planned; figures are their mean (default: {DEFAULT_STEPS})")
+    steps.add_argument(
+        "--steps",
+        type=int,
+        help=f"steps that are planned; figures are their mean (default: {DEFAULT_STEPS}; --parallel {MANY_GPUS} or more: 1)",
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--html", type=Path, metavar="F", help="write a page with figures, which also vary budget and length")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner (or split) a line")
@@ -162,7 +168,8 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
                 f"--{name.replace('_', '-')} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out"
             )
     seed = arguments.seed or 0
-    steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
+    few = 1 if (arguments.parallel or 0) >= MANY_GPUS else DEFAULT_STEPS
+    steps = few if arguments.steps is None else arguments.steps
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     if kind == "mix":
