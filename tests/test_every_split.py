@@ -1,0 +1,239 @@
+"""Every combination of tensor ranks, pipeline, domain, planning mode, recomputation and resharding that eight processes can
+run: ten float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
+
+`make test` pairs the options that its other tests do not bring together, for three steps. The rest is slow:
+
+    SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering    # every pair of options
+    SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow                # every combination
+
+SPLITS_TABLE names a table to write, as .csv and .md. Rows of an earlier run stay until their combination runs again.
+"""
+
+import csv
+import itertools
+import os
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass
+from datetime import date
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx.config import load
+from longctx.training.metrics import StepMetrics
+from tests import test_pipeline, test_tensor, test_training
+from tests.training_cases import SMALL, make_store, train
+from tests.workers import Workers
+
+LOSS, GRADIENT_NORM = 1e-5, 1e-4
+"""Greatest relative errors."""
+
+PIPELINES = {
+    "none": (1, "1f1b", 1),
+    "1f1b": (2, "1f1b", 1),
+    "interleaved": (2, "interleaved", 2),
+    "zero-bubble": (2, "zero-bubble", 1),
+}
+"""Ranks, schedule, and stages on every rank."""
+
+TINY = ["model.num_hidden_layers=4", "data.max_length=600", "batch.global_tokens=2000"]
+TOKENS_PER_RANK = {1: 600, 2: 400, 3: 300}
+BINS = {1: {600: 1}, 2: {300: 1, 600: 2}, 3: {200: 1, 400: 2, 600: 3}}
+"""By domain: the longest documents need all its ranks, and a step has several micro-batches."""
+
+
+Pair = tuple[tuple[int, object], ...]
+"""Two options, each with its place among them."""
+
+
+@dataclass(frozen=True)
+class Split:
+    tp: int
+    pipeline: str
+    domain: int
+    mode: str
+    recompute: str
+    reshard_after: str
+
+    @property
+    def world(self) -> int:
+        return self.tp * PIPELINES[self.pipeline][0] * self.domain
+
+    @property
+    def valid(self) -> bool:
+        """Zero-bubble goes through a block's backward twice: nothing may be recomputed or gathered in between."""
+        twice = self.pipeline == "zero-bubble"
+        return self.world <= 8 and not (twice and (self.recompute != "none" or self.reshard_after == "block"))
+
+    @property
+    def settings(self) -> list[str]:
+        ranks, schedule, chunks = PIPELINES[self.pipeline]
+        settings = [
+            *TINY,
+            f"parallel.tensor_parallel_size={self.tp}",
+            f"parallel.pipeline_parallel_size={ranks}",
+            f"parallel.pipeline_schedule={schedule}",
+            f"parallel.pipeline_chunks={chunks}",
+            f"parallel.reshard_after={self.reshard_after}",
+            f"train.recompute={self.recompute}",
+            f"batch.tokens_per_rank={TOKENS_PER_RANK[self.domain]}",
+            f"context.mode={self.mode}",
+        ]
+        if self.mode == "static":
+            settings.append(f"context.degree={self.domain}")
+        return [*settings, f"context.bins={BINS[self.domain]}"] if self.mode == "bins" else settings
+
+    @property
+    def pairs(self) -> set[Pair]:
+        """Every two of its options."""
+        return set(itertools.combinations(enumerate(astuple(self)), 2))
+
+    @classmethod
+    def of(cls, ranks: int, settings: list[str]) -> "Split":
+        """That of settings of another test."""
+        config = load(None, [*SMALL, "data.store=store", *settings], world_size=ranks)
+        parallel = config.parallel
+        pipeline = parallel.pipeline_schedule if parallel.pipeline_parallel_size > 1 else "none"
+        domain = ranks // parallel.tensor_parallel_size // parallel.pipeline_parallel_size
+        options = (config.context.mode, config.train.recompute, parallel.reshard_after)
+        return cls(parallel.tensor_parallel_size, pipeline, domain, *options)
+
+
+OPTIONS = (
+    (1, 2),
+    tuple(PIPELINES),
+    (1, 2, 3),
+    ("static", "bins", "auto"),
+    ("none", "selective", "full"),
+    ("block", "micro_batch", "step"),
+)
+ALL = [split for options in itertools.product(*OPTIONS) if (split := Split(*options)).valid]
+
+
+def covering(left: set[Pair]) -> list[Split]:
+    """Splits that together have all pairs in `left`: each time the one with the most, then with fewest processes."""
+    splits: list[Split] = []
+    while left:
+        splits.append(max(ALL, key=lambda split: (len(split.pairs & left), -split.world)))
+        left = left - splits[-1].pairs
+    return splits
+
+
+def in_other_tests() -> Iterable[Split]:
+    for ranks, settings in [*test_training.SPLITS.values(), *test_pipeline.SPLITS.values()]:
+        yield Split.of(ranks, settings)
+    for ranks, _, settings in test_tensor.SPLITS.values():
+        yield Split.of(ranks, [test_tensor.TWO, *settings])
+
+
+PAIRS = set[Pair]().union(*(split.pairs for split in ALL))
+NOT_IN_OTHER_TESTS = covering(PAIRS.difference(*(split.pairs for split in in_other_tests())))
+COVERING = covering(PAIRS)
+
+
+def name(split: Split) -> str:
+    """With the word by which pytest's -k finds the subset."""
+    return "-".join(["covering"] * (split in COVERING) + [str(option) for option in astuple(split)])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    """Ten steps of one process, which holds the longest document whole."""
+    settings = [*TINY, "batch.tokens_per_rank=600", "context.mode=static"]
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), settings)[0]
+
+
+def error(found: Iterable[float], wanted: Iterable[float]) -> float:
+    """The greatest, relative."""
+    return max(abs(mine / right - 1) for mine, right in zip(found, wanted, strict=True))
+
+
+def check(split: Split, steps: list[StepMetrics], alone: list[StepMetrics]) -> tuple[float, float]:
+    """The greatest errors of loss and gradient norm."""
+    assert [(m.tokens, m.target_tokens) for m in steps] == [(m.tokens, m.target_tokens) for m in alone]
+    assert any(int(degree) == split.domain for m in steps for degree in m.degrees)
+    losses = error((m.loss for m in steps), (m.loss for m in alone))
+    return losses, error((m.grad_norm for m in steps), (m.grad_norm for m in alone))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ALL, ids=name)
+def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+    began = time.perf_counter()
+    row = {**asdict(split), "world": split.world, "loss_error": "failed", "gradient_norm_error": "failed"}
+    try:
+        losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+        row |= {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
+    finally:
+        write({**row, "seconds": f"{time.perf_counter() - began:.1f}"})
+    assert losses <= LOSS
+    assert norms <= GRADIENT_NORM
+
+
+@pytest.mark.parametrize("split", NOT_IN_OTHER_TESTS, ids=name)
+def test_pairs_that_other_tests_lack(
+    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split
+) -> None:
+    losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings, 3)[0], alone[:3])
+    assert losses <= LOSS
+    assert norms <= GRADIENT_NORM
+
+
+def test_the_subset_has_every_pair() -> None:
+    assert set().union(*(split.pairs for split in COVERING)) == PAIRS
+    assert len(COVERING) < len(ALL) / 10
+    assert len(ALL) == len(set(ALL)) == 462
+
+
+def write(row: dict[str, object]) -> None:
+    """Puts a row into the table, in the order of `ALL`."""
+    if not (table := os.environ.get("SPLITS_TABLE")):
+        return
+    texts = {name: str(value) for name, value in row.items()}
+    lines, columns = Path(f"{table}.csv"), list(Split.__dataclass_fields__)
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    if lines.exists():
+        with lines.open() as file:
+            rows = {tuple(old[name] for name in columns): old for old in csv.DictReader(file)}
+    rows[tuple(texts[name] for name in columns)] = texts
+    order = {tuple(str(option) for option in astuple(split)): number for number, split in enumerate(ALL)}
+    rows = {key: rows[key] for key in sorted(rows.keys() & order.keys(), key=order.__getitem__)}
+    with lines.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(texts), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows.values())
+    Path(f"{table}.md").write_text("\n".join(report(list(rows.values()))) + "\n")
+
+
+def report(rows: list[dict[str, str]]) -> list[str]:
+    """The table in Markdown, and what it holds."""
+    done = [row for row in rows if row["loss_error"] != "failed"]
+    loss, norm = (
+        max((float(row[column]) for row in done), default=float("nan")) for column in ("loss_error", "gradient_norm_error")
+    )
+    ran = {tuple(row[name] for name in Split.__dataclass_fields__) for row in rows}
+    covered = sum(tuple(str(option) for option in astuple(split)) in ran for split in COVERING)
+    return [
+        "Ten float32 steps of a tiny model (4 layers, hidden size 32) on the embedded corpus, split over processes, against "
+        f"one process: {len(rows)} of the {len(ALL)} combinations that eight processes can run, among them {covered} of a "
+        f"subset of {len(COVERING)} that has every pair of options. Errors are relative, the greatest of ten steps.",
+        "",
+        f"Failed: {len(rows) - len(done)}. Greatest error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient "
+        f"norm: {norm:.1e} ({GRADIENT_NORM:.0e}). Seconds say little: more processes than cores, beside other work.",
+        "",
+        "`SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering` runs the subset, "
+        "the same without `-k covering` every combination. Each run replaces its rows and keeps the others. "
+        f"Last run: {date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
+        "",
+        "| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |",
+        "|" + "---|" * len(rows[0]),
+        *("| " + " | ".join(row.values()) + " |" for row in rows),
+    ]
