@@ -106,11 +106,13 @@ def measure(
     rig = Rig(config, mesh, shape, longest_s)
     kv_bytes = kv_bytes_per_token(shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1)
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
-    profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node)
+    levels = 2 if config.context.two_level_exchange else 1
+    profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node, exchange_levels=levels)
     why = "one process" if nodes.ranks == 1 else "one node"
     if several_nodes and nodes.per_node == 1:
         why = "one rank a node"
     sources = {name: Source(f"{why}: taken over from {base}", taken_over=True) for name in profile.to_dict()}
+    sources["exchange_levels"] = Source("the settings: context.two_level_exchange")
     sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {rig.fetches + 1} passes")
     if several_nodes:
         sources["ranks_per_node"] = Source("the launcher")
