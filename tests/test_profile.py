@@ -300,7 +300,9 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in not_measured:
         assert getattr(found, name) == getattr(H100, name)
         assert content["measured"]["not_measured"][name] == "one process: taken over from h100-nvlink-ib"
-    assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - {"kv_bytes_per_token"}
+    given = {"kv_bytes_per_token", "exchange_levels"}  # by the model and by the settings
+    assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - given
+    assert found.exchange_levels == 2
     assert found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
     assert content["measured"]["ranks"] == 1
     assert content["measured"]["model"]["vocab_size"] == 300
