@@ -152,3 +152,10 @@ def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
     auto = make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100)
     bytescale = plan_baseline("bytescale", lengths, ranks=64, tokens_per_rank=4096, profile=H100)
     assert auto.makespan_s < 0.96 * bytescale.makespan_s
+
+
+def test_groups_of_next_to_no_height_end() -> None:
+    """A bisection over whole nanoseconds ends where there are fewer of them than it has steps."""
+    lengths = np.array([40, 3, 2], dtype=np.int64)
+    for height in (1, 3, 436):
+        assert grouped_rings(Step.of(H100, lengths, 24, 41), height, 1) is None

@@ -36,7 +36,7 @@ def grouped_rings(step: Step, height: int, narrowest: int) -> Rings | None:
     order = np.argsort(-step.lengths, kind="stable")
     choices = list(zip(times[order].tolist(), shards[order].tolist(), strict=True))
     low, high, best = height, 2 * height, None
-    while high - low > height // PRECISION:
+    while high - low > max(1, height // PRECISION):
         limit = (low + high) // 2
         found = _within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
         low, high, best = (limit, high, best) if found is None else (low, limit, found)
