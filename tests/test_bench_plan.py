@@ -34,6 +34,9 @@ def test_its_tables_are_those_of_its_rows(
     lines = out.with_suffix(".md").read_text().splitlines()
     assert capsys.readouterr().out.strip().splitlines() == lines
     for row in rows:
+        if row["planner"] == "megatron-main" and not row["makespan_s"]:
+            assert row["note"]  # its wheel is not installed
+            continue
         assert float(row["lower_bound_s"]) <= float(row["tight_bound_s"]) <= float(row["makespan_s"])
         if row["planner"] == "auto":
             gaps = f"{float(row['gap']):.1%}", f"{float(row['unavoidable_gap']):.1%}"
