@@ -1,12 +1,16 @@
 """Pipelines give the losses of one process, whatever the schedule, the domain and the number of micro-batches."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from longctx.config import load
 from longctx.model.presets import PRESETS
 from longctx.parallel.pipeline import split_layers
 from longctx.training.metrics import StepMetrics
+from longctx.training.trainer import Trainer
 from tests import training_cases
 from tests.training_cases import make_store, train
 from tests.workers import Workers
@@ -110,6 +114,15 @@ def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path
     for micro_batches, most in workers.run(training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings):
         assert micro_batches > 8
         assert most <= 5
+
+
+def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
+    config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
+    trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device("meta"), rank=0))
+    given = Trainer._inputs(trainer, SimpleNamespace(micro_batches=(), target_tokens=0), 0)
+    assert len(given.tokens) == len(given.positions) == 0
+    assert given.attention.check.device == given.tokens.device == torch.device("meta")
+    assert given.attention.kernel == "reference"
 
 
 def test_stages_by_cost() -> None:

@@ -179,7 +179,7 @@ class Trainer:
             attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout, self.clock)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
-            attention = RingAttention(micro_batch.layout)
+            attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
         head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
         return Inputs(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
 
