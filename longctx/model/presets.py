@@ -32,12 +32,30 @@ class ModelShape(BaseModel):
 
     def parameters(self) -> int:
         """Number of parameters, the tied embedding counted once. Needs `vocab_size`."""
+        embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * (self.block_parameters + 2 * self.hidden_size) + embeddings + self.hidden_size
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block's matrices; its two norms have `hidden_size` more each."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Parameters of the embedding, and of the output projection. Needs `vocab_size`."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads)
-        block = attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * block + embeddings + self.hidden_size
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def multiplied_parameters(self) -> int:
+        """Parameters by which every token is multiplied: the blocks' matrices and the output projection."""
+        return self.num_hidden_layers * self.block_parameters + self.vocabulary_parameters
+
+    def block_cost(self, keys: int) -> int:
+        """Multiplications of a block for one token that attends to `keys` tokens; those of the norms are left out."""
+        return self.block_parameters + 2 * keys * self.num_attention_heads * self.head_dim
 
 
 def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool) -> ModelShape:

@@ -123,8 +123,8 @@ def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwarePro
     layers, head = _slowest_rank(shape, pipeline, split.tokens_per_rank)
     share = layers / model.num_hidden_layers
 
-    parameter_s = known.linear_s_per_token / _parameters(model)
-    in_blocks = layers * block_parameters(shape)
+    parameter_s = known.linear_s_per_token / model.multiplied_parameters
+    in_blocks = layers * shape.block_parameters
     computed = in_blocks * (1.0 if recompute == "none" else REPEATED_LINEAR) + head
     hidden_bytes = shape.hidden_size * BFLOAT16
     directions = 2 if recompute == "none" else 3
@@ -158,28 +158,10 @@ def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwarePro
     )
 
 
-def block_parameters(shape: ModelShape) -> int:
-    """Parameters of one block's matrices."""
-    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_key_value_heads)
-    return attention + 3 * shape.hidden_size * shape.intermediate_size
-
-
-def head_parameters(shape: ModelShape) -> int:
-    """Parameters of the output projection; the embedding multiplies nothing."""
-    assert shape.vocab_size is not None
-    return shape.vocab_size * shape.hidden_size
-
-
-def _parameters(shape: ModelShape) -> int:
-    return shape.num_hidden_layers * block_parameters(shape) + head_parameters(shape)
-
-
 def _slowest_rank(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, int]:
     """Blocks and parameters of the head on the pipeline rank with most work: the last one has the head."""
     *others, last = blocks_of_ranks(shape, pipeline, tokens_per_rank)
-    keys = tokens_per_rank // 2  # as stages are cut
-    block = block_parameters(shape) + 2 * keys * shape.num_attention_heads * shape.head_dim
-    head = head_parameters(shape)
+    block, head = shape.block_cost(keys=tokens_per_rank // 2), shape.vocabulary_parameters  # as stages are cut
     most = max(others, default=0)
     return (last, head) if last * block + head >= most * block else (most, 0)
 

@@ -167,15 +167,12 @@ class _Step:
     @property
     def block(self) -> int:
         """Parameters of a block on this rank, before sharding."""
-        s = self.shape
-        attention = s.hidden_size * s.head_dim * 2 * (s.num_attention_heads + s.num_key_value_heads)
-        return (attention + 3 * s.hidden_size * s.intermediate_size) // self.split + 2 * s.hidden_size
+        return self.shape.block_parameters // self.split + 2 * self.shape.hidden_size
 
     @property
     def embedding(self) -> int:
         """Parameters of one vocabulary matrix on this rank, before sharding."""
-        assert self.shape.vocab_size is not None
-        return self.shape.vocab_size * self.shape.hidden_size // self.split
+        return self.shape.vocabulary_parameters // self.split
 
     @property
     def root(self) -> int:

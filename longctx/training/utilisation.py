@@ -31,8 +31,7 @@ def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
     A query of a document of s tokens sees s/2 keys on average; each takes 2 · head_dim operations for the score and as many for
     the value, in every query head and layer.
     """
-    embedding = 0 if shape.tie_word_embeddings else (shape.vocab_size or 0) * shape.hidden_size
-    weights = 2 * (shape.parameters() - embedding)  # a tied embedding is counted once, as the head
+    weights = 2 * shape.multiplied_parameters
     attention = shape.num_hidden_layers * shape.num_attention_heads * 2 * shape.head_dim
     return FORWARD_AND_BACKWARD * (weights * sum(lengths) + attention * sum(length * length for length in lengths))
 
