@@ -12,7 +12,6 @@ a domain act as one: if ranks could wait for each other in a circle, so could th
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from longctx.attention import HybridAttention, RingAttention
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Head, Transformer
 from longctx.parallel.mesh import Mesh
+from longctx.parallel.moments import Moment, now, seconds
 from longctx.planning.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
@@ -65,13 +65,9 @@ def split_layers(shape: ModelShape, stages: int, keys: int) -> list[range]:
     Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block.
     The embedding before the first one copies a row, and counts as many as that row has numbers.
     """
-    assert shape.vocab_size is not None
-    embedding = shape.vocab_size * shape.hidden_size
-    in_blocks = shape.parameters() - shape.hidden_size - embedding * (1 if shape.tie_word_embeddings else 2)
-    block = in_blocks // shape.num_hidden_layers + 2 * keys * shape.num_attention_heads * shape.head_dim
-    costs = [block] * shape.num_hidden_layers
+    costs = [shape.block_cost(keys)] * shape.num_hidden_layers
     costs[0] += shape.hidden_size
-    costs[-1] += embedding
+    costs[-1] += shape.vocabulary_parameters
     slowest, _ = _best_split(costs, stages, max)
     _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
     return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
@@ -316,43 +312,32 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.spans: list[tuple[Any, Any]] = []
-        self.all: tuple[Any, Any] | None = None
+        self.spans: list[tuple[Moment, Moment]] = []
+        self.all: tuple[Moment, Moment] | None = None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Around the whole schedule; forgets the one before."""
         self.spans = []
-        start = self._now()
+        start = now(self.device)
         yield
-        self.all = start, self._now()
+        self.all = start, now(self.device)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Around what is computed."""
-        start = self._now()
+        start = now(self.device)
         yield
-        self.spans.append((start, self._now()))
+        self.spans.append((start, now(self.device)))
 
     def idle_share(self) -> float:
         """Share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
         assert self.all is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self.idle_s() / self._seconds(self.all)
+        return self.idle_s() / seconds(*self.all)
 
     def idle_s(self) -> float:
         """Seconds of the last schedule in which this rank computed nothing. On a GPU its stream must be done."""
         assert self.all is not None
-        return self._seconds(self.all) - sum(map(self._seconds, self.spans))
-
-    def _now(self) -> Any:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-        return time.perf_counter()
-
-    def _seconds(self, span: tuple[Any, Any]) -> float:
-        start, stop = span
-        return float(start.elapsed_time(stop)) / 1e3 if self.device.type == "cuda" else float(stop - start)
+        return seconds(*self.all) - sum(itertools.starmap(seconds, self.spans))

@@ -4,7 +4,6 @@ On a CPU, spans are read from the wall clock. On a GPU each end of a span is an 
 so that a span is how long the stream took for it; time in which the GPU waits for its host is in none.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from longctx.attention.exchange import Exchange, Pending
+from longctx.parallel.moments import Moment, now, seconds
 
 ATTENTION, EXCHANGE, OPTIMIZER = "attention", "exchange", "optimizer"
 
@@ -25,18 +25,18 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.open: list[str] = []
-        self.spans: list[tuple[str, str | None, Any, Any]] = []
+        self.spans: list[tuple[str, str | None, Moment, Moment]] = []
         """Name, name of the span around it, start, end."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        start = self._now()
+        start = now(self.device)
         self.open.append(name)
         try:
             yield
         finally:
             self.open.pop()
-            self.spans.append((name, self.open[-1] if self.open else None, start, self._now()))
+            self.spans.append((name, self.open[-1] if self.open else None, start, now(self.device)))
 
     @contextmanager
     def attention(self, where: str) -> Iterator[None]:
@@ -52,21 +52,14 @@ class StepClock:
         """Seconds by name since the last call."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        seconds: dict[str, float] = defaultdict(float)
+        spent: dict[str, float] = defaultdict(float)
         for name, around, start, end in self.spans:
-            length = start.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - start
-            seconds[name] += length
+            length = seconds(start, end)
+            spent[name] += length
             if around is not None:
-                seconds[around] -= length
+                spent[around] -= length
         self.spans = []
-        return seconds
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return spent
 
 
 class _TimedExchange(Exchange):
