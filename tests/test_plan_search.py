@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.planning.assignment import NEVER
 from longctx.planning.balance import balance
 from longctx.planning.baselines import plan_baseline
 from longctx.planning.groups import grouped_rings
@@ -14,7 +15,7 @@ from longctx.planning.mixes import load_mix
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.shelves import Step
-from longctx.planning.stairs import NEVER, Stairs
+from longctx.planning.stairs import Stairs
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from longctx.planning.plan import Placement, Plan
 
 Integers = NDArray[np.int64]
+NEVER = np.iinfo(np.int64).max
+"""A time that no step reaches, in nanoseconds: what something costs that cannot be."""
 PAIRS_AT_ONCE = 1 << 20
 """(document, ring member) pairs expanded at a time: bounds the memory of many documents on large degrees."""
 

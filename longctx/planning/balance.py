@@ -8,7 +8,7 @@ fullest slot: where that one cannot be helped, the others of its micro-batch may
 
 import numpy as np
 
-from longctx.planning.assignment import Integers
+from longctx.planning.assignment import NEVER, Integers
 
 FULLEST = 32
 """How many slots a round looks at, at least."""
@@ -21,7 +21,6 @@ EMPTIEST = 8
 EXCHANGED = (1.0, 0.5, 0.75)
 """How much of what is too much an exchange should take away, in turn."""
 NONE = -1
-NEVER = np.iinfo(np.int64).max
 
 
 def balance(

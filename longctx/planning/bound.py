@@ -8,7 +8,7 @@ bound is the least M for which both can be. It says how much of a plan's gap to 
 
 import numpy as np
 
-from longctx.planning.assignment import Integers, largest_shards
+from longctx.planning.assignment import NEVER, Integers, largest_shards
 from longctx.planning.cost import (
     NANOSECONDS,
     attention_ns,
@@ -52,9 +52,10 @@ def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, toke
 
 
 def tight_bound_s(plan: Plan) -> float:
-    """Seconds that no plan of the same documents, ranks, budget and profile can beat."""
+    """Seconds that no plan of the same documents, ranks, budget, profile and pipeline can beat."""
     lengths = np.array(plan.lengths, dtype=np.int64)
-    return tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    tight = tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    return max(tight, plan.lower_bound_s)  # which also counts the bubble of a pipeline
 
 
 def unavoidable_gap(tight_s: float, lower_s: float) -> float:
@@ -74,5 +75,5 @@ def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers
     shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # that of the rank that waits longest
     rounding = 4 + 2 * degrees  # every mate was rounded up
     time = attention + np.maximum(linear_ns(profile, shard), linear_ns(profile, smallest) + exposed) - rounding
-    result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), np.iinfo(np.int64).max)
+    result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -19,11 +19,11 @@ from functools import cached_property
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
 from longctx.planning.cost import alone_ns, nanoseconds, score
 from longctx.planning.groups import grouped_rings
 from longctx.planning.request import least_degrees
-from longctx.planning.shelves import NEVER, Rings, Split, Step, even_out, fill, place_rings
+from longctx.planning.shelves import Rings, Split, Step, even_out, fill, place_rings
 from longctx.planning.stairs import Stairs
 
 SHARES = range(44, 10, -2)

@@ -13,12 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, spread
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, spread
 from longctx.planning.balance import balance
 from longctx.planning.cost import alone_ns
 from longctx.planning.profile import HardwareProfile
 
-NEVER = np.iinfo(np.int64).max
 FULL = NEVER // 2
 """Load of a rank without the tokens for a document: more than any time, and another one can be added to it."""
 

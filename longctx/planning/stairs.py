@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.assignment import Integers
+from longctx.planning.assignment import NEVER, Integers
 from longctx.planning.cost import Floats
 
 FINER = 1.05
 """Each limit as a multiple of the one below."""
-NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost import alone_ns, attention_ns, linear_ns, mate_ns, nanoseconds, score
+from longctx.planning.cost import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds, score
 from longctx.planning.profile import HardwareProfile
 
 
@@ -49,9 +49,9 @@ def static_bounds_ns(
     rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
     linear = int(linear_ns(profile, lengths // degree).sum())
     attention = int(attention_ns(profile, lengths, degrees).sum())
-    far_mates = max(0, degree - profile.ranks_per_node)  # a rank has at least so many in other nodes
-    copies = profile.ranks_per_node if profile.exchange_levels == 2 else 1  # that share out what comes from there
-    exchange = far_mates * int(mate_ns(profile, lengths, degrees)[1].sum()) // copies - degree * len(lengths)
+    in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
+    _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
+    exchange = int(across.sum()) - degree * len(lengths)  # every mate was rounded up
     exposed = max(0, exchange - math.ceil(profile.overlap * attention))
     work = max(0, linear + attention + exposed - rounding)
     total, launch, step = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
