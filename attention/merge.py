@@ -21,7 +21,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
     """Adds a partial result to the running one, for the queries that `segments` cover.
 
     out [T, heads, v_dim] and lse [T, heads] are the running result in the accumulation dtype, changed in place; part and
-    part_lse have the same shapes. Every covered query must have seen a key in both, so no -inf meets another.
+    part_lse have the same shapes. In the part every covered query has seen a key, so no -inf meets another.
     """
     fused = out.is_cuda and out.dtype == torch.float32 and _has_triton()
     (merge_fused_ if fused else merge_plain_)(out, lse, part, part_lse, segments)

@@ -166,7 +166,7 @@ class _Pass:
         self.scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
-        self.sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.sum_dtype = torch.promote_types(q.dtype, torch.float32)
 
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         """`x` in the dtype of sums, if anything will be added to it."""
@@ -264,7 +264,7 @@ class _Pass:
 def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    lse = q.new_empty(q.shape[:2], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     rows = torch.library.get_ctx().new_dynamic_size()
     kept = k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), lse, kept

@@ -5,7 +5,7 @@ indices (for all its queries) and head and tail chunks of higher ones (for the q
 ring distances, so one stage gathers everything at once and degree-1 stages are the classic ring. Both ends of a message derive
 its content from the same cut points, in the same order of documents, so no metadata travels.
 
-Where a ring crosses nodes, rows may cross the network once for each node and not for each rank (`Nodes`): stage 0 then gathers
+Where a ring crosses nodes, rows may cross the network once for each node and not for each rank: stage 0 then gathers
 from the own node, the later ones from others, in two hops: to a relay in the node, and from there to whoever needs the rows.
 
 What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`parts`).

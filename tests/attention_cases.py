@@ -44,7 +44,7 @@ class Case:
         return (self.exchange_stages,)
 
     def layout(self, rank: int) -> Layout:
-        return rank_layout(self, 0, rank)  # type: ignore[arg-type]  # it has all that rank_layout reads of a plan
+        return rank_layout(self, 0, rank)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v, dout of all documents, one after the other, in `dtype`."""

@@ -100,8 +100,8 @@ def train_and_recalibrate(
     def record(refinement: Refinement, batch: StepBatch, seconds: float) -> None:
         recalibrate(refinement, batch, seconds)
         planned.append(batch.plan.profile)
-        refined.append(trainer.loader.planner.keywords["profile"])  # type: ignore[attr-defined]
+        refined.append(trainer.loader.planner.keywords["profile"])
 
-    trainer._recalibrate = record  # type: ignore[method-assign]
+    trainer._recalibrate = record
     with trainer.loader:
         return [trainer.step() for _ in range(steps)], planned, refined

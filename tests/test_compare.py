@@ -36,7 +36,7 @@ def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, Row]) -> 
 def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
     request = {"ranks": 16, "tokens_per_rank": 16384, "profile": H100}
     for planner in ("auto", "bins", "static"):
-        plan = make_plan(LENGTHS, **request, mode=planner)  # type: ignore[arg-type]
+        plan = make_plan(LENGTHS, **request, mode=planner)
         row = rows[planner]
         assert (row.makespan_s, row.lower_bound_s, row.gap) == (plan.makespan_s, plan.lower_bound_s, plan.gap)
         assert row.idle_share == pytest.approx(plan.idle_share, abs=1e-9)
@@ -93,7 +93,7 @@ def test_means_are_means(rows: dict[str, Row]) -> None:
     auto = rows["auto"]
     assert auto.makespan_s is not None and auto.speedup is not None
     more = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
-    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, speedup=4 * auto.speedup, documents=66, **more)  # type: ignore[arg-type]  # a dict of mixed values
+    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, speedup=4 * auto.speedup, documents=66, **more)
     mean = mean_rows([auto, other])
     assert len(mean) == 1
     assert mean[0].makespan_s == pytest.approx(2 * auto.makespan_s)

@@ -14,7 +14,7 @@ lengths_strategy = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 def sampler(lengths: list[int], **options: int | str) -> Sampler:
     settings = {"global_tokens": 30, "seed": 0, "max_length": 10, "long_documents": "split", **options}
-    return Sampler(np.array(lengths, np.int64), **settings)  # type: ignore[arg-type]
+    return Sampler(np.array(lengths, np.int64), **settings)
 
 
 @given(lengths=lengths_strategy, max_length=st.integers(1, 45), seed=st.integers(0, 9))

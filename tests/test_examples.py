@@ -36,9 +36,9 @@ def load(name: str) -> ModuleType:
 def build(name: str, example: ModuleType, attention: str) -> torch.nn.Module:
     if name == "huggingface_ring":
         example.register()
-        return example.build_model(attention)  # type: ignore[no-any-return]
+        return example.build_model(attention)
     torch.manual_seed(0)
-    return example.Model()  # type: ignore[no-any-return]
+    return example.Model()
 
 
 def ring_steps(name: str) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
@@ -64,7 +64,7 @@ def plain_loss(name: str, model: torch.nn.Module, document: torch.Tensor) -> tor
     """Sum of the token losses of one document, by plain attention."""
     if name == "huggingface_ring":
         ids = document.unsqueeze(0)
-        return model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss  # type: ignore[no-any-return]
+        return model(input_ids=ids, labels=ids, num_items_in_batch=1, use_cache=False).loss
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))

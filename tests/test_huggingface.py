@@ -15,9 +15,9 @@ from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import masking_utils  # noqa: E402
+from transformers import masking_utils  # noqa: E402  # after importorskip
 
-from longctx.attention.huggingface import (  # noqa: E402
+from longctx.attention.huggingface import (  # noqa: E402  # after importorskip
     CausalMask,
     HuggingFaceError,
     attend,
@@ -25,7 +25,7 @@ from longctx.attention.huggingface import (  # noqa: E402
     model_inputs,
     register,
 )
-from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked  # noqa: E402
+from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked  # noqa: E402  # after importorskip
 
 TOLERANCE = 1e-5
 

@@ -119,7 +119,7 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
 )
 def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, warmup: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        measure(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)  # type: ignore[arg-type]
+        measure(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int
     results = []
     for compiled in (False, True):
         if compiled:
-            compile_blocks(model, backend=counter)  # type: ignore[arg-type]  # torch takes a function as well
+            compile_blocks(model, backend=counter)
         for case in cases:
             layout = case.layout(dist.get_rank())
             attention = RingAttention(layout)

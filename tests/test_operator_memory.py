@@ -52,7 +52,7 @@ class Zeros(TorchDispatchMode):
     """Notes the sizes of what autograd fills with zeros because there is no gradient of it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        super().__init__()
         self.sizes: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

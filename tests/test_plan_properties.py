@@ -56,7 +56,7 @@ def requests(draw: st.DrawFn) -> dict[str, object]:
 
 def plan_or_none(**arguments: object) -> Plan | None:
     try:
-        return make_plan(**arguments)  # type: ignore[arg-type]
+        return make_plan(**arguments)
     except PlanError:
         return None
 
@@ -92,7 +92,7 @@ def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
 def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:
     one = plan_or_none(**request, profile=profile, mode="static", degree=degree)
     if one is not None:
-        best = make_plan(**request, profile=profile, mode="static")  # type: ignore[arg-type]
+        best = make_plan(**request, profile=profile, mode="static")
         assert best.makespan_s <= one.makespan_s
         assert one.winner == f"static:{degree}"
         assert set(one.degrees) == {degree}
@@ -104,7 +104,7 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
     if plan is None:
         return
-    again = make_plan(**request, profile=H100, max_remote_tokens=max_remote_tokens)  # type: ignore[arg-type]
+    again = make_plan(**request, profile=H100, max_remote_tokens=max_remote_tokens)
     assert again.hash == plan.hash
     read = Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert read == plan

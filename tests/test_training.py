@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Pat
     folders = sorted((tmp_path / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step-000001", "step-000002", "step-000003"]
     shutil.copytree(folders[2], folders[2].with_name("step-000004.partial"))  # as a kill in the middle of saving leaves it
-    assert checkpoint.newest(tmp_path)[0].step == 3  # type: ignore[union-attr]
+    assert checkpoint.newest(tmp_path)[0].step == 3
     shard = next(folders[2].glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
     found, damaged = checkpoint.newest(tmp_path)
@@ -196,7 +196,7 @@ def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Pat
     assert len(damaged) == 2
     assert "is damaged" in damaged[1]
     (folders[1] / "state.json").unlink()
-    assert checkpoint.newest(tmp_path)[0].step == 1  # type: ignore[union-attr]
+    assert checkpoint.newest(tmp_path)[0].step == 1
     (folders[0] / "state.json").write_text("{")
     with pytest.raises(RunFolderError, match="nothing to resume from"):
         open_run_folder(tmp_path, resume=True, checkpoint_bytes=1)
@@ -216,7 +216,7 @@ def test_damaged_checkpoints_are_neither_counted_nor_deleted(workers: Workers, s
     settings = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
     workers.run(train_and_save, 1, store, tmp_path, settings)
     assert sorted(folder.name for folder in later.parent.iterdir()) == ["step-000002", "step-000003", "step-000100"]
-    assert checkpoint.newest(tmp_path)[0].step == 3  # type: ignore[union-attr]
+    assert checkpoint.newest(tmp_path)[0].step == 3
 
 
 def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
         folder = tmp_path / "checkpoints" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
-    assert checkpoint.newest(tmp_path)[0].step == 1_000_000  # type: ignore[union-attr]
+    assert checkpoint.newest(tmp_path)[0].step == 1_000_000
     checkpoint._prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
 
@@ -316,7 +316,7 @@ def test_run_folders_that_cannot_be_used(
     assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     assert "make room" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
 
 

@@ -99,7 +99,7 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
     weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     if dist.get_rank() == 1:
         original = Trainer._forward_backward
-        Trainer._forward_backward = lambda *a: original(*a) * float("nan")  # type: ignore[method-assign]
+        Trainer._forward_backward = lambda *a: original(*a) * float("nan")
     try:
         trainer.step()
     except ValueError as error:
@@ -109,7 +109,7 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
         return str(error)
     finally:
         if dist.get_rank() == 1:
-            Trainer._forward_backward = original  # type: ignore[method-assign]
+            Trainer._forward_backward = original
         trainer.loader.close()
     raise AssertionError("a loss that is not finite must stop the run")
 
@@ -125,13 +125,13 @@ def with_a_gradient_not_finite(store: Path, run: Path) -> str:
             gradient.to_local().fill_(float("nan"))
         return loss
 
-    Trainer._forward_backward = spoil  # type: ignore[method-assign]
+    Trainer._forward_backward = spoil
     try:
         trainer.step()
     except ValueError as error:
         return str(error)
     finally:
-        Trainer._forward_backward = original  # type: ignore[method-assign]
+        Trainer._forward_backward = original
         trainer.loader.close()
     raise AssertionError("a gradient that is not finite must stop the run")
 
@@ -219,7 +219,7 @@ def with_rank_1_failing(
                 time.sleep(6)
             return original(self, *arguments)
 
-        RingAttention.__call__ = fail  # type: ignore[method-assign]
+        RingAttention.__call__ = fail
     trainer.step()
 
 
@@ -238,6 +238,6 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
             most = max(most, sum(buffer() is not None for buffer in alive))
         return made
 
-    trainer.pipeline.hidden = count  # type: ignore[method-assign]
+    trainer.pipeline.hidden = count
     with trainer.loader:
         return trainer.step().micro_batches, most

@@ -86,6 +86,6 @@ class Workers:
         connection = self.workers[rank][1]
         with suppress(EOFError, ConnectionResetError):
             if connection.poll(4 * timeout_s):
-                return connection.recv()  # type: ignore[no-any-return]
+                return connection.recv()
             return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s"
         return False, f"the process of rank {rank} died"

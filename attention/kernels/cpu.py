@@ -33,7 +33,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `contract`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
     for rows, keys, mask in _blocks(segments, q):
         part, part_lse = _forward(

@@ -22,8 +22,6 @@ def parse_steps(text: str) -> range:
 
 def micro_batch_range(batch: StepBatch, number: int) -> record_function:
     """A range of the trace for a micro-batch, with its longest document."""
-    if number >= len(batch.micro_batches):
-        return record_function(f"micro-batch {number}, empty")
     placements = batch.plan.micro_batches[number]
     longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
     tokens = batch.plan.lengths[longest.document]

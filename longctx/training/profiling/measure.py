@@ -72,7 +72,8 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """Everything, the single measurements included, as plain data."""
         content: dict[str, Any] = yaml.safe_load(self.to_yaml())
-        return json.loads(json.dumps({**content, "points": self.points, "warnings": self.warnings}))  # type: ignore[no-any-return]
+        plain: dict[str, Any] = json.loads(json.dumps({**content, "points": self.points, "warnings": self.warnings}))
+        return plain
 
 
 def measure(
