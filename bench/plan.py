@@ -14,6 +14,8 @@ import argparse
 import csv
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -95,6 +97,7 @@ def main() -> None:
         "seeds": str(arguments.seeds),
         "load before": f"{load:.1f}",
         "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
+        "command": shlex.join(["python", "bench/plan.py", *sys.argv[1:]]),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_csv(results, facts, arguments.out.with_suffix(".csv"))
@@ -168,8 +171,7 @@ def markdown(results: Sequence[Result], facts: dict[str, str]) -> str:
         lines += gap_table(gaps)
     lines += [
         f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. "
-        + ", ".join(f"{name} {value}" for name, value in facts.items())
-        + ". Made by `python bench/plan.py`.",
+        + ", ".join(f"{name} {value}" for name, value in facts.items()),
         "",
     ]
     return "\n".join(lines)
