@@ -14,6 +14,7 @@ from longctx.planning.assignment import Assignment
 from longctx.planning.bins import derived_bins
 from longctx.planning.bound import tight_bound_s
 from longctx.planning.cost import score
+from longctx.planning.pipeline import Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
@@ -163,6 +164,18 @@ def test_bins_hold_what_only_an_odd_degree_can(tmp_path: Path, capsys: pytest.Ca
         path.write_text(f"{length}\n")
         if plan(path, "--mode", "bins", "--json", ranks=6, tokens=3) == 0:
             assert sum(row["documents"] for row in json.loads(capsys.readouterr().out)["bins"]) == 1
+
+
+def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = ["--pipeline-ranks", "4", "--pipeline-schedule", "interleaved", "--pipeline-chunks", "2"]
+    assert plan(lengths, *pipeline) == 0
+    assert "pipeline of 4 ranks × 2 chunks, interleaved   bubble " in capsys.readouterr().out
+    assert plan(lengths, *pipeline, "--json") == 0
+    made = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert made.pipeline == Pipeline(4, 2, "interleaved")
+    assert made.bubble_share > 0
+    assert plan(lengths, "--pipeline-ranks", "4", "--pipeline-chunks", "2") == 2
+    assert "schedule 1f1b runs one stage on every rank; give 1, or choose schedule" in capsys.readouterr().err
 
 
 def test_bins_are_parsed() -> None:

@@ -91,12 +91,11 @@ def test_less_waiting_with_chunks_and_zero_bubble() -> None:
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=20),
-    ranks=st.integers(2, 6),
-    chunks=st.integers(1, 3),
-    schedule=st.sampled_from(SCHEDULES),
+    pipeline=st.builds(Pipeline, st.integers(2, 6), st.integers(1, 3), st.sampled_from(SCHEDULES)).filter(
+        lambda pipeline: pipeline.problem is None
+    ),
 )
-def test_plans_in_pipelines(lengths: list[int], ranks: int, chunks: int, schedule: str) -> None:
-    pipeline = Pipeline(ranks, chunks, schedule)
+def test_plans_in_pipelines(lengths: list[int], pipeline: Pipeline) -> None:
     made = {mode: plan(lengths, pipeline, mode) for mode in ("auto", "static")}
     assert made["auto"].makespan_s <= made["static"].makespan_s
     for one in made.values():

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from longctx.errors import UserError
+from longctx.planning.pipeline import SCHEDULES, Pipeline
 from longctx.planning.profile import shipped_profiles
 
 SUMMARY = "Plan one step from document lengths, without training"
@@ -49,6 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-remote-tokens", type=int, metavar="R", help="most tokens of other ranks held at once; gives the exchange stages"
     )
+    pipeline = parser.add_argument_group("in a pipeline", "the profile is then that of one rank's layers, --ranks the domain")
+    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
+    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
+    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
     store = parser.add_argument_group("with a store")
     store.add_argument(
         "--global-tokens", type=int, help=f"tokens of the step (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)"
@@ -85,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         degree=arguments.degree,
         bins=arguments.bins,
         max_remote_tokens=arguments.max_remote_tokens,
+        pipeline=Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule),
     )
     bins = None
     if plan.mode == "bins":

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
 from longctx.planning.layout import longest_document
-from longctx.planning.pipeline import IN_CHUNKS
 from longctx.planning.profile import HardwareProfile, ProfileError
 
 
@@ -78,15 +77,8 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     ranks, chunks, schedule = parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule
     others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
-    if chunks > 1 and ranks == 1:
-        rule = "only a pipeline has stages, and parallel.pipeline_parallel_size is 1"
-        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 1, or 2 or more pipeline ranks", others[1:])
-    elif chunks > 1 and schedule not in IN_CHUNKS:
-        rule = f"schedule {schedule} runs one stage on every rank"
-        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 1, or choose schedule interleaved or zero-bubble", others)
-    elif chunks == 1 and ranks > 1 and schedule == "interleaved":
-        rule = "interleaving takes 2 chunks at least"
-        yield Problem("parallel.pipeline_chunks", chunks, rule, "give 2, or choose schedule 1f1b", others)
+    if problem := config.pipeline.problem:
+        yield Problem("parallel.pipeline_chunks", chunks, *problem, others)
     if ranks > 1 and parallel.reduce_after == "micro_batch":
         rule = "a pipeline reduces gradients once a step"
         yield Problem("parallel.reduce_after", parallel.reduce_after, rule, "choose step", others[1:])

@@ -32,6 +32,20 @@ class Pipeline:
     def stages(self) -> int:
         return self.ranks * self.chunks
 
+    @property
+    def problem(self) -> tuple[str, str] | None:
+        """The rule that its chunks break, and a way out."""
+        if self.chunks > 1 and self.ranks == 1:
+            return "only a pipeline has stages, and this one has 1 rank", "give 1, or 2 or more pipeline ranks"
+        if self.chunks > 1 and self.schedule not in IN_CHUNKS:
+            return (
+                f"schedule {self.schedule} runs one stage on every rank",
+                f"give 1, or choose schedule {' or '.join(IN_CHUNKS)}",
+            )
+        if self.chunks == 1 and self.ranks > 1 and self.schedule == "interleaved":
+            return "interleaving takes 2 chunks at least", "give 2, or choose schedule 1f1b"
+        return None
+
     def runs(self, micro_batches: int) -> int:
         """How many micro-batches the schedule runs for so many real ones: the others are empty.
 

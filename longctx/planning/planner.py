@@ -63,7 +63,7 @@ def make_plan(
         PlanError: for malformed input, or documents that fit no degree (names the document and what would hold it).
     """
     began = time.perf_counter()
-    check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens)
+    check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     request = _Request(profile, sizes, ranks, mode, degree, bins)
     if pipeline.ranks == 1:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards
+from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import PlanError
 from longctx.planning.profile import HardwareProfile
 
@@ -22,6 +23,7 @@ def check_settings(
     degree: int | None,
     bins: Mapping[int, int] | None,
     max_remote_tokens: int | None,
+    pipeline: Pipeline = NO_PIPELINE,
 ) -> None:
     """Raises PlanError for settings that are malformed or contradict each other."""
     _whole("ranks", ranks, MOST_RANKS)
@@ -36,6 +38,13 @@ def check_settings(
             raise PlanError(f"degree is {degree} with mode {mode}: a degree belongs to mode static; leave it out")
     if bins is not None and mode == "static":
         raise PlanError("bins are given with mode static: take mode bins, or leave them out")
+    _whole("pipeline ranks", pipeline.ranks, MOST_RANKS)
+    _whole("pipeline chunks", pipeline.chunks, MOST_RANKS)
+    if pipeline.schedule not in SCHEDULES:
+        raise PlanError(f"the pipeline's schedule is {pipeline.schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    if pipeline.problem:
+        rule, fix = pipeline.problem
+        raise PlanError(f"the pipeline has {pipeline.chunks} chunks: {rule}; {fix}")
 
 
 def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Integers:

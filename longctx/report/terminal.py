@@ -37,6 +37,9 @@ def _header(plan: Plan, console: Console, source: str) -> None:
         f"no plan takes less than {tight_s:.4g} s: {unavoidable_gap(tight_s, plan.lower_bound_s):.1%} of gap is unavoidable",
         f"{len(plan.micro_batches)} micro-batches   stages {_ranges(plan.stages)}   planned in {plan.planning_ms:.0f} ms",
     ]
+    if (pipeline := plan.pipeline).ranks > 1:
+        chunks = f" × {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
+        lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}, {pipeline.schedule}   bubble {plan.bubble_share:.1%}")
     for line in lines:
         console.print(line, highlight=False)
 
