@@ -18,6 +18,7 @@ from tests.training_cases import make_store, start
 from tests.workers import Workers
 
 ON_2 = ["batch.tokens_per_rank=750", "context.mode=static", "context.degree=2"]
+IN_PIPELINE = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=750"]
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_peaks_by_name() -> None:
 def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None) -> list[object]:
     trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"])
     if traced is not None:
-        trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.rank, trainer.model)
+        trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.world_rank, trainer.model)
         return [trainer.train()]
     with trainer.loader:
         return [trainer.step() for _ in range(2)]
@@ -95,8 +96,7 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
 
 
 def test_time_that_a_pipeline_stands_idle(workers: Workers, store: Path, tmp_path: Path) -> None:
-    settings = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=750"]
-    steps = workers.run(two_steps, 2, store, tmp_path, settings)[0]
+    steps = workers.run(two_steps, 2, store, tmp_path, IN_PIPELINE)[0]
     assert all(0 < step.bubble_s < step.step_time_s and step.rest_s > 0 for step in steps)
 
 
@@ -112,6 +112,17 @@ def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store:
             names
         )
         assert names.count("optimizer") == 2, "one a step"
+
+
+def test_traces_name_stages_of_a_pipeline(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(two_steps, 2, store, tmp_path, [*IN_PIPELINE, "batch.global_tokens=400"], range(2, 3))
+    for rank in range(2):
+        events = json.loads((tmp_path / "traces" / f"rank-{rank:03d}.json").read_text())["traceEvents"]
+        names = [event["name"] for event in events if event.get("name", "").startswith("stage ")]
+        assert all(name.startswith(f"stage {rank}, ") for name in names)
+        for what in ("forward pass", "backward pass"):
+            assert any(f", {what}, micro-batch 0, longest of " in name and ".py" in name for name in names)
+            assert f"stage {rank}, {what}, micro-batch 1, empty" in names, "1f1b wants one for each stage"
 
 
 def test_steps_to_trace(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

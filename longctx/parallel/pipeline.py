@@ -50,9 +50,10 @@ _SCHEDULES: dict[str, Any] = {
 class Inputs:
     """What a rank needs for one micro-batch, whichever of its stages runs: tokens and positions [tokens], attention, head.
 
-    `head` makes the loss of final hidden states and output weight.
+    `head` makes the loss of final hidden states and output weight; `name` is the micro-batch's in a trace.
     """
 
+    name: str
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: RingAttention | HybridAttention
@@ -259,13 +260,15 @@ class _WatchedStage(PipelineStage):
             output_args=output_args,
             group=run.group,
         )
-        self.run = run
+        self.run, self.stage = run, stage
 
     @contextmanager
     def _watch(self, micro_batch: int, what: str) -> Iterator[None]:
         self.run.last = micro_batch, self.stage_index, what
-        with record_function(f"micro-batch {micro_batch}, stage {self.stage_index}, {what}"), self.run.clock.busy():
-            yield
+        with self.run.clock.busy():
+            name = self.stage.inputs(micro_batch).name
+            with record_function(f"stage {self.stage_index}, {what}, {name}"):
+                yield
 
     def _allocate(self, received: Any, micro_batch: int) -> None:
         """Gives a micro-batch its buffers; when it is the step's first, all those that torch made are given back."""

@@ -20,12 +20,12 @@ def parse_steps(text: str) -> range:
     raise UserError(f"--profile-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
 
 
-def micro_batch_range(batch: StepBatch, number: int) -> record_function:
-    """A range of the trace for a micro-batch, with its longest document."""
+def micro_batch_name(batch: StepBatch, number: int) -> str:
+    """A micro-batch of the plan, with its longest document."""
     placements = batch.plan.micro_batches[number]
     longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
     tokens = batch.plan.lengths[longest.document]
-    return record_function(
+    return (
         f"micro-batch {number}, longest of {len(placements)} documents: {batch.documents[longest.document]} ({tokens} tokens "
         f"on {longest.degree} ranks)"
     )

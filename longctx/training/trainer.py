@@ -32,7 +32,7 @@ from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.setup import build_loader, build_model, make_attention, make_planner
-from longctx.training.trace import Tracer, micro_batch_range
+from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
 
 
@@ -162,7 +162,7 @@ class Trainer:
         )
         given = self._inputs(batch, number)
         try:
-            with micro_batch_range(batch, number):
+            with record_function(given.name):
                 loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
                 loss.backward()
         except RuntimeError as error:
@@ -175,13 +175,13 @@ class Trainer:
         """What this rank needs for a micro-batch; those behind the plan's last one are empty."""
         device = self.mesh.device
         if number < len(batch.micro_batches):
-            micro_batch = batch.micro_batches[number]
+            micro_batch, name = batch.micro_batches[number], micro_batch_name(batch, number)
             attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout, self.clock)
         else:
-            micro_batch = empty_micro_batch(number, self.mesh.rank)
+            micro_batch, name = empty_micro_batch(number, self.mesh.rank), f"micro-batch {number}, empty"
             attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
         head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
-        return Inputs(micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
+        return Inputs(name, micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Share of the devices' operations that the model needed; None if their peak is not known."""
