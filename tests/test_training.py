@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from longctx.cli import main
+from longctx.commands import train as commands_train
 from longctx.training import checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
@@ -207,6 +208,21 @@ def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> No
     workers.run(train_and_save, 1, store, tmp_path, settings)
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
     assert os.readlink(tmp_path / "latest") == "checkpoints/step-000004"
+
+
+def test_a_run_without_checkpoints(
+    workers: Workers, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["train.steps=2", "checkpoint.every=null", "batch.tokens_per_rank=1500"]
+    assert workers.run(train_and_save, 1, store, tmp_path / "trial", settings) == [True]
+    assert len(steps_in(tmp_path / "trial")) == 2
+    assert not (tmp_path / "trial" / "checkpoints").exists()
+    # No room is needed for what is not written: the next mistake is the one that is told.
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
+    given = [f"--data.store={store}", f"--train.run_dir={tmp_path / 'full'}"]
+    assert "make room" in refusal(capsys, *given)
+    monkeypatch.setattr(commands_train, "_train", lambda *_: 0)
+    assert main(["train", *given, "--checkpoint.every=null"]) == 0
 
 
 def test_damaged_checkpoints_are_neither_counted_nor_deleted(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -88,7 +88,8 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     available = available_bytes(device, launch.local_world_size)
     refuse_too_large(shape, config, launch.world_size, candidates, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
-    found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=12 * shape.parameters())
+    size = 0 if config.checkpoint.every is None else 12 * shape.parameters()
+    found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=size)
     if launch.rank == 0:
         offloads = config.train.offload_activations or config.train.offload_optimizer
         vain = ["offloading has no effect: on a CPU everything is in host memory already"]
@@ -134,7 +135,9 @@ def _train(
             return 1
         groups.close()
     if not finished and launch.rank == 0:
-        print(f"stopped by SIGTERM after step {trainer.steps_done}; checkpoint written, --resume goes on", file=sys.stderr)
+        written = config.checkpoint.every is not None
+        saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
+        print(f"stopped by SIGTERM after step {trainer.steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 143
 
 

@@ -224,7 +224,9 @@ class OptimizerSection(Section):
 class CheckpointSection(Section):
     """what survives the run"""
 
-    every: int = Field(100, ge=1, description="steps between two checkpoints")
+    every: int | None = Field(
+        100, ge=1, description="steps between two checkpoints; the last step has one too (null: none at all, for trials)"
+    )
     keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
 
 

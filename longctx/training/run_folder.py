@@ -21,7 +21,8 @@ def open_run_folder(folder: Path, *, resume: bool, checkpoint_bytes: int) -> tup
     """Makes sure that a run can write to `folder`, and finds the checkpoint to go on from.
 
     Returns (the newest complete checkpoint, or None for a new run; sentences about damaged ones). Raises RunFolderError: no
-    permission, less free space than two checkpoints need, a run that is there already, or nothing to resume from.
+    permission, less free space than two checkpoints of `checkpoint_bytes` (0: none will be written) need, a run that is there
+    already, or nothing to resume from.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

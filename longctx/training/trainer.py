@@ -90,7 +90,7 @@ class Trainer:
         return trainer
 
     def train(self) -> bool:
-        """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint."""
+        """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
         with self.loader, self.log or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
@@ -104,8 +104,8 @@ class Trainer:
                     self.tracer.after(self.steps_done)
                 if self.log is not None:
                     self.log.write(metrics)
-                last = self.steps_done == self.config.train.steps
-                if last or self.stopping or self.steps_done % self.config.checkpoint.every == 0:
+                last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
+                if every is not None and (last or self.stopping or self.steps_done % every == 0):
                     self.save()
                 if self.stopping and not last:
                     return False
@@ -231,8 +231,9 @@ class Trainer:
         everyones = self.mesh.gather_objects(sorted(mine))
         named = sorted({name for names in everyones for name in names}) or sorted(batch.documents)
         more = f" and {len(named) - 20} more" if len(named) > 20 else ""
+        intact = "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
         raise NonFiniteLoss(
-            f"step {batch.step}: loss is {loss}, gradient norm {grad_norm}; the last checkpoint is intact. Documents of the "
+            f"step {batch.step}: loss is {loss}, gradient norm {grad_norm}{intact}. Documents of the "
             f"micro-batches concerned: {', '.join(named[:20])}{more}. Look at them, or lower optimizer.learning_rate"
         )
 
