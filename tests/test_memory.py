@@ -1,17 +1,29 @@
 """The memory model against the allocator, its choices, and runs that are refused because they cannot fit."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from longctx.cli import main
-from longctx.config import Config, load
+from longctx.config import Config, check, load
 from longctx.data.store import Store
 from longctx.model.presets import ModelShape
 from longctx.training import fit
 from longctx.training.dry_run import plan_steps
-from longctx.training.fit import SAVINGS, DoesNotFit, changed, cheapest_change, choices, refuse_too_large
+from longctx.training.fit import (
+    DoesNotFit,
+    allowed,
+    as_override,
+    changed,
+    cheapest_change,
+    choices,
+    heaviest,
+    refuse_too_large,
+    savings,
+)
 from longctx.training.memory import Load, Memory, estimate, loads
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
@@ -86,31 +98,94 @@ def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelSha
     ],
 )
 def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change: tuple[str, object]) -> None:
-    assert change[0] in dict(SAVINGS)
+    assert change in savings(changed(CONFIG, before))
     assert total(*before, change) < total(*before)
 
 
-def test_the_cheapest_change_fits_and_no_cheaper_one_does() -> None:
-    least = min(total(change) for change in SAVINGS if change[0] != "train.offload_activations")
-    for available in (total() - 1, (total() + least) // 2, least):
-        change = cheapest_change(SHAPE, CONFIG, 8, [LOAD], available, fused=True)
-        assert change is not None and len(change) == 1
-        assert total(*change) <= available
-        cheaper = SAVINGS[: SAVINGS.index(change[0])]
-        assert all(total(other) > available for other in cheaper)
-    several = cheapest_change(SHAPE, CONFIG, 8, [LOAD], least - 1, fused=True)
-    assert several is not None and len(several) > 1
-    assert total(*several) < least
-    assert cheapest_change(SHAPE, CONFIG, 8, [LOAD], 1 << 30, fused=True) is None
+BASE = ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]
+ZERO_BUBBLE = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
+RUNS = {
+    "recomputation makes offloading possible": (8, ["batch.tokens_per_rank=262144", "data.max_length=262144"]),
+    "long rings": (64, ["context.keep_kv=true"]),
+    "copies of the weights": (8, ["parallel.shard_ranks=1", "parallel.reshard_after=micro_batch"]),
+    "a pipeline that may not recompute": (8, [*ZERO_BUBBLE, "train.mlp_tile_tokens=2048", "context.two_level_exchange=false"]),
+    "split matrices, which exclude tiles": (8, ["parallel.tensor_parallel_size=2", "train.recompute=selective"]),
+}
+
+
+def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]:
+    """Every set of savings with the bytes of a rank, whether the rules allow it or not."""
+    values: dict[str, list[tuple[str, object] | None]] = {}
+    for change in savings(config):
+        values.setdefault(change[0], [None]).append(change)
+    found = []
+    for chosen in itertools.product(*values.values()):
+        change = dict(one for one in chosen if one is not None)
+        tried = changed(config, change.items())
+        found.append((change, estimate(SHAPE, tried, ranks, heaviest(tried, None, ranks), fused=True).total))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> None:
+    ranks, settings = RUNS[name]
+    config = load(None, [*BASE, *settings], world_size=ranks)
+    sets = sorted(every_set(config, ranks), key=lambda one: one[1])
+    before = next(size for change, size in sets if not change)
+    least = next(size for change, size in sets if allowed(changed(config, change.items()), ranks))
+    assert cheapest_change(SHAPE, config, None, ranks, least - 1, fused=True) is None
+    for available in (least, (before + 3 * least) // 4, (before + least) // 2, before - 1):
+        change = cheapest_change(SHAPE, config, None, ranks, available, fused=True)
+        enough = [other for other, size in sets if size <= available]
+        assert change in enough
+        check(changed(config, change.items()), world_size=ranks)
+        order = [dict([saving]) for saving in savings(config)]
+        if len(change) == 1:
+            cheaper = order[: order.index(change)]
+        else:
+            cheaper = order + [other for other in enough if other.items() < change.items()]
+        assert not [other for other in cheaper if other in enough and allowed(changed(config, other.items()), ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "gibibytes", "change"),
+    [
+        (*RUNS["recomputation makes offloading possible"], 80, {"train.recompute": "full", "train.offload_activations": True}),
+        (64, ["train.recompute=full"], 20, {"context.max_remote_tokens": 16384}),
+        (8, ["parallel.shard_ranks=1", "train.recompute=full"], 60, {"parallel.shard_ranks": None}),
+    ],
+)
+def test_a_refusal_names_settings_that_can_be_pasted(
+    ranks: int, settings: list[str], gibibytes: int, change: dict[str, object]
+) -> None:
+    config = load(None, [*BASE, *settings], world_size=ranks)
+    with pytest.raises(DoesNotFit) as refused:
+        refuse_too_large(SHAPE, config, None, ranks, gibibytes << 30, fused=True)
+    told = re.search(r"that would fit is (.*?)\. `longctx estimate`", str(refused.value))
+    assert told
+    pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
+    assert pasted == changed(config, change.items())
+    refuse_too_large(SHAPE, pasted, None, ranks, gibibytes << 30, fused=True)
+
+
+def test_every_saving_can_be_pasted() -> None:
+    most = [("parallel.reshard_after", "step"), ("context.keep_kv", True), ("parallel.shard_ranks", 1)]
+    known = savings(changed(CONFIG, most))
+    assert len(known) > len(savings(CONFIG))
+    for name, value in known:
+        text = as_override(name, value)
+        needs = ["train.recompute=full"] if name == "train.offload_activations" else []
+        assert load(None, [*needs, text]) == changed(load(None, needs), [(name, value)])
 
 
 def test_a_refusal_names_parts_and_the_way_out() -> None:
-    assert isinstance(refuse_too_large(SHAPE, CONFIG, 8, [LOAD], None, fused=True), Memory)
-    assert isinstance(refuse_too_large(SHAPE, CONFIG, 8, [LOAD], total(), fused=True), Memory)
+    configured = estimate(SHAPE, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
+    assert isinstance(refuse_too_large(SHAPE, CONFIG, None, 8, None, fused=True), Memory)
+    assert isinstance(refuse_too_large(SHAPE, CONFIG, None, 8, configured, fused=True), Memory)
     with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=selective\. `longctx estimate`"):
-        refuse_too_large(SHAPE, CONFIG, 8, [LOAD], 90 << 30, fused=True)
+        refuse_too_large(SHAPE, CONFIG, None, 8, 90 << 30, fused=True)
     with pytest.raises(DoesNotFit, match=r"no setting for memory is enough: lower batch\.tokens_per_rank"):
-        refuse_too_large(SHAPE, CONFIG, 8, [LOAD], 1 << 30, fused=True)
+        refuse_too_large(SHAPE, CONFIG, None, 8, 1 << 30, fused=True)
 
 
 def test_training_is_refused_before_it_starts(
@@ -128,6 +203,21 @@ def test_choices_differ_where_the_settings_do() -> None:
     assert found["full", False, "block", 8] < found["selective", False, "block", 8] < found["none", False, "block", 8]
     assert found["none", False, "block", 16] < found["none", False, "block", 8] < found["none", False, "step", 8]
     assert found["none", False, "block", 8] < found["none", True, "block", 8]
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        (ZERO_BUBBLE, 4),
+        (["train.recompute=full", "train.offload_activations=true"], 12),
+    ],
+)
+def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int) -> None:
+    config = load(None, [*BASE, *settings], world_size=8)
+    rows = list(choices(SHAPE, config, None, [8], fused=True))
+    assert len(rows) == left
+    for row, _ in rows:
+        check(changed(config, [(name, value) for name, value in row.items() if name != "ranks"]), world_size=8)
 
 
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

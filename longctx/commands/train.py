@@ -74,7 +74,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.data.store import Store
     from longctx.parallel.mesh import choose_device
-    from longctx.training.fit import available_bytes, heaviest, refuse_too_large
+    from longctx.training.fit import available_bytes, refuse_too_large
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_head_exchange
 
@@ -84,9 +84,8 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     dtype = getattr(torch, config.train.dtype)
     choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
     check_head_exchange(config, shape)
-    candidates = heaviest(config, store, launch.world_size)
     available = available_bytes(device, launch.local_world_size)
-    refuse_too_large(shape, config, launch.world_size, candidates, available, fused=device.type == "cuda")
+    refuse_too_large(shape, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * shape.parameters()
     found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=size)

@@ -7,33 +7,43 @@ from typing import Any
 import torch
 
 from longctx.config import Config, ConfigError, check
+from longctx.config.problems import yaml_text
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.training.dry_run import step_lengths
-from longctx.training.memory import Load, Memory, estimate, full_load, loads
+from longctx.training.memory import Load, Memory, estimate, fits, full_load, loads
 from longctx.training.setup import make_planner
 
 PLANNED_STEPS = 2
-SAVINGS: tuple[tuple[str, Any], ...] = (
-    ("parallel.reshard_after", "micro_batch"),
-    ("parallel.reshard_after", "block"),
-    ("context.keep_kv", False),
-    ("train.recompute", "selective"),
-    ("parallel.shard_ranks", None),
-    ("train.mlp_tile_tokens", 2048),
-    ("parallel.reduce_after", "micro_batch"),
-    ("train.recompute", "full"),
-    ("train.offload_activations", True),
-    ("train.offload_optimizer", True),
-)
-"""What saves memory, the cheapest in time first."""
-Choice = tuple[dict[str, Any], Memory]
+Settings = dict[str, Any]
+"""New values by dotted name."""
+Choice = tuple[Settings, Memory]
 """Settings and number of ranks, and the memory of a rank."""
 
 
 class DoesNotFit(UserError):
     """A run that needs more memory than its ranks have."""
+
+
+def savings(config: Config) -> list[tuple[str, Any]]:
+    """Changes of a setting that save memory, the cheapest in time first."""
+    known = (
+        ("parallel.reshard_after", "micro_batch"),
+        ("parallel.reshard_after", "block"),
+        ("context.keep_kv", False),
+        ("context.max_remote_tokens", config.batch.tokens_per_rank),
+        ("train.recompute", "selective"),
+        ("parallel.shard_ranks", None),
+        ("train.mlp_tile_tokens", 2048),
+        ("parallel.reduce_after", "micro_batch"),
+        ("context.two_level_exchange", False),
+        ("train.recompute", "full"),
+        ("train.offload_activations", True),
+        ("train.offload_optimizer", True),
+    )
+    present = {change[0]: place for place, change in enumerate(known) if changed(config, [change]) == config}
+    return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
 
 def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
@@ -54,12 +64,24 @@ def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
     return config
 
 
+def as_override(name: str, value: object) -> str:
+    """A setting as the command line takes it."""
+    return f"--{name}={yaml_text(value)}"
+
+
+def allowed(config: Config, ranks: int) -> bool:
+    """Whether the rules take these settings on so many processes."""
+    try:
+        check(config, world_size=ranks)
+    except ConfigError:
+        return False
+    return True
+
+
 def choices(shape: ModelShape, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
-    """Every choice of recomputation, kept K and V and resharding, on so many ranks, as long as the rules allow it."""
+    """Every choice of recomputation, kept K and V and resharding, on so many ranks, that the rules allow."""
     for ranks in worlds:
-        try:
-            check(config, world_size=ranks)
-        except ConfigError:
+        if not allowed(config, ranks):
             continue
         candidates = heaviest(config, store, ranks)
         for recompute in ("none", "selective", "full"):
@@ -70,57 +92,52 @@ def choices(shape: ModelShape, config: Config, store: Store | None, worlds: Iter
                         "context.keep_kv": keep_kv,
                         "parallel.reshard_after": reshard_after,
                     }
-                    yield (
-                        {**values, "ranks": ranks},
-                        estimate(shape, changed(config, values.items()), ranks, candidates, fused=fused),
-                    )
+                    tried = changed(config, values.items())
+                    if allowed(tried, ranks):
+                        yield {**values, "ranks": ranks}, estimate(shape, tried, ranks, candidates, fused=fused)
 
 
 def cheapest_change(
-    shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], available: int, *, fused: bool
-) -> list[tuple[str, Any]] | None:
-    """The cheapest setting that makes a run fit into `available` bytes a rank; else the fewest of the cheapest; else None."""
-    useful = []
-    needed = estimate(shape, config, ranks, candidates, fused=fused).total
-    for change in SAVINGS:
-        total = _total(shape, config, ranks, candidates, [change], fused)
-        if total is not None and total < needed:
-            useful.append(change)
-            if total <= available:
-                return [change]
-    for count in range(2, len(useful) + 1):
-        # A later value of the same setting replaces an earlier one.
-        together = list(dict(useful[:count]).items())
-        total = _total(shape, config, ranks, candidates, together, fused)
-        if total is not None and total <= available:
-            return together
+    shape: ModelShape, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
+) -> Settings | None:
+    """The cheapest change that makes a run fit into `available` bytes a rank and that the rules allow; None if there is none.
+
+    One setting if one is enough, the cheapest that is. Else the set whose dearest change is the cheapest; among equals the next
+    one decides, so nothing in it could be left out.
+    """
+    planned: dict[tuple[int | None, bool], Sequence[Load]] = {}
+    for change in _sets(savings(config)):
+        tried = changed(config, change.items())
+        exchange = tried.context.max_remote_tokens, tried.context.two_level_exchange
+        if exchange not in planned:  # loads depend on nothing else that changes
+            planned[exchange] = heaviest(tried, store, ranks)
+        if fits(shape, tried, ranks, planned[exchange], available, fused=fused) and allowed(tried, ranks):
+            return change
     return None
 
 
-def _total(
-    shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], changes: Sequence[tuple[str, Any]], fused: bool
-) -> int | None:
-    """Bytes a rank with these changes; None if the rules do not allow them."""
-    tried = changed(config, changes)
-    try:
-        check(tried, world_size=ranks)
-    except ConfigError:
-        return None
-    return estimate(shape, tried, ranks, candidates, fused=fused).total
+def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
+    """Every change alone, then every set: the binary numbers, with the dearest change as the highest digit."""
+    yield from ({name: value} for name, value in known)
+    for number in range(1, 1 << len(known)):
+        chosen = [change for digit, change in enumerate(known) if number >> digit & 1]
+        together = dict(chosen)
+        if 1 < len(chosen) == len(together):  # a setting has one value
+            yield together
 
 
 def refuse_too_large(
-    shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], available: int | None, *, fused: bool
+    shape: ModelShape, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
 ) -> Memory:
     """The memory of the fullest rank. Raises DoesNotFit, with the cheapest change that would fit, if it is not `available`."""
-    memory = estimate(shape, config, ranks, candidates, fused=fused)
+    memory = estimate(shape, config, ranks, heaviest(config, store, ranks), fused=fused)
     if available is None or memory.total <= available:
         return memory
-    change = cheapest_change(shape, config, ranks, candidates, available, fused=fused)
+    change = cheapest_change(shape, config, store, ranks, available, fused=fused)
     if change is None:
         way_out = "no setting for memory is enough: lower batch.tokens_per_rank, start more processes, or take a smaller model"
     else:
-        settings = " ".join(f"--{name}={str(value).lower()}" for name, value in change)
+        settings = " ".join(as_override(*setting) for setting in change.items())
         way_out = f"the cheapest change that would fit is {settings}"
     largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)

@@ -6,7 +6,7 @@ to the allocator's own peak by a test. Not counted: the process itself, its libr
 allocator cannot reuse.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 
@@ -122,9 +122,18 @@ def full_load(config: Config, ranks: int) -> Load:
 
 def estimate(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool) -> Memory:
     """Bytes on the fullest rank of `ranks` processes under any of the loads; `fused`: with the fused operations of CUDA."""
-    stages = range(config.parallel.pipeline_parallel_size)
-    steps = (_Step(shape, config, ranks, load, fused, stage) for load in candidates for stage in stages)
-    return max((moment for step in steps for moment in step.moments()), key=lambda memory: memory.total)
+    return max(_moments(shape, config, ranks, candidates, fused), key=lambda memory: memory.total)
+
+
+def fits(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], available: int, *, fused: bool) -> bool:
+    """Whether an `estimate` would be at most `available` bytes; a no is quick."""
+    return all(memory.total <= available for memory in _moments(shape, config, ranks, candidates, fused))
+
+
+def _moments(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
+    for load in candidates:
+        for stage in range(config.parallel.pipeline_parallel_size):
+            yield from _Step(shape, config, ranks, load, fused, stage).moments()
 
 
 @dataclass(frozen=True)
