@@ -13,7 +13,6 @@ import csv
 import itertools
 import os
 import platform
-import sysconfig
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
@@ -24,11 +23,9 @@ import pytest
 import torch
 
 from longctx.config import load
-from longctx.data.corpus import open_corpus
-from longctx.data.prepare import prepare
 from longctx.training.metrics import StepMetrics
 from tests import test_pipeline, test_tensor, test_training
-from tests.training_cases import MODULES, SMALL, train
+from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
 
 LOSS, GRADIENT_NORM = 1e-5, 1e-4
@@ -144,15 +141,7 @@ def name(split: Split) -> str:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pieces of the embedded corpus, one long for every three short ones: whole modules would all be cut to the same length."""
-    folder = tmp_path_factory.mktemp("store")
-    (folder / "source").mkdir()
-    for name in MODULES.split():
-        text = (Path(sysconfig.get_path("stdlib")) / name).read_bytes()
-        for piece, length in enumerate((100, 200, 590, 150)):
-            (folder / "source" / f"{piece}-{name}").write_bytes(text[600 * piece :][:length] or text[:length])
-    prepare(open_corpus(str(folder / "source")), folder / "store", tokenizer="bytes")
-    return folder / "store"
+    return make_store(tmp_path_factory.mktemp("store"), (100, 200, 590, 150))
 
 
 @pytest.fixture(scope="module")

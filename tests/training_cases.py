@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem
+from torch.distributed.tensor import DTensor
 
 from longctx.attention import RingAttention
 from longctx.config import load
@@ -19,6 +20,7 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
+from longctx.parallel.pipeline import _WatchedStage
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout
 from longctx.training import checkpoint
@@ -27,7 +29,7 @@ from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer
 
 MODULES = "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py glob.py heapq.py this.py"
-"""Part of the embedded corpus, 80 to 60,000 bytes a file: cut at 1,500 tokens it gives both long and short documents."""
+"""Part of the embedded corpus, 80 to 60,000 bytes a file."""
 
 SMALL = [
     "model.hidden_size=32",
@@ -46,12 +48,17 @@ SMALL = [
 ]
 
 
-def make_store(folder: Path) -> Path:
-    """Prepares a byte-level store of some modules of the standard library under `folder`."""
+def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> Path:
+    """Prepares a byte-level store under `folder`: of some modules of the standard library a piece of each of these lengths.
+
+    One long for every three short ones, so that degrees differ within a step: whole modules would all be cut to the longest.
+    """
     source = folder / "source"
     source.mkdir()
     for name in MODULES.split():
-        (source / name).write_bytes((Path(sysconfig.get_path("stdlib")) / name).read_bytes())
+        text = (Path(sysconfig.get_path("stdlib")) / name).read_bytes()
+        for piece, length in enumerate(lengths):
+            (source / f"{piece}-{name}").write_bytes(text[max(lengths) * piece :][:length] or text[:length])
     prepare(open_corpus(str(source)), folder / "store", tokenizer="bytes")
     return folder / "store"
 
@@ -221,6 +228,27 @@ def with_rank_1_failing(
 
         RingAttention.__call__ = fail
     trainer.step()
+
+
+def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
+    """How many blocks of this rank are gathered after each backward pass of a step."""
+    trainer = start(store, run, settings)
+    assert trainer.pipeline is not None
+    gathered = []
+    original = _WatchedStage.backward_one_chunk
+
+    def count(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
+        blocks = (block for stage in trainer.pipeline.stages for block in stage.layers)
+        gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
+
+    _WatchedStage.backward_one_chunk = count
+    try:
+        with trainer.loader:
+            trainer.step()
+    finally:
+        _WatchedStage.backward_one_chunk = original
+    return gathered
 
 
 def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:

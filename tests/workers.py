@@ -1,6 +1,10 @@
 """A pool of processes for tests over several ranks. Workers are started once and given a fresh process group for every call,
-because starting a process costs seconds and making a group milliseconds. After a failure the pool is ended and started anew."""
+because starting a process costs a second and making a group milliseconds. After a failure the pool is ended and started anew.
 
+A group that something still refers to goes on waking up a hundred times a second: so garbage is collected after every call,
+and for what caches of DTensor keep (their meshes, and through them groups) workers are replaced after some calls."""
+
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -14,14 +18,16 @@ from typing import Any
 
 GROUP_TIMEOUT_S = 60.0
 """A deadlock fails a test after this long instead of hanging it."""
+CALLS = 20
+"""After so many the workers are replaced."""
 
 
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported needs no look again
     while True:
         try:
             job = connection.recv()
@@ -35,7 +41,7 @@ def _serve(connection: Connection) -> None:
             answer = (True, function(*arguments))
             dist.barrier()
             dist.destroy_process_group()
-            _clear_sharding_prop_cache()  # it holds meshes, and through them the groups that were destroyed
+            gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
         connection.send(answer)
@@ -47,13 +53,15 @@ class Workers:
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch.distributed", "longctx.attention"])
+        self.context.set_forkserver_preload(["torch", "torch.distributed", "longctx.training.trainer"])
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="longctx-test-groups-")
         self.calls = 0
 
     def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = GROUP_TIMEOUT_S) -> list[Any]:
         """Results by rank. Raises AssertionError with the traceback of every rank that failed."""
+        if self.calls % CALLS == 0:
+            self.stop()
         while len(self.workers) < ranks:
             self._start()
         self.calls += 1
