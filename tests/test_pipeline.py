@@ -116,6 +116,18 @@ def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path
         assert most <= 5
 
 
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_blocks_are_resharded_after_their_backward(
+    workers: Workers, store: Path, tmp_path: Path, schedule: str, chunks: int
+) -> None:
+    """As without a pipeline, if settings say so; else all that a rank has stay gathered for the step."""
+    for when, expected in (("block", 0), ("step", 2)):
+        settings = [*pipeline(2, schedule, chunks), HALF, *STATIC, f"parallel.reshard_after={when}"]
+        for gathered in workers.run(training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings):
+            assert len(gathered) > 2
+            assert max(gathered) == expected
+
+
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
     trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device("meta"), rank=0))

@@ -41,6 +41,9 @@ def shard(
             # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if stages is not None and reshard_after == "block":
+            # Before every backward torch's pipelines say False: all blocks of a stage would stay gathered from then on.
+            vars(root)["set_reshard_after_backward"] = lambda reshard: None
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
