@@ -22,22 +22,17 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))
 
-resume=()
-if [[ -e $run_dir/latest ]]; then
-  resume=(--resume)
-fi
-
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
-# Nodes may start minutes apart, so joining waits longer than torchrun's own choice; a rank that falls silent ends the run after
-# train.timeout_s, one that fails ends it at once.
+# Nodes may start minutes apart, so finding the head node and joining wait longer than torchrun's own choice; a rank that falls
+# silent ends the run after train.timeout_s, one that fails ends it at once.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_NNODES" \
   --nproc-per-node "$SLURM_GPUS_ON_NODE" \
   --rdzv-backend c10d \
   --rdzv-id "$SLURM_JOB_ID" \
   --rdzv-endpoint "$head_node:$port" \
-  --rdzv-conf join_timeout=1800 \
+  --rdzv-conf join_timeout=1800,read_timeout=1800 \
   --max-restarts 0 \
-  -m longctx train "$@" --train.run_dir "$run_dir" "${resume[@]}" &
+  -m longctx train "$@" --train.run_dir "$run_dir" --resume-if-any &
 wait $!

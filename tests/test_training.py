@@ -14,6 +14,7 @@ import pytest
 from longctx.cli import main
 from longctx.commands import train as commands_train
 from longctx.training import checkpoint
+from longctx.training.checkpoint import Checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
 from tests import training_cases
@@ -203,6 +204,29 @@ def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Pat
         open_run_folder(tmp_path, resume=True, checkpoint_bytes=1)
 
 
+def test_resume_if_any(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that was ended before its first checkpoint begins anew when it is put back into the queue; later it goes on."""
+    found: list[int | None] = []
+
+    def note(*given: object) -> int:
+        start = given[4]
+        found.append(start.step if isinstance(start, Checkpoint) else None)
+        return 0
+
+    monkeypatch.setattr(commands_train, "_train", note)
+    command = ["train", f"--data.store={store}", f"--train.run_dir={tmp_path}"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert main(command) == 2
+    assert "give --resume-if-any to begin it anew" in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 2
+    assert main([*command, "--resume-if-any"]) == 0
+    monkeypatch.setattr(checkpoint, "newest", lambda folder: (Checkpoint(folder, {"step": 4}), []))
+    assert main([*command, "--resume-if-any"]) == 0
+    assert found == [None, 4]
+
+
 def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
     workers.run(train_and_save, 1, store, tmp_path, settings)
@@ -369,6 +393,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run on 64 ranks" in said
     assert "best static" in said
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
+    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.head_exchange=3")
     assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
     assert "--ranks goes with --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
 

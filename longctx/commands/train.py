@@ -26,7 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults without one")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of train.run_dir")
     parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, plan some steps, print figures, train nothing"
+        "--resume-if-any",
+        action="store_true",
+        help="the same if there is one, else begin, anew if need be: for jobs that are put back into the queue",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check settings and store, plan some steps, print figures and memory, train nothing",
     )
     parser.add_argument(
         "--profile-steps",
@@ -58,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
-        start = _prepare(config, launch, arguments.resume)
+        start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
     except (UserError, OSError):
         # All processes of a node meet the same mistake: one of them says so.
         if launch.local_rank == 0:
@@ -67,7 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     return _train(config, launch, *start, traced)
 
 
-def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, torch.device, Checkpoint | None]":
+def _prepare(
+    config: Config, launch: "Launch", resume: bool, resume_if_any: bool
+) -> "tuple[Store, torch.device, Checkpoint | None]":
     """Everything that can be refused before processes join."""
     import torch
 
@@ -88,7 +97,9 @@ def _prepare(config: Config, launch: "Launch", resume: bool) -> "tuple[Store, to
     refuse_too_large(shape, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * shape.parameters()
-    found, damaged = open_run_folder(config.train.run_dir, resume=resume, checkpoint_bytes=size)
+    found, damaged = open_run_folder(
+        config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
+    )
     if launch.rank == 0:
         offloads = config.train.offload_activations or config.train.offload_optimizer
         vain = ["offloading has no effect: on a CPU everything is in host memory already"]

@@ -1,4 +1,7 @@
-"""Dry run: everything that `train` checks, and the plans of some steps, without processes, GPUs or a run folder."""
+"""Dry run: the checks of settings and store, the plans of some steps and the memory that they need.
+
+Without processes, GPUs or a run folder: whether the memory, the kernel and the folder will do shows on the machine of the run.
+"""
 
 from dataclasses import dataclass
 
@@ -7,8 +10,9 @@ from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.parallel.mesh import choose_device
 from longctx.planning.plan import Plan
-from longctx.training.memory import estimate, loads
-from longctx.training.setup import make_planner
+from longctx.training.loads import loads
+from longctx.training.memory import estimate
+from longctx.training.setup import check_head_exchange, make_planner
 
 STEPS = 5
 
@@ -46,9 +50,10 @@ def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[Pla
 
 
 def dry_run(config: Config, ranks: int) -> None:
-    """Prints the shape of the run and a line for each of its first steps. Raises what the run itself would refuse."""
+    """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
+    check_head_exchange(config, shape)
     print(
         f"dry run on {ranks} ranks, profile {config.context.profile}\n"
         f"model      {shape.parameters() / 1e9:.3f}B parameters\n"
@@ -69,7 +74,7 @@ def dry_run(config: Config, ranks: int) -> None:
             + f"  {degrees}"
         )
     fused = choose_device(config.train.device, 0).type == "cuda"
-    memory = estimate(shape, config, ranks, list(loads(step.plan for step in planned)), fused=fused)
+    memory = estimate(shape, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
     print(f"memory: {memory.total / 2**30:.2f} GiB a rank at the fullest moment ({memory.moment}): {parts}")
     ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))

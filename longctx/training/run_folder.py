@@ -17,8 +17,10 @@ class RunFolderError(UserError):
     """A run folder that cannot be used as asked."""
 
 
-def open_run_folder(folder: Path, *, resume: bool, checkpoint_bytes: int) -> tuple[Checkpoint | None, list[str]]:
-    """Makes sure that a run can write to `folder`, and finds the checkpoint to go on from.
+def open_run_folder(
+    folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False
+) -> tuple[Checkpoint | None, list[str]]:
+    """Makes sure that a run can write to `folder`, and finds the checkpoint to go on from; `or_begin`: else it begins anew.
 
     Returns (the newest complete checkpoint, or None for a new run; sentences about damaged ones). Raises RunFolderError: no
     permission, less free space than two checkpoints of `checkpoint_bytes` (0: none will be written) need, a run that is there
@@ -36,16 +38,21 @@ def open_run_folder(folder: Path, *, resume: bool, checkpoint_bytes: int) -> tup
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
         raise RunFolderError(f"{folder / 'latest'} is not the link that a run keeps there: move it away")
     found, damaged = checkpoint.newest(folder)
-    if resume and found is None:
+    if resume and found is None and not or_begin:
         why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise RunFolderError(f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume")
+        raise RunFolderError(
+            f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume, or with --resume-if-any"
+        )
     if not resume and found is not None:
         raise RunFolderError(
             f"run folder {folder} holds a run up to its checkpoint at step {found.step}: give --resume to go on with it, or "
             "another folder with --train.run_dir"
         )
     if not resume and (folder / "metrics.jsonl").exists():
-        raise RunFolderError(f"run folder {folder} holds a run without a checkpoint: give another folder with --train.run_dir")
+        raise RunFolderError(
+            f"run folder {folder} holds a run without a checkpoint: give --resume-if-any to begin it anew, or another folder "
+            "with --train.run_dir"
+        )
     # The old checkpoint stays until the new one is complete.
     if free < 2 * checkpoint_bytes:
         raise RunFolderError(
