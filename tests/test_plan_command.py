@@ -201,6 +201,8 @@ def test_a_store_gives_the_documents_of_one_step(tmp_path: Path, capsys: pytest.
     data = json.loads(capsys.readouterr().out)
     assert 3000 <= sum(data["lengths"]) < 3800
     assert max(data["lengths"]) <= 800
+    assert plan(store, "--json", "--global-tokens", "3000", ranks=2, tokens=401) == 0
+    assert json.loads(capsys.readouterr().out)["lengths"] == data["lengths"], "an odd token holds nothing of a ring"
     assert plan(store, "--long-documents", "error", ranks=2, tokens=400) == 2
     assert "have more than the 800 that fit" in capsys.readouterr().err
     assert plan(store, ranks=2, tokens=400) == 0

@@ -166,6 +166,7 @@ def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
     """The documents of the first step that training on this store would take."""
     from longctx.data.sampler import Sampler
     from longctx.data.store import Store
+    from longctx.planning.layout import longest_document
 
     capacity = arguments.ranks * arguments.tokens_per_rank
     seed = arguments.seed or 0
@@ -174,7 +175,7 @@ def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
         store.lengths,
         global_tokens=DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens,
         seed=seed,
-        max_length=capacity,
+        max_length=longest_document(arguments.ranks, arguments.tokens_per_rank) or capacity,
         long_documents=arguments.long_documents or "split",
         name=store.name,
     )

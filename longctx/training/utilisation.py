@@ -13,6 +13,7 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "H100 PCIe": (756e12, 51e12),
     "H100 NVL": (835e12, 60e12),
     "H100": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
     "H200": (989e12, 67e12),
     "H800": (989e12, 67e12),
     "GB200": (2500e12, None),
