@@ -12,6 +12,7 @@ from longctx.cli import main
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.model.transformer import Transformer
+from longctx.parallel.recompute import apply_recompute
 from longctx.training.trace import Tracer, parse_steps
 from longctx.training.utilisation import model_flops, peak_flops
 from tests.training_cases import make_store, start
@@ -40,12 +41,21 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
         return torch.matmul(F.softmax(scores, -1), v.transpose(0, 1)).transpose(0, 1)
 
     lengths = [40, 64]
-    with FlopCounterMode(display=False) as counter:
-        for length in lengths:
-            tokens = torch.arange(length)
-            model(tokens, tokens, dense).sum().backward()
-    attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(s * s for s in lengths)
-    assert counter.get_total_flops() - attention == model_flops(shape, lengths)
+
+    def count() -> int:
+        with FlopCounterMode(display=False) as counter:
+            for length in lengths:
+                tokens = torch.arange(length)
+                model(tokens, tokens, dense).sum().backward()
+        return counter.get_total_flops()
+
+    counted = count()
+    attention = 2 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(s * s for s in lengths)
+    assert counted - 3 * attention == model_flops(shape, lengths)
+    apply_recompute(model, "full")
+    last = shape.hidden_size * shape.intermediate_size
+    again = 2 * shape.num_hidden_layers * (shape.block_parameters - last) * sum(lengths) + 2 * attention
+    assert count() - counted == again, "as the layout search takes it"
 
 
 def test_documents_do_not_see_each_other() -> None:
@@ -56,6 +66,7 @@ def test_documents_do_not_see_each_other() -> None:
 def test_peaks_by_name() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA H200 NVL", "bfloat16") == 835e12 < peak_flops("NVIDIA H200", "bfloat16")
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
     assert peak_flops("NVIDIA GB200", "bfloat16") == 2500e12
     assert peak_flops("some other device", "bfloat16") is None

@@ -3,9 +3,9 @@
 A known profile describes a known model, unsplit, on one kind of GPU. From it come the seconds that a parameter, a head and a
 byte take there, and from these the profile of any other model in any split, by which plans are then made and scored:
 
-- linear: 6 operations a parameter and token, and 2 more for those of blocks that are computed anew in backward; of the slowest
-  pipeline rank, divided by tp.
-- tensor parallelism: 4 collectives a block in forward, 4 in backward and 4 in a repeated forward, each of which brings a rank
+- linear: 6 operations a parameter and token, and 2 more for those that are computed anew in backward, which are a block's but
+  for the last matrix of its MLP (torch stops once it has what was to be kept); of the slowest pipeline rank, divided by tp.
+- tensor parallelism: 4 collectives a block in forward, 4 in backward and 3 in a repeated forward, each of which brings a rank
   (tp - 1)/tp of [tokens, hidden] in bfloat16 over the links inside a node. Nothing hides them. Those of embedding and head are
   left out.
 - pipeline: every stage receives [tokens, hidden] / tp in forward and in backward. Nothing hides that either.
@@ -30,8 +30,6 @@ from longctx.training.memory import blocks_of_ranks
 from longctx.training.utilisation import PEAK_FLOPS
 
 BFLOAT16, FLOAT32 = 2, 4
-REPEATED_LINEAR = 4 / 3
-"""Forward, backward at twice that, and forward again."""
 REPEATED_ATTENTION = 4.5 / 3.5
 """Backward of attention takes 2.5 times its forward."""
 COLLECTIVES = 4
@@ -125,10 +123,11 @@ def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwarePro
 
     parameter_s = known.linear_s_per_token / model.multiplied_parameters
     in_blocks = layers * shape.block_parameters
-    computed = in_blocks * (1.0 if recompute == "none" else REPEATED_LINEAR) + head
+    again = 0 if recompute == "none" else in_blocks - layers * shape.hidden_size * shape.intermediate_size
+    computed = in_blocks + again / 3 + head
     hidden_bytes = shape.hidden_size * BFLOAT16
-    directions = 2 if recompute == "none" else 3
-    received = layers * COLLECTIVES * directions * hidden_bytes * (split.tensor - 1) / split.tensor
+    collectives = 2 * COLLECTIVES + (0 if recompute == "none" else COLLECTIVES - 1)
+    received = layers * collectives * hidden_bytes * (split.tensor - 1) / split.tensor
     linear = parameter_s * computed / split.tensor + received / known.intra_node_bytes_per_s
     if pipeline.ranks > 1:
         messages = 2 * pipeline.chunks * hidden_bytes / split.tensor
