@@ -1,12 +1,14 @@
 """Attention on one GPU: is every kernel right, how fast is one rank's part of a ring, and what does it lose to one plain call.
 
-    python bench/attention_gpu.py            # everything, some minutes on one data-centre GPU
-    python bench/attention_gpu.py --quick    # fewer sizes
-    python bench/attention_gpu.py --smoke    # tiny, on any machine: that the script works; its times mean nothing
+    python bench/attention_gpu.py                # everything, in 25 minutes at most
+    python bench/attention_gpu.py --minutes 9    # what fits in so many: every kernel gets its share of them
+    python bench/attention_gpu.py --quick        # fewer sizes
+    python bench/attention_gpu.py --smoke        # tiny, on any machine: that the script works; its times mean nothing
 
-First every kernel (of flash, every library that is installed) is checked on packed documents of mixed degrees, all ranks of the
-ring one after the other in this process: out, dQ, dK and dV may be at most twice as far from float64 as the same kernel is when
-it gets the same documents whole, and a second run must give the same bits. A failure ends the script, with status 1.
+First a kernel (of flash, every library that is installed) is checked on packed documents of mixed degrees, all ranks of the
+ring one after the other in one process: out, dQ, dK and dV may be at most twice as far from float64 as the same kernel is when
+it gets the same documents whole, and a second run must give the same bits. A kernel that fails in what is timed is not timed;
+the others are. The script's status is 1 if any check failed.
 
 Then the calls of one rank (ring index degree / 2) are timed, with random tensors for what other ranks would send: so one GPU
 measures every degree. `calls` are the kernel calls alone; `ring` is RingAttention as in training, with merging, picking out
@@ -15,23 +17,30 @@ on as many whole documents and as much work: length / √degree instead of lengt
 number of a head, backward 2.5 times as many. Memory-bound pieces are compared with a copy of the same number of bytes.
 
 Writes OUT.csv (times), OUT-checks.csv, OUT-elementwise.csv and OUT.png; prints the efficiency table for a hardware profile.
+Rows are appended as they come, and one that cannot be measured says why. Several kernels are measured in a process each, so
+that none takes another with it; where the GPU is lost to a process, another process goes on behind the row at fault.
 Not measured here: messages, and whether they hide behind the calls.
 """
 
 import argparse
 import csv
+import gc
 import logging
 import math
+import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -113,6 +122,9 @@ SMOKE = Sizes(
     elementwise_tokens=256,
     seconds=0.005,
 )
+GPU_SMOKE = replace(
+    SMOKE, head_dim=64, dtype=torch.bfloat16, checked_dtypes=(torch.bfloat16,), checked_head_dims=(64, 128)
+)  # what libraries of flash attention take
 
 
 def masks(window: int) -> dict[str, Mask]:
@@ -133,6 +145,10 @@ def main() -> None:
     parser.add_argument("--kernels", help="only these, such as triton,reference (default: all that run here)")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model that the efficiency table is for")
     parser.add_argument(
+        "--minutes", type=float, default=25.0, help="for all kernels together; what does not fit in is left out"
+    )
+    parser.add_argument("--append", action="store_true", help="add to the tables what they do not have, and report nothing")
+    parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "attention_gpu", help="without a suffix"
     )
     arguments = parser.parse_args()
@@ -140,32 +156,116 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not arguments.smoke:
         parser.error("there is no GPU here: --smoke tries the script on a CPU")
-    sizes = SMOKE if arguments.smoke else QUICK if arguments.quick else Sizes()
+    smoke = GPU_SMOKE if device.type == "cuda" else SMOKE
+    sizes = smoke if arguments.smoke else QUICK if arguments.quick else Sizes()
+    deadline = time.monotonic() + arguments.minutes * 60
+    tables = Tables(arguments.out, machine(device, arguments.out), anew=not arguments.append)
+    names = kernel_names(arguments.kernels.split(",") if arguments.kernels else None)
+    names = [name for name in names if runs(name, sizes, device)]
+    if len(names) == 1:
+        measure_kernel(names[0], sizes, device, tables, deadline)
+    else:
+        for number, name in enumerate(names):
+            until = time.monotonic() + (deadline - time.monotonic()) / (len(names) - number)
+            measure_in_processes(name, tables, until)
+    if arguments.append:
+        return  # whoever called reports
+    report(names, sizes, device, tables, arguments.layers)
+    checks = tables.checks.rows
+    failed = [check for check in checks if check["right"] != "True"]
+    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed: {', '.join(names)}")
+    if failed or not checks:
+        told = ["; ".join(f"{name} {check[name]}" for name in CHECK_COLUMNS) for check in failed]
+        sys.exit("\n".join(["these checks failed; a kernel with one among what is timed was not timed:", *told]))
+
+
+LOST = 3
+"""Exit status of a process that the GPU does not answer any more."""
+
+
+def measure_in_processes(name: str, tables: "Tables", until: float) -> None:
+    """Measures a kernel in a process of its own, and in a new one as often as one has lost the GPU to a row."""
+    given = [argument for argument in sys.argv[1:] if argument in ("--quick", "--smoke")]
+    while (left := until - time.monotonic()) > 0:
+        options = ["--kernels", name, "--minutes", str(left / 60), "--out", str(tables.out), "--append", *given]
+        try:
+            # It ends by itself between two rows; a row that hangs is ended here.
+            code = subprocess.run([sys.executable, __file__, *options], timeout=left + HANGING_S).returncode
+            why = f"its process ended with status {code}"
+        except subprocess.TimeoutExpired:
+            code, why = 1, f"a row hung for {HANGING_S} s"
+        tables.read()
+        if code == LOST:
+            continue
+        if code:
+            tables.times.append({"kernel": name, "failed": why})
+        return
+    print(f"{name}: no time is left")
+
+
+HANGING_S = 60
+"""More than any one row takes."""
+
+
+def measure_kernel(name: str, sizes: Sizes, device: torch.device, tables: "Tables", deadline: float) -> None:
+    """Appends checks and, if what is timed is right, times, until time is over. What tables have already is left out."""
     if not dist.is_initialized():
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    facts = machine(device)
-    names = kernel_names(arguments.kernels.split(",") if arguments.kernels else None)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    for case in check_cases(name, sizes, device):
+        mask, dtype, head_dim = case
+        if tables.checks.has(kernel=name, mask=mask, dtype=str(dtype), head_dim=head_dim) or time.monotonic() > deadline:
+            continue
+        with failures(tables.checks, device, kernel=name, mask=mask, dtype=str(dtype), head_dim=head_dim, right=False):
+            for check in check_kernel(name, *case, sizes, device):
+                tables.checks.append(asdict(check))
+    same = {"kernel": name, "dtype": str(sizes.dtype), "head_dim": str(sizes.head_dim)}
+    checked = [row for row in tables.checks.rows if all(row[key] == value for key, value in same.items())]
+    if not checked or any(row["right"] != "True" for row in checked):
+        tables.times.append({"kernel": name, "failed": f"not timed: {'wrong' if checked else 'not checked'}"})
+        return
+    for tokens, degree, documents in product(sizes.tokens, sizes.degrees, sizes.documents):
+        cell = {"kernel": name, "tokens": tokens, "degree": degree, "documents": documents}
+        if tables.times.has(**cell):
+            continue
+        if time.monotonic() > deadline:
+            print(f"{name}, {tokens:,} tokens, degree {degree}, {documents} documents: no time is left")
+            continue
+        with failures(tables.times, device, **cell):
+            row = measure_cell(name, tokens, degree, documents, sizes, device)
+            tables.times.append(row.columns())
+            print(row, flush=True)
 
-    names = [name for name in names if runs(name, sizes, device)]
-    checks = [check for name in names for check in check_kernel(name, sizes, device)]
-    write_csv([asdict(check) for check in checks], facts, arguments.out.with_name(f"{arguments.out.name}-checks.csv"))
-    failed = [check for check in checks if not check.right]
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed: {', '.join(names)}")
-    if failed or not checks:
-        sys.exit("\n".join(["wrong, so nothing was timed:", *map(str, failed)]))
 
-    rows = measure(names, sizes, device)
-    write_csv([row.columns() for row in rows], facts, arguments.out.with_suffix(".csv"))
-    pieces = elementwise(sizes, device)
-    write_csv(pieces, facts, arguments.out.with_name(f"{arguments.out.name}-elementwise.csv"))
-    plot(rows, facts, arguments.out.with_suffix(".png"))
-    for row in rows:
-        print(row)
-    for piece in pieces:
+@contextmanager
+def failures(table: "Table", device: torch.device, **row: object) -> Iterator[None]:
+    """Whatever goes wrong becomes a row that says so. Ends the process if it has lost the GPU."""
+    try:
+        yield
+    except Exception as error:  # of libraries, compilers, drivers: the other rows go on
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        table.append({**row, "failed": why})
+        print(f"{', '.join(map(str, row.values()))}: {why}", flush=True)
+    else:
+        return
+    if device.type == "cuda":
+        gc.collect()  # the traceback held tensors
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except Exception:  # an error that stays, such as an illegal address
+            sys.stdout.flush()
+            os._exit(LOST)
+
+
+def report(names: Sequence[str], sizes: Sizes, device: torch.device, tables: "Tables", layers: int) -> None:
+    """The picture, the table for a profile, and memory-bound pieces."""
+    rows = [Row.read(row) for row in tables.times.rows if not row["failed"]]
+    if rows:
+        plot(rows, tables.facts, tables.out.with_suffix(".png"))
+    print(efficiency(rows, sizes, device, layers))
+    for piece in elementwise(sizes, device, tables.pieces):
         print(f"{piece['piece']}: {piece['gb_per_s']:.0f} GB/s, {piece['share_of_copy']:.0%} of a copy")
-    print(efficiency(rows, sizes, device, arguments.layers))
 
 
 def kernel_names(wanted: Sequence[str] | None) -> list[str]:
@@ -221,30 +321,40 @@ class Check:
     right: bool
 
 
-def check_kernel(name: str, sizes: Sizes, device: torch.device) -> Iterator[Check]:
-    """Every mask, dtype and head size that the kernel takes, against float64."""
-    lengths = sizes.checked_lengths
+Case = tuple[str, torch.dtype, int]
+"""Mask, dtype and head size."""
+
+
+def check_cases(name: str, sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """Every mask, dtype and head size that the kernel takes; first those that are timed."""
+    timed = sizes.dtype, sizes.head_dim
+    kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
+    for dtype, head_dim in kinds:
+        if not KERNELS[name].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
+            yield from ((mask, dtype, head_dim) for mask in masks(sizes.checked_window))
+
+
+def check_kernel(
+    name: str, mask_name: str, dtype: torch.dtype, head_dim: int, sizes: Sizes, device: torch.device
+) -> Iterator[Check]:
+    """Every result against float64."""
+    lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
     rings = [Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 2), Placement(3, 3, 1), Placement(4, 0, 2)]
     alone = [Placement(document, 0, 1) for document in range(len(lengths))]
-    for dtype in sizes.checked_dtypes:
-        for head_dim in sizes.checked_head_dims:
-            generator = torch.Generator().manual_seed(head_dim)
-            shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
-            inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-            for mask_name, mask in masks(sizes.checked_window).items():
-                if KERNELS[name].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
-                    continue
-                truth = whole(inputs, lengths, mask)
-                single = play(name, inputs, lengths, alone, 1, mask)
-                ring, again = (play(name, inputs, lengths, rings, 4, mask) for _ in range(2))
-                for tensor, *results in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
-                    largest = float(results[0].abs().max())
-                    single_error, ring_error = (float((x - results[0]).abs().max()) / largest for x in results[1:3])
-                    same = torch.equal(results[2], results[3])
-                    rounding = torch.finfo(dtype).eps
-                    right = same and ring_error <= 2 * single_error + rounding / 4
-                    right &= single_error <= MOST_ROUNDINGS * rounding  # a fault of the kernel itself would be in both
-                    yield Check(name, mask_name, str(dtype), head_dim, tensor, ring_error, single_error, same, right)
+    generator = torch.Generator().manual_seed(head_dim)
+    shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
+    inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    truth = whole(inputs, lengths, mask)
+    single = play(name, inputs, lengths, alone, 1, mask)
+    ring, again = (play(name, inputs, lengths, rings, 4, mask) for _ in range(2))
+    for tensor, *results in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
+        largest = float(results[0].abs().max())
+        single_error, ring_error = (float((x - results[0]).abs().max()) / largest for x in results[1:3])
+        same = torch.equal(results[2], results[3])
+        rounding = torch.finfo(dtype).eps
+        right = same and ring_error <= 2 * single_error + rounding / 4
+        right &= single_error <= MOST_ROUNDINGS * rounding  # a fault of the kernel itself would be in both
+        yield Check(name, mask_name, str(dtype), head_dim, tensor, ring_error, single_error, same, right)
 
 
 def whole(inputs: Tensors, lengths: Sequence[int], mask: Mask) -> Tensors:
@@ -323,6 +433,11 @@ class Row:
     forward_single: float
     backward_single: float
 
+    @classmethod
+    def read(cls, row: dict[str, str]) -> "Row":
+        """From a row of the table."""
+        return cls(**{f.name: f.type(row[f.name]) for f in fields(cls)})  # str, int and float
+
     def tflops(self, direction: str, what: str) -> float:
         """TFLOP/s of direction forward or backward, of calls, ring or single."""
         pairs = self.single_pairs if what == "single" else self.pairs
@@ -347,20 +462,6 @@ class Row:
             )
             + f" of single; calls alone {self.share('forward', 'calls'):.0%} and {self.share('backward', 'calls'):.0%}"
         )
-
-
-def measure(names: Sequence[str], sizes: Sizes, device: torch.device) -> list[Row]:
-    rows = []
-    for name in names:
-        for tokens in sizes.tokens:
-            for degree in sizes.degrees:
-                for documents in sizes.documents:
-                    try:
-                        rows.append(measure_cell(name, tokens, degree, documents, sizes, device))
-                    except torch.OutOfMemoryError:
-                        print(f"{name}, {tokens:,} tokens, degree {degree}: more memory than there is, left out")
-                        torch.cuda.empty_cache()
-    return rows
 
 
 def measure_cell(name: str, tokens: int, degree: int, documents: int, sizes: Sizes, device: torch.device) -> Row:
@@ -475,7 +576,7 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 # Memory-bound pieces
 
 
-def elementwise(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
+def elementwise(sizes: Sizes, device: torch.device, table: "Table") -> Iterator[dict[str, Any]]:
     """Bytes a second of each piece, counting every tensor that must be read or written once, over those of a copy."""
     tokens, width = sizes.elementwise_tokens, sizes.heads * sizes.head_dim
     shape = tokens, sizes.heads, sizes.head_dim
@@ -496,8 +597,14 @@ def elementwise(sizes: Sizes, device: torch.device) -> list[dict[str, Any]]:
         "RMSNorm": (lambda: F.rms_norm(flat, (width,), weight), 2 * size),
         "SwiGLU": (lambda: F.silu(x) * y, 3 * size),
     }
-    rates = {name: moved / seconds(run, sizes, device) / 1e9 for name, (run, moved) in pieces.items()}
-    return [{"piece": name, "gb_per_s": rate, "share_of_copy": rate / rates["copy"]} for name, rate in rates.items()]
+    copied = None
+    for name, (run, moved) in pieces.items():
+        with failures(table, device, piece=name):
+            rate = moved / seconds(run, sizes, device) / 1e9
+            copied = copied or rate
+            row = {"piece": name, "gb_per_s": rate, "share_of_copy": rate / copied}
+            table.append(row)
+            yield row
 
 
 # Results
@@ -530,7 +637,7 @@ def efficiency(rows: Sequence[Row], sizes: Sizes, device: torch.device, layers: 
     )
 
 
-def machine(device: torch.device) -> dict[str, str]:
+def machine(device: torch.device, out: Path) -> dict[str, str]:
     """Where and with what this was measured."""
     gpu = device.type == "cuda"
     facts = {
@@ -538,6 +645,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name() if gpu else f"CPU, {platform.machine()}",
         "driver": driver() if gpu else "",
         "cuda": torch.version.cuda or "",
+        "command": shlex.join(["python", "bench/attention_gpu.py", *(out.name if x == str(out) else x for x in sys.argv[1:])]),
     }
     for package in ("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn"):
         try:
@@ -555,13 +663,57 @@ def driver() -> str:
     return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
 
 
-def write_csv(rows: Sequence[dict[str, Any]], facts: dict[str, str], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*(rows[0] if rows else ()), *facts])
-        writer.writeheader()
-        for row in rows:
-            values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in row.items()}
-            writer.writerow({**values, **facts})
+RATES = [f"{d}_{w}_tflops" for d in ("forward", "backward") for w in ("calls", "ring", "single")]
+SHARES = [f"{d}_{w}_share" for d in ("forward", "backward") for w in ("calls", "ring")]
+TIME_COLUMNS = [*(f.name for f in fields(Row)), *RATES, *SHARES, "failed"]
+CHECK_COLUMNS = [*(f.name for f in fields(Check)), "failed"]
+PIECE_COLUMNS = ["piece", "gb_per_s", "share_of_copy", "failed"]
+
+
+class Table:
+    """A CSV file that grows by rows, each with the facts of this measurement; `rows` are those that it has, as text."""
+
+    def __init__(self, path: Path, columns: Sequence[str], facts: dict[str, str], *, anew: bool) -> None:
+        self.path, self.columns, self.facts = path, [*columns, *facts], facts
+        self.rows: list[dict[str, str]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if anew or not path.exists():
+            path.write_text("", encoding="utf-8")
+            self._write(dict(zip(self.columns, self.columns, strict=True)))
+        self.read()
+
+    def read(self) -> None:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            self.rows = list(reader)
+        if list(reader.fieldnames or ()) != self.columns:
+            sys.exit(f"{self.path} has other columns than these rows: give another --out")
+
+    def has(self, **values: object) -> bool:
+        return any(all(row[name] == str(value) for name, value in values.items()) for row in self.rows)
+
+    def append(self, row: dict[str, Any]) -> None:
+        texts = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+        self.rows.append({**dict.fromkeys(self.columns, ""), **texts, **self.facts})
+        self._write(self.rows[-1])
+
+    def _write(self, row: dict[str, str]) -> None:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+
+
+class Tables:
+    """The three tables of a measurement, and what they say of it."""
+
+    def __init__(self, out: Path, facts: dict[str, str], *, anew: bool) -> None:
+        self.out, self.facts = out, facts
+        self.times = Table(out.with_suffix(".csv"), TIME_COLUMNS, facts, anew=anew)
+        self.checks = Table(out.with_name(f"{out.name}-checks.csv"), CHECK_COLUMNS, facts, anew=anew)
+        self.pieces = Table(out.with_name(f"{out.name}-elementwise.csv"), PIECE_COLUMNS, facts, anew=anew)
+
+    def read(self) -> None:
+        for table in (self.times, self.checks, self.pieces):
+            table.read()
 
 
 def plot(rows: Sequence[Row], facts: dict[str, str], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,13 +112,86 @@ class Merging(Off):
     backward = staticmethod(cpu.backward)
 
 
+class Breaking(Off):
+    """The CPU kernel, which cannot be compiled for 128 queries."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+        if len(q) == 128:
+            raise RuntimeError("out of resource:\nshared memory")
+        return cpu.forward(q, k, v, segments, *rest)
+
+    backward = staticmethod(cpu.backward)
+
+
 @pytest.mark.parametrize("wrong", [Off, Unsteady, Merging])
-def test_a_wrong_kernel_ends_it(wrong: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_not_timed(wrong: Any, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(KERNELS, wrong.__name__, wrong())
-    with pytest.raises(SystemExit, match="wrong, so nothing was timed"):
+    with pytest.raises(SystemExit, match=rf"these checks failed.*\nkernel {wrong.__name__}; mask"):
         run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
-    assert not (tmp_path / "a.csv").exists()
+    (row,) = table(tmp_path / "a.csv")
+    assert (row["kernel"], row["failed"], row["pairs"]) == (wrong.__name__, "not timed: wrong", "")
+
+
+def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(KERNELS, "Breaking", Breaking())
+    run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
+    rows = table(tmp_path / "a.csv")
+    assert len({(row["tokens"], row["degree"], row["documents"]) for row in rows}) == len(rows) == 12
+    failed = [row for row in rows if row["failed"]]
+    assert {row["failed"] for row in failed} == {"RuntimeError: out of resource: shared memory"}
+    assert {row["tokens"] for row in failed} >= {"128"} and all(row["device"] and row["pairs"] == "" for row in failed)
+    assert 0 < len(failed) < 12 and all(float(row["forward_ring"]) for row in rows if not row["failed"])
+    assert (tmp_path / "a.png").exists()
+
+
+def test_a_check_that_cannot_run_says_why(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: Any) -> Any:
+        raise RuntimeError("compiling failed")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Breaking, "forward", staticmethod(unable))
+    monkeypatch.setitem(KERNELS, "Breaking", Breaking())
+    with pytest.raises(SystemExit, match="RuntimeError: compiling failed"):
+        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Breaking")
+    assert {row["mask"] for row in table(tmp_path / "a-checks.csv")} == set(script.masks(1))
+    assert [row["failed"] for row in table(tmp_path / "a.csv")] == ["not timed: wrong"]
+
+
+def test_a_process_that_is_lost_takes_no_other_kernel_with_it(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that lost the GPU is followed by one that goes on; one that crashed leaves a row."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    started, codes = [], iter([script.LOST, 0, -11])
+
+    def process(command: list[str], **_: Any) -> Any:
+        started.append(command[command.index("--kernels") + 1])
+        assert "--append" in command and command[-1] == "--smoke"
+        return subprocess.CompletedProcess(command, next(codes))
+
+    monkeypatch.setattr(script.subprocess, "run", process)
+    with pytest.raises(SystemExit):  # nothing was checked
+        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "cpu,reference")
+    assert started == ["cpu", "cpu", "reference"]
+    (row,) = table(tmp_path / "a.csv")
+    assert (row["kernel"], row["failed"]) == ("reference", "its process ended with status -11")
+
+
+def test_what_tables_have_is_not_measured_again(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    smoke = ["--smoke", "--kernels", "cpu"]
+    with pytest.raises(SystemExit):
+        run(script, monkeypatch, tmp_path / "a", *smoke, "--minutes", "0")
+    run(script, monkeypatch, tmp_path / "a", *smoke, "--append")
+    checks, times = table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv")
+    assert len(checks) == 20 and [row["failed"] for row in times] == ["not timed: not checked"] + [""] * 12
+    run(script, monkeypatch, tmp_path / "a", *smoke, "--append")
+    assert (checks, times) == (table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv"))
 
 
 def test_without_a_gpu_it_says_so(
@@ -131,5 +205,10 @@ def test_without_a_gpu_it_says_so(
 
 @pytest.mark.gpu
 def test_every_kernel_is_right_on_a_gpu(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 and with heads of 64 and 128 also those that take nothing else."""
     run(script, monkeypatch, tmp_path / "a", "--smoke")
-    assert all(row["right"] == "True" for row in table(tmp_path / "a-checks.csv"))
+    checks, times = table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv")
+    names = [name for name in script.kernel_names(None) if script.runs(name, script.GPU_SMOKE, torch.device("cuda"))]
+    assert {"triton", "torch's flash operators"} <= set(names) == {row["kernel"] for row in checks}
+    assert all(row["right"] == "True" for row in checks)
+    assert {row["kernel"] for row in times if not row["failed"]} == set(names)
