@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from longctx.cli import main
-from longctx.config import Config, check
+from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.mixes import load_mix
@@ -290,9 +290,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for row in found["best"]:
         assert row["tensor_parallel_size"] * row["pipeline_parallel_size"] * row["domain"] == 8
         assert 0 < row["mfu"] < 1
+        settings = [f"{name}={value}" for name, value in row["settings"].items()]
+        assert load(None, ["data.store=store", *settings], world_size=8).context.profile == "h100-nvlink-ib"
     assert main([*COMMAND, "--model", "1b", "--model.num_hidden_layers=4"]) == 0
     said = capsys.readouterr().out
     assert "MFU" in said and "--parallel.tensor_parallel_size" in said
+    assert "--model.preset 1b\n    --model.num_hidden_layers 4\n" in said
+    assert "--context.two_level_exchange true\n" in said, "what it was predicted with"
     layers = PRESETS["1b"].model_copy(update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY})
     assert f"{layers.parameters() / 1e9:.1f}B parameters" in said
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
+DEFAULT_EXCHANGE_LEVELS = 2
+"""As training exchanges."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,9 +71,15 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
     machine = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb)
-    if arguments.exchange_levels is not None:
-        machine = replace(machine, profile=replace(machine.profile, exchange_levels=arguments.exchange_levels))
+    levels = arguments.exchange_levels or DEFAULT_EXCHANGE_LEVELS
+    machine = replace(machine, profile=replace(machine.profile, exchange_levels=levels))
     shape = _shape(arguments)
+    common = {
+        "model.preset": arguments.model or DEFAULT_MODEL,
+        **dict(override.split("=", 1) for override in arguments.overrides),
+        "context.profile": profile,
+        "context.two_level_exchange": str(levels == 2).lower(),
+    }
     budgets = BUDGETS if budget is None else (budget,)
     longest = min(MOST_TOKENS, longest_document(gpus, max(budgets)) or gpus * max(budgets))
     steps = [cut(lengths, longest) for lengths in source.draw(gpus, longest)]
@@ -81,7 +89,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     if arguments.csv is not None:
         _write_csv(outcome, arguments.csv)
     if arguments.json:
-        print(json.dumps(_to_json(outcome, gpus, profile, shape, tokens)))
+        print(json.dumps(_to_json(outcome, gpus, profile, shape, tokens, common)))
         return 0
     from rich.console import Console
 
@@ -91,7 +99,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {shape.parameters() / 1e9:,.1f}B parameters, "
         f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n{source.words}"
     )
-    print_splits(title, outcome, Console())
+    print_splits(title, outcome, common, Console())
     return 0
 
 
@@ -124,10 +132,15 @@ def _write_csv(outcome: "Outcome", path: Path) -> None:
         writer.writerows(row(found) for found in outcome.best)
 
 
-def _to_json(outcome: "Outcome", gpus: int, profile: str, shape: "ModelShape", tokens: int) -> dict[str, Any]:
+def _to_json(
+    outcome: "Outcome", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
+) -> dict[str, Any]:
     from longctx.report.parallel_table import counts, row
 
-    best = [{**row(found), "settings": found.split.settings, "memory": found.memory.to_json()} for found in outcome.best]
+    best = [
+        {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
+        for found in outcome.best
+    ]
     return {
         "version": 1,
         "gpus": gpus,

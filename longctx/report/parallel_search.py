@@ -1,10 +1,15 @@
 """Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and the memory model.
 
-Every split that the rules of a run allow has a bound: no plan of these documents can be faster under its profile. Splits are
-looked at in the order of their bounds: one that fits into memory is planned, as a run would plan its steps, until no bound is
-below the time of the last one that is asked for. So the answer is that of planning all of them.
+Tried are schedules with 1, 2 or 4 stages a rank, three kinds of recomputation, weights gathered once a step or by blocks and
+sharded over the whole domain, and tokens a rank that are powers of two.
+
+Every such split has two bounds that no plan of these documents can beat under its profile: the lower bound, quick to know, and
+the tight one, found when its turn comes by the first. Splits are looked at in the order of their bounds: one that fits into
+memory is planned, as a run would plan its steps, until no bound is below the time of the last one that is asked for. So the
+answer is that of planning all of them.
 """
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +20,7 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.planning.assignment import Integers
+from longctx.planning.bound import tight_bound_ns
 from longctx.planning.cost import NANOSECONDS, lower_bound_ns
 from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
@@ -66,7 +72,7 @@ class Outcome:
 
     Attributes:
         best: the fastest split of each tp, pp and recomputation, the fastest first.
-        possible: splits that the rules allow.
+        possible: splits that are tried.
         planned: those of them that were planned.
         refused: how many were left out, by reason.
         least_bytes: what the smallest of those that need too much memory needs.
@@ -85,7 +91,7 @@ class Outcome:
 
 
 def possible_splits(shape: ModelShape, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
-    """Every split that the rules of a run allow: tp within a node and dividing the kv heads, no more stages than layers."""
+    """The splits that are tried, all as the rules of a run allow: tp within a node and dividing kv heads, a layer a stage."""
     for tensor in _divisors(gpus):
         if gpus_per_node % tensor or shape.num_key_value_heads % tensor:
             continue
@@ -145,16 +151,20 @@ def search(
     outcome = Outcome(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
     longest = np.array([max(int(lengths.max()) for lengths in sizes)])
-    queue = []
+    queue: list[tuple[float, int, bool]] = []
+    """Bound, number of the split, and whether it is the tight bound."""
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
         if least_degrees(longest, split.domain, split.tokens_per_rank).all():
-            queue.append((_bound_s(profile_of(machine, shape, split), split, sizes), number))
+            queue.append((_mean(_bounds_s(profile_of(machine, shape, split), split, sizes)), number, False))
         else:
             outcome.refused[TOO_LONG] += 1
     fastest: dict[tuple[int, int, str], Found] = {}
-    for done, (bound, number) in enumerate(sorted(queue)):
-        progress("plans", done, len(queue))
+    heapq.heapify(queue)
+    candidates = len(queue)
+    while queue:
+        bound, number, is_tight = heapq.heappop(queue)
+        progress("plans", candidates - len(queue), candidates)
         times = sorted(found.step_s for found in fastest.values())
         limit = times[best - 1] if len(times) >= best else math.inf
         if bound >= limit:
@@ -165,6 +175,10 @@ def search(
             limit = min(limit, fastest[key].step_s)
         if bound >= limit:
             continue
+        if not is_tight:
+            tight = _mean(_bounds_s(profile_of(machine, shape, split), split, sizes, tight=True))
+            heapq.heappush(queue, (tight, number, True))
+            continue
         found = _plan(machine, shape, split, sizes, limit, outcome)
         if found is not None and found.step_s < limit:
             fastest[key] = found
@@ -174,10 +188,18 @@ def search(
     return outcome
 
 
-def _bound_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> float:
-    """Mean time that no plan can beat."""
-    bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
-    return sum(bounds) / len(steps) / NANOSECONDS
+def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers], tight: bool = False) -> list[float]:
+    """Times of the steps that no plan can beat."""
+    ranks, budget = split.domain, split.tokens_per_rank
+    bounds = [lower_bound_ns(profile, lengths, ranks, budget, split.pipeline) for lengths in steps]
+    if tight:
+        closer = (tight_bound_ns(profile, lengths, ranks, budget) for lengths in steps)
+        bounds = [max(pair) for pair in zip(bounds, closer, strict=True)]
+    return [bound / NANOSECONDS for bound in bounds]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _plan(
@@ -217,9 +239,9 @@ def _plan(
 def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
     """The steps as a run would plan them; no more of them once the mean must be above the limit."""
     profile = profile_of(machine, shape, split)
+    bounds = _bounds_s(profile, split, steps, tight=True)
     plans: list[Plan] = []
-    planned_s = 0.0
-    for lengths in steps:
+    for number, lengths in enumerate(steps):
         plans.append(
             make_plan(
                 lengths.tolist(),
@@ -230,8 +252,8 @@ def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[In
                 max_remote_tokens=split.tokens_per_rank,
             )
         )
-        planned_s += plans[-1].makespan_s - plans[-1].lower_bound_s
-        if _bound_s(profile, split, steps) + planned_s / len(steps) > limit_s:
+        bounds[number] = plans[-1].makespan_s
+        if _mean(bounds) > limit_s:
             break
     return plans
 

@@ -59,8 +59,8 @@ def counts(outcome: Outcome) -> dict[str, int]:
     return {**outcome.refused, "were planned": outcome.planned, "cannot be faster than these": outcome.slower}
 
 
-def print_splits(title: str, outcome: Outcome, console: Console) -> None:
-    """Prints the best splits, the fastest first, and how to run it."""
+def print_splits(title: str, outcome: Outcome, common: dict[str, str], console: Console) -> None:
+    """Prints the best splits, and how to run the fastest: by settings of its own and those in `common` to all."""
     console.print(title, style="bold", highlight=False, markup=False)
     console.print()
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -92,7 +92,7 @@ def print_splits(title: str, outcome: Outcome, console: Console) -> None:
         console.print(line, style="dim", highlight=False, markup=False)
     console.print()
     console.print("The first as settings of a run:", highlight=False)
-    for name, value in outcome.best[0].split.settings.items():
+    for name, value in {**common, **outcome.best[0].split.settings}.items():
         console.print(f"    --{name} {value}", highlight=False, markup=False)
 
 
