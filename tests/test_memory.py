@@ -24,7 +24,8 @@ from longctx.training.fit import (
     refuse_too_large,
     savings,
 )
-from longctx.training.memory import Load, Memory, estimate, loads
+from longctx.training.loads import loads
+from longctx.training.memory import Load, Memory, estimate
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
@@ -36,6 +37,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
+SWAPPED = [
+    "context.mode=static",
+    "context.degree=2",
+    "context.head_exchange=2",
+    "batch.tokens_per_rank=1024",
+    "model.num_key_value_heads=4",
+]
 MEASURED = {
     "activations": (1, ["batch.tokens_per_rank=2048"]),
     "bfloat16, recompute selective": (1, ["batch.tokens_per_rank=2048", "train.recompute=selective", "train.dtype=bfloat16"]),
@@ -53,6 +61,10 @@ MEASURED = {
             "parallel.reshard_after=step",
         ],
     ),
+    "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
+    "heads swapped for tokens": (2, SWAPPED),
+    "split matrices": (2, ["batch.tokens_per_rank=2048", "parallel.tensor_parallel_size=2", "train.recompute=full"]),
+    "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
     "pipeline": (
         2,
         ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
@@ -70,7 +82,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     opened = Store.open(store)
     second = plan_steps(config, opened, ranks, 2)[1].plan
     shape = config.model.shape(opened.tokenizer.vocab_size)
-    memory = estimate(shape, config, ranks, list(loads([second])), fused=False)
+    memory = estimate(shape, config, ranks, list(loads([second], config)), fused=False)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
 
 

@@ -116,8 +116,9 @@ class ContextSection(Section):
     max_remote_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of other ranks whose K and V an exchange stage should hold (two stages are held at a time); less "
-        "memory, more stages (null: all at once)",
+        description="tokens of other ranks whose K and V an exchange stage should hold; less memory, more stages (null: all at "
+        "once); two stages are held at a time, and with two_level_exchange three, where a stage of a ring that crosses nodes "
+        "also takes all of a node's rows at least",
     )
     keep_kv: bool = Field(
         False, description="hold the K and V that were received until backward, instead of receiving them again: more memory"

@@ -1,4 +1,8 @@
-"""Fit: whether a run fits into the memory of its ranks, and the cheapest change that would make it fit."""
+"""Fit: whether a run fits into the memory of its ranks, and the cheapest change that would make it fit.
+
+The estimate is compared with all the memory there is, without a margin for what it does not count (see `memory`): what is
+refused could not run, and what is not refused may still fail if it is close.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,7 +16,8 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.training.dry_run import step_lengths
-from longctx.training.memory import Load, Memory, estimate, fits, full_load, loads
+from longctx.training.loads import full_loads, loads
+from longctx.training.memory import Load, Memory, estimate, fits
 from longctx.training.setup import make_planner
 
 PLANNED_STEPS = 2
@@ -49,10 +54,10 @@ def savings(config: Config) -> list[tuple[str, Any]]:
 def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
     """What the first steps of a run ask of its ranks; without a store, what a full rank with the longest document asks."""
     if store is None:
-        return [full_load(config, ranks)]
+        return list(full_loads(config, ranks))
     planner = make_planner(config, config.domain(ranks))
     steps = step_lengths(config, store, ranks, min(PLANNED_STEPS, config.train.steps))
-    return list(loads(planner(lengths) for lengths in steps))
+    return list(loads((planner(lengths) for lengths in steps), config))
 
 
 def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
@@ -143,7 +148,8 @@ def refuse_too_large(
     parts = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
     raise DoesNotFit(
         f"a rank would need {gib(memory.total)} ({parts}, ... at the moment: {memory.moment}) and has {gib(available)}: "
-        f"{way_out}. `longctx estimate` shows all choices"
+        f"{way_out}. `longctx estimate` shows all choices; leave room for what it does not count: libraries, buffers of "
+        "communicators, workspace of kernels, fragmentation"
     )
 
 

@@ -2,8 +2,11 @@
 
 A step has few moments that can be the fullest: the loss, the middle of the last block's backward, the end of backward and the
 optimizer. Each is added up from what autograd, FSDP2 and ring attention are known to keep, and the largest is the answer. Held
-to the allocator's own peak by a test. Not counted: the process itself, its libraries, the communicators' buffers, and what the
-allocator cannot reuse.
+to the allocator's own peak on CPUs by a test.
+
+Not counted: the process itself, its libraries, CUDA's context, the communicators' buffers, what the allocator cannot reuse, and
+the workspace of attention kernels for GPUs, whose backward sums gradients of queries in float32 and, where several query
+heads share a kv head, may hold those of K and V for every query head.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,10 +16,7 @@ from functools import cache
 from longctx.config import Config
 from longctx.model.presets import ModelShape
 from longctx.parallel.pipeline import split_layers
-from longctx.planning.layout import largest_shard
 from longctx.planning.pipeline import Pipeline
-from longctx.planning.plan import Plan
-from longctx.planning.request import least_degrees
 from longctx.training.loss import CHUNK_TOKENS
 
 FLOAT32 = 4
@@ -31,8 +31,10 @@ class Load:
         tokens: rows that the rank holds.
         remote: rows of K and V that it receives from its ring mates, over all exchange stages.
         sent: rows that it sends to them; a row sent to two of them counts twice.
-        stages: exchange stages.
+        stages: exchange stages, as planned.
         micro_batches: of the step.
+        held: remote rows of the neighbouring stages that are under way at once; None: two stages of equal size.
+        swapped: rows of documents whose heads are swapped for tokens.
     """
 
     tokens: int
@@ -40,6 +42,15 @@ class Load:
     sent: int
     stages: int
     micro_batches: int
+    held: int | None = None
+    swapped: int = 0
+
+    @property
+    def at_once(self) -> float:
+        """Share of the remote rows that is under way at once."""
+        if self.held is None:
+            return min(2, self.stages) / self.stages
+        return self.held / self.remote if self.remote else 0.0
 
 
 @dataclass(frozen=True)
@@ -80,44 +91,11 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def loads(plans: Iterable[Plan]) -> set[Load]:
-    """The load of every rank in every micro-batch of some plans."""
-    found = set()
-    for plan in plans:
-        for number, placements in enumerate(plan.micro_batches):
-            tokens, remote, sent = ([0] * plan.ranks for _ in range(3))
-            for placement in placements:
-                length, degree = plan.lengths[placement.document], placement.degree
-                for rank in placement.ring:
-                    index = placement.ring_index(rank)
-                    higher = degree - 1 - index
-                    half = length / (2 * degree)
-                    tokens[rank] += largest_shard(length, degree)
-                    remote[rank] += round(half * (index + 2 * higher))
-                    sent[rank] += round(half * (2 * index + higher))
-            count = len(plan.micro_batches)
-            found |= {Load(*one, plan.stages[number], count) for one in zip(tokens, remote, sent, strict=True)}
-    return found
-
-
 @cache
 def blocks_of_ranks(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, ...]:
     """How many blocks every rank of a pipeline has, over all of its stages."""
     splits = split_layers(shape, pipeline.stages, keys=tokens_per_rank // 2)
     return tuple(sum(map(len, splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
-
-
-def full_load(config: Config, ranks: int) -> Load:
-    """A full rank that holds its share of the longest document and of nothing shorter; for estimates without a store."""
-    import numpy as np
-
-    budget, context = config.batch.tokens_per_rank, config.context
-    degree = context.degree if context.mode == "static" else None
-    if degree is None:
-        degree = int(least_degrees(np.array([config.max_length(ranks)]), config.domain(ranks), budget)[0])
-    remote = (degree - 1) * budget
-    stages = 1 if context.max_remote_tokens is None else max(1, min(degree - 1, -(-remote // context.max_remote_tokens)))
-    return Load(budget, remote, remote // 2, stages, max(1, config.batch.global_tokens // (budget * config.domain(ranks))))
 
 
 def estimate(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool) -> Memory:
@@ -235,6 +213,11 @@ class _Step:
         return self.stream * self.split
 
     @property
+    def gathered_gradients(self) -> int:
+        """Gradients of an MLP's output and input over all tokens, where matrices are split over ranks."""
+        return 2 * self.normed if self.split > 1 else 0
+
+    @property
     def attention_part(self) -> int:
         """What the first half of a block keeps: norm, q, k, v, out, log-sum-exp."""
         return self.norm + self.normed + 2 * self.queries + self.keys + self.lse
@@ -259,9 +242,31 @@ class _Step:
         """What one block keeps from forward to backward, without received K and V, on the device."""
         mode = self.config.train.recompute
         if mode == "none":
-            return self.attention_part + self.mlp_part
+            return self.attention_part + self.mlp_part + self.swap_part
         block_input = 0 if self.config.train.offload_activations and self.fused else self.stream
-        return block_input + (self.queries + self.lse if mode == "selective" else 0)
+        return block_input + (self.operator_outputs if mode == "selective" else 0)
+
+    @property
+    def swapped_share(self) -> float:
+        """Share of a rank's rows whose heads are swapped for tokens."""
+        return self.load.swapped / self.load.tokens if self.load.tokens else 0.0
+
+    @property
+    def swap_part(self) -> int:
+        """What a head exchange keeps beside `attention_part`: what comes of it, for the next matrix.
+
+        Where not all rows are swapped, attention runs twice; its second run keeps q, k, v, out and log-sum-exp of its own.
+        """
+        if not self.load.swapped:
+            return 0
+        second = 2 * self.queries + self.keys + self.lse if self.swapped_share < 1 else 0
+        return self.queries + round(self.swapped_share * second)
+
+    @property
+    def operator_outputs(self) -> int:
+        """What selective recomputation keeps: out and log-sum-exp; with a head exchange also swapped q, k, v and outputs."""
+        swapped_in = round(self.swapped_share * (self.queries + self.keys)) if self.swapped_share == 1 else 0
+        return self.queries + self.lse + self.swap_part + swapped_in
 
     @property
     def saved_kv(self) -> int:
@@ -333,7 +338,7 @@ class _Step:
             in_block,
             moment="backward of the last MLP",
             activations=activations,
-            working=again + self.tile + 2 * self.mlp + self.stream,
+            working=again + self.tile + 2 * self.mlp + self.stream + self.gathered_gradients,
             remote_kv=kept + kv_again,
         )
         rest = 0 if self.config.train.recompute != "none" else -self.mlp_part
@@ -365,7 +370,7 @@ class _Step:
                 moment="loss",
                 gathered_weights=self.gathered(1),
                 gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.embedding,
-                activations=activations + 2 * self.stream + self.norm,
+                activations=activations + self.stream * int(self.split > 1) + 2 * self.normed + self.norm,
                 remote_kv=kept,
                 logits=self._logits(),
             )
@@ -374,7 +379,7 @@ class _Step:
             moment="end of backward",
             gathered_weights=self.gathered(1),
             gradients=self.earlier_gradients + (2 * self.number + FLOAT32) * self.root,
-            activations=self.tables + self.stream,
+            activations=self.tables + self.normed,
         )
         yield replace(
             self.fixed,
@@ -387,22 +392,24 @@ class _Step:
 
     def _recomputed(self) -> int:
         """What a block's second forward holds, beside what was saved of the first."""
-        there = self.queries + self.lse if self.config.train.recompute == "selective" else 0
+        there = self.operator_outputs if self.config.train.recompute == "selective" else 0
         if self.fused or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a copy in float32
             there += self.stream
-        return self.attention_part + self.mlp_part - there
+        return self.attention_part + self.swap_part + self.mlp_part - there
 
     def _attention_backward(self) -> int:
-        """Gradients of out, q, k and v, and their sums in float32 where a document is split."""
+        """Gradients of out, q, k and v, and their sums in float32 where a document is split; or, later, those of a swap."""
         gradients = 2 * self.queries + self.keys
         sums = (self.queries + self.keys) * FLOAT32 // self.number if self.load.remote else 0
-        return gradients + sums
+        # Gradients of swapped q, k and v on their way back: as they came, sorted, received, joined and in their place.
+        swap = round(5 * self.swapped_share * (self.queries + self.keys))
+        return max(gradients + sums, swap)
 
     def _exchanges(self) -> tuple[int, int]:
         """Bytes of K and V in messages: at most in a forward pass, and in a backward pass with the gradients."""
         if not self.load.remote:
             return 0, 0
-        at_once = min(2, self.load.stages) / self.load.stages
+        at_once = self.load.at_once
         received, sent = self.kv_row * self.load.remote, self.kv_row * self.load.sent
         fetched = 0 if self.config.context.keep_kv else received
         # In backward a stage has gradients of its rows, the rows that a kernel was given, what it made of them, and returns.

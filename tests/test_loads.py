@@ -1,0 +1,115 @@
+"""The loads of plans against the schedules that their ranks make."""
+
+from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.attention import HybridAttention, packed_attention
+from longctx.config import load
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+from longctx.training.loads import full_loads, micro_batch_loads
+from tests.test_operator_memory import RING, Watching
+from tests.workers import Workers
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+class Rows(NamedTuple):
+    """Rows of a rank, all of its heads wide."""
+
+    tokens: int
+    remote: float
+    held: float
+    swapped: int
+    sent: float
+
+
+def scheduled(plan: Plan, micro_batch: int, rank: int, head_ranks: int, per_node: int | None) -> Rows:
+    """What this rank's attention really exchanges."""
+    layout = plan.layout(micro_batch, rank)
+    with (
+        mock.patch("longctx.attention.ring.InputCheck"),
+        mock.patch("longctx.attention.heads.InputCheck"),
+    ):  # no ranks join here
+        attention = packed_attention(layout, head_ranks, ranks_per_node=per_node)
+    swapped = 0
+    if isinstance(attention, HybridAttention):
+        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / head_ranks)]
+        swapped = 0 if attention.swap is None else len(attention.swap.rows)
+    else:
+        schedules = [(attention.schedule, 1.0)]
+    stages = [0.0] * max(len(schedule.stages) for schedule, _ in schedules)
+    sent = 0.0
+    for schedule, width in schedules:
+        for number, stage in enumerate(schedule.stages):
+            stages[number] += stage.received_rows * width
+            sent += sum(hop.sent_rows for hop in stage.hops) * width
+    at_once = 3 if per_node else 2
+    held = max((sum(stages[first : first + at_once]) for first in range(len(stages))), default=0)
+    return Rows(layout.tokens, sum(stages), held, swapped, sent)
+
+
+@given(
+    lengths=st.lists(st.integers(1000, 40_000), min_size=1, max_size=6),
+    ranks=st.sampled_from([4, 8, 12]),
+    per_node=st.sampled_from([2, 3, 4]),
+    head_ranks=st.sampled_from([1, 2]),
+    two_levels=st.booleans(),
+    most=st.sampled_from([None, 500, 4000]),
+    mode=st.sampled_from(["auto", "static"]),
+)
+@settings(max_examples=30, deadline=None)
+def test_loads_are_those_of_the_schedules(
+    lengths: list[int], ranks: int, per_node: int, head_ranks: int, two_levels: bool, most: int | None, mode: str
+) -> None:
+    profile = replace(H100, ranks_per_node=per_node)
+    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, max_remote_tokens=most, mode=mode)
+    config = load(None, [f"context.head_exchange={head_ranks}", f"context.two_level_exchange={str(two_levels).lower()}"])
+    cut = len(lengths) * ranks  # chunks are whole tokens, one more or fewer from each rank
+    for micro_batch in range(len(plan.micro_batches)):
+        found = list(micro_batch_loads(plan, micro_batch, config))
+        real = [scheduled(plan, micro_batch, rank, head_ranks, per_node if two_levels else None) for rank in range(ranks)]
+        for mine, rows in zip(found, real, strict=True):
+            assert (mine.tokens, mine.remote, mine.held, mine.swapped) == pytest.approx(rows[:4], abs=cut)
+        assert sum(mine.sent for mine in found) == pytest.approx(sum(rows.sent for rows in real), abs=cut * ranks)
+
+
+def test_two_levels_hold_more_than_is_planned() -> None:
+    """A million tokens on 64 ranks in nodes of 8, planned in 63 stages: a stage receives what a whole node sends."""
+    long = ["batch.tokens_per_rank=16384", "context.max_remote_tokens=16384", "context.profile=h100-nvlink-ib"]
+    held = {
+        value: max(found.held for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64))
+        for value in ("true", "false")
+    }
+    assert held == {"true": 3 * 8 * 16384, "false": 2 * 16384}
+
+
+def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
+    """On ranks of several nodes the cost model swaps heads: fewer keys are received."""
+    wide = ["model.preset=8b", "batch.tokens_per_rank=4096", "context.profile=h100-nvlink-ib"]
+    auto, plain = (
+        max(full_loads(load(None, [*wide, f"context.head_exchange={value}"]), 64), key=lambda found: found.remote)
+        for value in ("auto", 1)
+    )
+    assert (auto.swapped, plain.swapped) == (auto.tokens, 0)
+    assert auto.remote < plain.remote / 2
+
+
+def stages_at_once() -> int:
+    """Buffers of received rows that are alive at a time in a forward pass of five stages."""
+    case = replace(RING, ranks_per_node=1)
+    rank = dist.get_rank()
+    Watching.buffers, Watching.most = [], 0
+    case.attention(rank, Watching)(*(tensor[case.rows(rank)] for tensor in case.inputs()[:3]))
+    return Watching.most
+
+
+def test_two_levels_have_three_stages_under_way(workers: Workers) -> None:
+    assert max(workers.run(stages_at_once, 6)) == 3
