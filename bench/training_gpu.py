@@ -38,6 +38,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
@@ -51,7 +52,7 @@ from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.training.fit import changed, heaviest
-from longctx.training.memory import estimate
+from longctx.training.memory import Load, estimate
 from longctx.training.utilisation import FORWARD_AND_BACKWARD, model_flops, peak_flops
 
 VOCABULARY = 4096
@@ -171,7 +172,7 @@ class Run:
     def bytes(self, option: Option, gpu: Gpu) -> int:
         """Memory by `longctx estimate`, and what the kernel needs in backward beside it."""
         config = changed(Config(), self.settings(option, 2).items())
-        memory = estimate(self.shape, config, 1, heaviest(config, None, 1), fused=True).total
+        memory = estimate(self.shape, config, 1, _loads(self.tokens), fused=True).total
         return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
 
     def step_s(self, option: Option, gpu: Gpu) -> float:
@@ -195,6 +196,13 @@ class Run:
         found = [option for option in self.options if self.bytes(option, gpu) <= MEMORY_SHARE * gpu.memory]
         # Our own kernel where no other option is left.
         return sorted(found, key=lambda option: ("context.kernel" in option.settings, self.step_s(option, gpu)))
+
+
+@cache
+def _loads(tokens: int) -> Sequence[Load]:
+    """Of a GPU with one document of so many tokens."""
+    batch = {"batch.global_tokens": tokens, "batch.tokens_per_rank": tokens}
+    return heaviest(changed(Config(), batch.items()), None, 1)
 
 
 def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:

@@ -112,6 +112,18 @@ class Merging(Off):
     backward = staticmethod(cpu.backward)
 
 
+class Windowless(Off):
+    """The CPU kernel, which fails where a window or a prefix bounds what is seen."""
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, *rest: Any) -> Any:
+        if not all(segment.dense or segment.causal for segment in segments):
+            raise RuntimeError("no windows")
+        return cpu.forward(q, k, v, segments, *rest)
+
+    backward = staticmethod(cpu.backward)
+
+
 class Breaking(Off):
     """The CPU kernel, which cannot be compiled for 128 queries."""
 
@@ -132,6 +144,14 @@ def test_a_wrong_kernel_is_not_timed(wrong: Any, script: ModuleType, tmp_path: P
         run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", wrong.__name__)
     (row,) = table(tmp_path / "a.csv")
     assert (row["kernel"], row["failed"], row["pairs"]) == (wrong.__name__, "not timed: wrong", "")
+
+
+def test_what_is_right_where_it_is_timed_is_timed(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(KERNELS, "Windowless", Windowless())
+    with pytest.raises(SystemExit, match="mask window; .*no windows"):
+        run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Windowless")
+    assert [row["failed"] for row in table(tmp_path / "a.csv")] == [""] * 12
 
 
 def test_a_cell_that_fails_leaves_its_reason_and_the_others_go_on(
