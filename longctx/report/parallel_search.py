@@ -3,13 +3,11 @@
 Tried are schedules with 1, 2 or 4 stages a rank, three kinds of recomputation, weights gathered once a step or by blocks and
 sharded over the whole domain, and tokens a rank that are powers of two.
 
-Every such split has two bounds that no plan of these documents can beat under its profile: the lower bound, quick to know, and
-the tight one, found when its turn comes by the first. Splits are looked at in the order of their bounds: one that fits into
-memory is planned, as a run would plan its steps, until no bound is below the time of the last one that is asked for. So the
-answer is that of planning all of them.
+Every such split has a bound: no plan of these documents can be faster under its profile. Splits are looked at in the order of
+their bounds: one that fits into memory is planned, as a run would plan its steps, until no bound is below the time of the last
+one that is asked for. So the answer is that of planning all of them.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.planning.assignment import Integers
-from longctx.planning.bound import tight_bound_ns
 from longctx.planning.cost import NANOSECONDS, lower_bound_ns
 from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
@@ -151,20 +148,16 @@ def search(
     outcome = Outcome(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
     longest = np.array([max(int(lengths.max()) for lengths in sizes)])
-    queue: list[tuple[float, int, bool]] = []
-    """Bound, number of the split, and whether it is the tight bound."""
+    queue = []
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
         if least_degrees(longest, split.domain, split.tokens_per_rank).all():
-            queue.append((_mean(_bounds_s(profile_of(machine, shape, split), split, sizes)), number, False))
+            queue.append((_mean(_bounds_s(profile_of(machine, shape, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
     fastest: dict[tuple[int, int, str], Found] = {}
-    heapq.heapify(queue)
-    candidates = len(queue)
-    while queue:
-        bound, number, is_tight = heapq.heappop(queue)
-        progress("plans", candidates - len(queue), candidates)
+    for done, (bound, number) in enumerate(sorted(queue)):
+        progress("plans", done, len(queue))
         times = sorted(found.step_s for found in fastest.values())
         limit = times[best - 1] if len(times) >= best else math.inf
         if bound >= limit:
@@ -175,10 +168,6 @@ def search(
             limit = min(limit, fastest[key].step_s)
         if bound >= limit:
             continue
-        if not is_tight:
-            tight = _mean(_bounds_s(profile_of(machine, shape, split), split, sizes, tight=True))
-            heapq.heappush(queue, (tight, number, True))
-            continue
         found = _plan(machine, shape, split, sizes, limit, outcome)
         if found is not None and found.step_s < limit:
             fastest[key] = found
@@ -188,13 +177,9 @@ def search(
     return outcome
 
 
-def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers], tight: bool = False) -> list[float]:
+def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[float]:
     """Times of the steps that no plan can beat."""
-    ranks, budget = split.domain, split.tokens_per_rank
-    bounds = [lower_bound_ns(profile, lengths, ranks, budget, split.pipeline) for lengths in steps]
-    if tight:
-        closer = (tight_bound_ns(profile, lengths, ranks, budget) for lengths in steps)
-        bounds = [max(pair) for pair in zip(bounds, closer, strict=True)]
+    bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
     return [bound / NANOSECONDS for bound in bounds]
 
 
@@ -239,7 +224,7 @@ def _plan(
 def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
     """The steps as a run would plan them; no more of them once the mean must be above the limit."""
     profile = profile_of(machine, shape, split)
-    bounds = _bounds_s(profile, split, steps, tight=True)
+    bounds = _bounds_s(profile, split, steps)
     plans: list[Plan] = []
     for number, lengths in enumerate(steps):
         plans.append(
