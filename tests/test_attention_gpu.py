@@ -149,7 +149,7 @@ def test_a_wrong_kernel_is_not_timed(wrong: Any, script: ModuleType, tmp_path: P
 def test_what_is_right_where_it_is_timed_is_timed(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(KERNELS, "Windowless", Windowless())
-    with pytest.raises(SystemExit, match="mask window; .*no windows"):
+    with pytest.raises(SystemExit, match=r"mask window; .*no windows"):
         run(script, monkeypatch, tmp_path / "a", "--smoke", "--kernels", "Windowless")
     assert [row["failed"] for row in table(tmp_path / "a.csv")] == [""] * 12
 
