@@ -86,6 +86,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             stages=plan.stages[number],
             micro_batches=len(plan.micro_batches),
             held=round(held[rank]),
+            fullest=round(received[rank].max()),
             swapped=int(swapped[rank]),
         )
 

@@ -34,6 +34,7 @@ class Load:
         stages: exchange stages, as planned.
         micro_batches: of the step.
         held: remote rows of the neighbouring stages that are under way at once; None: two stages of equal size.
+        fullest: remote rows of the stage that has most; None: stages of equal size.
         swapped: rows of documents whose heads are swapped for tokens.
     """
 
@@ -43,6 +44,7 @@ class Load:
     stages: int
     micro_batches: int
     held: int | None = None
+    fullest: int | None = None
     swapped: int = 0
 
     @property
@@ -51,6 +53,13 @@ class Load:
         if self.held is None:
             return min(2, self.stages) / self.stages
         return self.held / self.remote if self.remote else 0.0
+
+    @property
+    def computed(self) -> float:
+        """Share of the remote rows that kernels work on at a time."""
+        if self.fullest is None:
+            return 1 / self.stages
+        return self.fullest / self.remote if self.remote else 0.0
 
 
 @dataclass(frozen=True)
@@ -412,8 +421,9 @@ class _Step:
         at_once = self.load.at_once
         received, sent = self.kv_row * self.load.remote, self.kv_row * self.load.sent
         fetched = 0 if self.config.context.keep_kv else received
-        # In backward a stage has gradients of its rows, the rows that a kernel was given, what it made of them, and returns.
-        return round((fetched + sent) * at_once) + self.keys, round((fetched + 3 * received + sent) * at_once) + self.keys
+        # In backward there are gradients of the rows under way, and what a kernel was given of one stage and made of it.
+        under_way, computed = (fetched + received + sent) * at_once, 2 * received * self.load.computed
+        return round((fetched + sent) * at_once) + self.keys, round(under_way + computed) + self.keys
 
     def _logits(self) -> int:
         assert self.shape.vocab_size is not None
