@@ -210,7 +210,7 @@ def mean_step_s(split: Split) -> float:
     """Of `STEPS`; infinite if the split does not fit."""
     request: dict[str, Any] = {"ranks": split.domain, "tokens_per_rank": split.tokens_per_rank, "pipeline": split.pipeline}
     plans = [make_plan(lengths, **request, profile=profile_of(H100, EIGHT_B, split)) for lengths in STEPS]
-    memory = memory_of(EIGHT_B, split, max(map(max, STEPS)), max(len(plan.micro_batches) for plan in plans))
+    memory = memory_of(H100, EIGHT_B, split, max(map(max, STEPS)), max(len(plan.micro_batches) for plan in plans))
     return sum(plan.makespan_s for plan in plans) / 2 if memory.total <= H100.memory_bytes else math.inf
 
 

@@ -10,7 +10,7 @@ one that is asked for. So the answer is that of planning all of them.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,7 +26,8 @@ from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import least_degrees
 from longctx.report.parallel_cost import Machine, Split, profile_of
 from longctx.training.fit import changed
-from longctx.training.memory import Load, Memory, estimate
+from longctx.training.loads import full_loads
+from longctx.training.memory import Memory, estimate
 from longctx.training.utilisation import model_flops
 
 BUDGETS = tuple(1024 << power for power in range(9))
@@ -50,7 +51,7 @@ class Found:
         bubble_share, exposed_share: mean share of a step in which a pipeline fills and drains, and in which the slowest ranks
             wait for K and V.
         micro_batches: mean of the steps.
-        memory: of a rank that holds all the tokens that it may hold, beside a ring of the longest document.
+        memory: of a rank that holds all the tokens that it may hold, of a ring of the longest document.
     """
 
     split: Split
@@ -194,11 +195,11 @@ def _plan(
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
-    memory = memory_of(shape, split, longest, fewest)
+    memory = memory_of(machine, shape, split, longest, fewest)
     plans: list[Plan] = []
     if memory.total <= machine.memory_bytes:
         plans = _plans(machine, shape, split, steps, limit_s)
-        memory = memory_of(shape, split, longest, max(len(plan.micro_batches) for plan in plans))
+        memory = memory_of(machine, shape, split, longest, max(len(plan.micro_batches) for plan in plans))
     if memory.total > machine.memory_bytes:
         outcome.refused[TOO_LARGE] += 1
         outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
@@ -243,13 +244,13 @@ def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[In
     return plans
 
 
-def memory_of(shape: ModelShape, split: Split, longest: int, micro_batches: int) -> Memory:
-    """Bytes of a full rank that shares the longest document with as many others as there are."""
-    remote = min(longest, (split.domain - 1) * split.tokens_per_rank)
-    stages = max(1, -(-remote // split.tokens_per_rank))
-    load = Load(split.tokens_per_rank, remote, remote // 2, stages, micro_batches)
-    config = changed(Config(), split.settings.items())
-    return estimate(shape, config, split.gpus, [load], fused=True)
+def memory_of(machine: Machine, shape: ModelShape, split: Split, longest: int, micro_batches: int) -> Memory:
+    """Bytes of a full rank that shares the longest document with as few others as hold it."""
+    profile = profile_of(machine, shape, split)
+    documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
+    config = changed(Config(), (split.settings | documents).items())
+    found = (replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile))
+    return estimate(shape, config, split.gpus, list(found), fused=True)
 
 
 def _nothing_fits(outcome: Outcome, gpus: int, memory_bytes: int) -> str:

@@ -27,10 +27,10 @@ def loads(plans: Iterable[Plan], config: Config) -> set[Load]:
     }
 
 
-def full_loads(config: Config, ranks: int) -> set[Load]:
+def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = None) -> set[Load]:
     """A full rank that holds its share of the longest document and of nothing shorter; for estimates without a store.
 
-    Of all ranks of that ring, those that receive most, and send most.
+    Of all ranks of that ring, those that receive most, and send most. `profile`, instead of the configured one, has the nodes.
     """
     budget, context, domain = config.batch.tokens_per_rank, config.context, config.domain(ranks)
     degree = context.degree if context.mode == "static" else None
@@ -45,7 +45,7 @@ def full_loads(config: Config, ranks: int) -> set[Load]:
         lengths=(longest_document(degree, budget),),
         micro_batches=((Placement(0, 0, degree),),),
         stages=(1 if most is None else max(1, min(degree - 1, -(-remote // most))),),
-        profile=HardwareProfile.load(context.profile),
+        profile=profile or HardwareProfile.load(context.profile),
         makespan_s=0.0,
         lower_bound_s=0.0,
         exposed_share=0.0,
