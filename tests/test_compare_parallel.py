@@ -151,13 +151,15 @@ def megatron_tflops(row: Row, share: float) -> float:
     split = Split(tensor, schedule, gpus // tensor // stages, "full", "step", "step", SEQUENCE)
     shape = megatron_shape(row)
     ours = profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), shape, split)
-    # Theirs computes whole blocks anew, the last matrix included.
-    last = 2 * max(blocks_of_ranks(shape, schedule, SEQUENCE)) * shape.hidden_size * shape.intermediate_size / tensor
+    # Theirs computes whole blocks anew, the last matrix and the collective behind it included.
+    layers = max(blocks_of_ranks(shape, schedule, SEQUENCE))
+    last = 2 * layers * shape.hidden_size * shape.intermediate_size / tensor
+    received = layers * 2 * shape.hidden_size * (tensor - 1) / tensor
     plan = make_plan(
         [SEQUENCE] * batch,
         ranks=split.domain,
         tokens_per_rank=SEQUENCE,
-        profile=replace(ours, linear_s_per_token=ours.linear_s_per_token + last / (share * A100_PEAK)),
+        profile=replace(ours, linear_s_per_token=ours.linear_s_per_token + last / (share * A100_PEAK) + received / 200e9),
         mode="static",
         degree=1,
         pipeline=schedule,
