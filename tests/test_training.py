@@ -115,6 +115,15 @@ def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
         assert [m.loss for m in other] == pytest.approx([m.loss for m in again], rel=1e-5)
 
 
+def test_resume_takes_the_settings_of_the_optimizer_from_the_config(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """Moments alone are those of the checkpoint."""
+    settings = ["batch.tokens_per_rank=750"]
+    other = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-6"]
+    for matrices, norms in workers.run(training_cases.resumed_with, 2, store, tmp_path, settings, other):
+        assert (matrices["weight_decay"], norms["weight_decay"]) == (0.5, 0.0)
+        assert all((tuple(group["betas"]), group["eps"]) == ((0.8, 0.9), 1e-6) for group in (matrices, norms))
+
+
 def command(store: Path, run: Path, *arguments: str, ranks: int = 2) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "longctx"]
     settings = [f"--{setting}" for setting in [*SMALL, f"data.store={store}", f"train.run_dir={run}"]]

@@ -1,6 +1,7 @@
 """A small store, small settings, and the code that the ranks of a training test run."""
 
 import errno
+import itertools
 import os
 import sysconfig
 import time
@@ -98,6 +99,22 @@ def train_then_save(store: Path, run: Path, settings: list[str], steps: int) -> 
         for _ in range(steps):
             trainer.step()
         trainer.save()
+
+
+def resumed_with(store: Path, run: Path, settings: list[str], other: list[str]) -> list[dict[str, Any]]:
+    """Parameter groups, without the parameters, of a run of two steps that resumed with `other` settings."""
+    saved = start(store, run, settings)
+    with saved.loader:
+        for _ in range(2):
+            saved.step()
+        saved.save()
+    resumed = start(store, run, [*settings, *other], resume=True)
+    resumed.loader.close()
+    for a, b in zip(saved.model.parameters(), resumed.model.parameters(), strict=True):
+        for name, value in saved.optimizer.state[a].items():
+            before, after = (x.to_local() if isinstance(x, DTensor) else x for x in (value, resumed.optimizer.state[b][name]))
+            assert torch.equal(before, after), name
+    return [{key: value for key, value in group.items() if key != "params"} for group in resumed.optimizer.param_groups]
 
 
 def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
@@ -263,7 +280,10 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
         made = original(device)
         if device.type != "meta":
             alive.append(weakref.ref(made))
-            most = max(most, sum(buffer() is not None for buffer in alive))
+            stage = trainer.pipeline._schedule[1]._stage
+            infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            buffers = [info.buffer for info in infos if info.source is not None] + [buffer() for buffer in alive]
+            most = max(most, len({id(buffer) for buffer in buffers if buffer is not None and buffer.numel()}))
         return made
 
     trainer.pipeline.hidden = count

@@ -139,8 +139,12 @@ def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Reads weights and moments into a model and optimizer sharded over any number of ranks; all ranks call it."""
-    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    """Reads weights and moments into a model and optimizer sharded over any number of ranks; all ranks call it.
+
+    Weight decay, betas and the like stay those of `optimizer`: they are settings of this run.
+    """
+    weights, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
+    moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
         load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
@@ -148,7 +152,8 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         raise CheckpointError(
             f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away, and --resume goes on from the one before it"
         ) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=BY_NAME)
+    optimizer_state = {**optimizer_state, **state["optimizer"]}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=BY_NAME)
 
 
 def _cause(error: BaseException) -> str:
