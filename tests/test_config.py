@@ -204,6 +204,11 @@ def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int,
         (["pipeline_schedule=interleaved"], "pipeline_chunks", "2 chunks at least"),
         (["pipeline_schedule=zero-bubble"], "reshard_after", "choose step, or schedule 1f1b"),
         (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
+        (
+            ["pipeline_parallel_size=16", "pipeline_schedule=interleaved", "pipeline_chunks=2"],
+            "pipeline_parallel_size",
+            "give 4 or fewer",
+        ),
         (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once a step"),
     ],
 )
@@ -215,10 +220,15 @@ def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
     assert rule in found[f"parallel.{key}"]
 
 
-def test_recomputation_and_zero_bubble() -> None:
+def test_what_zero_bubble_cannot_do() -> None:
     settings = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
     load(*settings)
-    assert "would compute the block anew each time" in problems(*settings, "train.recompute=selective")["train.recompute"]
+    for setting, why in {
+        "train.recompute=selective": "would compute the block anew each time",
+        "train.mlp_tile_tokens=100": "would compute each tile anew both times",
+        "train.compile=true": "which compiled blocks allow once",
+    }.items():
+        assert why in problems(*settings, setting)[setting.split("=")[0]]
 
 
 @pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])

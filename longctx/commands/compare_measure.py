@@ -89,6 +89,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     launch = mesh.Launch.read()
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)
+    mesh.check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     groups = join_run(config, launch, device)
     measured = measure(

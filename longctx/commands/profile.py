@@ -70,6 +70,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     settings = [*arguments.overrides, f"context.profile={BASES['cpu']}"]
     config = load(arguments.config, settings, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)
+    mesh.check_device(device, launch.local_world_size)
     base = arguments.base or BASES[device.type]
     HardwareProfile.load(base)
     if not arguments.longest > 0:

@@ -82,12 +82,13 @@ def _prepare(
 
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.data.store import Store
-    from longctx.parallel.mesh import choose_device
+    from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.fit import available_bytes, refuse_too_large
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_head_exchange
 
     device = choose_device(config.train.device, launch.local_rank)
+    check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
     dtype = getattr(torch, config.train.dtype)

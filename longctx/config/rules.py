@@ -89,6 +89,12 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         if config.train.recompute != "none":
             rule = "schedule zero-bubble goes through a block's backward twice, and would compute the block anew each time"
             yield Problem("train.recompute", config.train.recompute, rule, "choose none, or schedule 1f1b", others)
+        if config.train.mlp_tile_tokens is not None:
+            rule = "schedule zero-bubble goes through a block's backward twice, and would compute each tile anew both times"
+            yield Problem("train.mlp_tile_tokens", config.train.mlp_tile_tokens, rule, "leave it out, or choose 1f1b", others)
+        if config.train.compile:
+            rule = "schedule zero-bubble goes through a block's backward twice, which compiled blocks allow once"
+            yield Problem("train.compile", True, rule, "choose false, or schedule 1f1b", others)
     try:
         layers = config.model.sizes().num_hidden_layers
     except ConfigError:
@@ -96,9 +102,10 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if ranks * chunks > layers:
         most = layers // ranks
         if most == 0:
-            fix = f"give {layers} or fewer, or a model of more layers"
+            fix = f"give {max(1, layers // chunks)} or fewer, or a model of more layers"
         else:
-            fix = f"give parallel.pipeline_chunks {most}" + (", with schedule 1f1b" if most == 1 else "")
+            alone = most == 1 and schedule == "interleaved"
+            fix = f"give parallel.pipeline_chunks {most}" + (", with schedule 1f1b" if alone else "")
         rule = f"{ranks} ranks of {chunks} stages need {ranks * chunks} layers at least, and the model has {layers}"
         others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)

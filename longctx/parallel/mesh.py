@@ -135,6 +135,15 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def check_device(device: torch.device, local_processes: int) -> None:
+    """Raises UserError if this node has fewer GPUs than processes that want one each."""
+    if device.type == "cuda" and (seen := torch.cuda.device_count()) < local_processes:
+        raise UserError(
+            f"this node has {local_processes} processes that want a GPU each, and torch {torch.__version__} sees {seen}: start "
+            "fewer, or set train.device to cpu"
+        )
+
+
 def join(
     launch: Launch,
     device: torch.device,
