@@ -70,6 +70,7 @@ def test_peaks_by_name() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5e12
     assert peak_flops("NVIDIA GB200", "bfloat16") == 2500e12
     assert peak_flops("some other device", "bfloat16") is None
+    assert peak_flops("NVIDIA RTX A1000", "bfloat16") is None, "no A100"
 
 
 def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None) -> list[object]:

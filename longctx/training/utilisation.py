@@ -4,6 +4,7 @@ Counted is what a perfect implementation would compute: two operations for every
 inside of each document alone, and twice that again in backward. Recomputation and padding are not counted, so they lower it.
 """
 
+import re
 from collections.abc import Sequence
 
 from longctx.model.presets import ModelShape
@@ -40,6 +41,6 @@ def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """What a device of this name can do in a second; None if it is not in the table."""
     for name, (bfloat16, float32) in PEAK_FLOPS.items():
-        if name in device_name:
+        if re.search(rf"\b{name}\b", device_name):
             return bfloat16 if dtype == "bfloat16" else float32
     return None
