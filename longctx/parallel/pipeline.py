@@ -271,10 +271,7 @@ class _WatchedStage(PipelineStage):
                 yield
 
     def _allocate(self, received: Any, micro_batch: int) -> None:
-        """Gives a micro-batch its buffers; when it is the step's first, all those that torch made are given back."""
-        if micro_batch == 0:
-            for other in received:
-                self._free(received, other)
+        """Gives a micro-batch its buffers."""
         for info in received[micro_batch]:
             if info.source is not None:
                 info.buffer = self.run.hidden(self.device)
@@ -283,6 +280,18 @@ class _WatchedStage(PipelineStage):
         for info in received.get(micro_batch, ()):
             if info.source is not None:
                 info.buffer = info.buffer.new_empty(0)
+
+    def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
+        prepared = super()._prepare_forward_infra(*arguments, **named)
+        for micro_batch in self.args_recv_info:
+            self._free(self.args_recv_info, micro_batch)
+        return prepared
+
+    def _prepare_backward_infra(self, *arguments: Any, **named: Any) -> Any:
+        prepared = super()._prepare_backward_infra(*arguments, **named)
+        for micro_batch in self.grad_recv_info:
+            self._free(self.grad_recv_info, micro_batch)
+        return prepared
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         if not self.is_first:
