@@ -85,7 +85,7 @@ def _prepare(
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.fit import available_bytes, refuse_too_large
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_head_exchange
+    from longctx.training.setup import check_vocabulary
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
@@ -93,7 +93,7 @@ def _prepare(
     shape = config.model.shape(store.tokenizer.vocab_size)
     dtype = getattr(torch, config.train.dtype)
     choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
-    check_head_exchange(config, shape)
+    check_vocabulary(config, shape)
     available = available_bytes(device, launch.local_world_size)
     refuse_too_large(shape, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.

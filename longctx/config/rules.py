@@ -112,7 +112,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
-    """What tensor parallelism cannot share out evenly: heads, and the tokens of a rank."""
+    """What tensor parallelism cannot share out evenly: heads, which head exchange shares further, and the tokens of a rank."""
     size, batch = config.parallel.tensor_parallel_size, config.batch
     try:
         shape = config.model.sizes()
@@ -126,6 +126,8 @@ def _tensor(config: Config) -> Iterator[Problem]:
         )
         fix = f"give {most}, or a multiple of {size} kv heads"
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
+    else:
+        yield from _head_exchange(config, shape.num_key_value_heads // size)
     if size > 1 and config.train.compile:
         rule = "torch.compile cannot trace tensor parallelism over a number of tokens that changes"
         fix = "leave it out, or give tensor_parallel_size 1"
@@ -137,6 +139,16 @@ def _tensor(config: Config) -> Iterator[Problem]:
         fix = f"give {below} or {below + multiple}" if below else f"give {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
+
+
+def _head_exchange(config: Config, kv_heads: int) -> Iterator[Problem]:
+    """Heads of a rank that cannot be shared out as `context.head_exchange` says."""
+    wanted = config.context.head_exchange
+    if wanted != "auto" and (wanted < 1 or kv_heads % wanted):
+        divisors = ", ".join(str(ranks) for ranks in range(1, kv_heads + 1) if kv_heads % ranks == 0)
+        others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
+        rule = f"must divide the {kv_heads} kv heads of a rank"
+        yield Problem("context.head_exchange", wanted, rule, f"give {divisors}, or auto", others)
 
 
 def _train(config: Config) -> Iterator[Problem]:

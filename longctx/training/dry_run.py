@@ -12,7 +12,7 @@ from longctx.parallel.mesh import choose_device
 from longctx.planning.plan import Plan
 from longctx.training.loads import loads
 from longctx.training.memory import estimate
-from longctx.training.setup import check_head_exchange, make_planner
+from longctx.training.setup import check_vocabulary, make_planner
 
 STEPS = 5
 
@@ -53,7 +53,7 @@ def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     shape = config.model.shape(store.tokenizer.vocab_size)
-    check_head_exchange(config, shape)
+    check_vocabulary(config, shape)
     print(
         f"dry run on {ranks} ranks, profile {config.context.profile}\n"
         f"model      {shape.parameters() / 1e9:.3f}B parameters\n"

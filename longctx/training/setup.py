@@ -106,13 +106,20 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
     )
 
 
-def check_head_exchange(config: Config, shape: ModelShape) -> None:
-    """Raises UserError if the kv heads of a rank cannot be shared out as `context.head_exchange` says."""
-    wanted, kv_heads = config.context.head_exchange, shape.num_key_value_heads // config.parallel.tensor_parallel_size
-    if wanted != "auto" and (wanted < 1 or kv_heads % wanted):
-        divisors = ", ".join(str(u) for u in range(1, kv_heads + 1) if kv_heads % u == 0)
+def check_vocabulary(config: Config, shape: ModelShape) -> None:
+    """Raises UserError if tensor parallelism leaves a rank without an entry of the vocabulary."""
+    assert shape.vocab_size is not None
+    ranks, entries = config.parallel.tensor_parallel_size, shape.vocab_size
+
+    def leaves_none(ranks: int) -> bool:
+        return -(-entries // ranks) * (ranks - 1) >= entries
+
+    if leaves_none(ranks):
+        share = -(-entries // ranks)
+        fewer = (n for n in range(ranks, 0, -1) if shape.num_key_value_heads % n == 0 and not leaves_none(n))
         raise UserError(
-            f"context.head_exchange is {wanted}: must divide the {kv_heads} kv heads of a rank: {divisors}, or auto"
+            f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of the {entries} entries of the vocabulary, and none "
+            f"are left for the last: give {next(fewer)}, or model.vocab_size {ranks * share}"
         )
 
 
