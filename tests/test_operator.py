@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from longctx.model.presets import PRESETS
 from longctx.model.rope import rope_tables
 from longctx.model.transformer import Transformer
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.recompute import MODES, apply_recompute
 from longctx.planning.plan import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
@@ -47,21 +49,26 @@ class Counting(Exchange):
         return super().start(*arguments)
 
 
-def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int, int]:
-    """out, dx and dweight of plain and compiled blocks of the model for each micro-batch; graphs and graph breaks."""
+def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Tensor, ...]], int, int, list[int]]:
+    """Of plain and then compiled blocks, for each micro-batch: out, dx and dweight.
+
+    Then graphs, graph breaks, and how often this rank started to exchange, without and with compilation.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     shape = PRESETS["tiny"].model_copy(update={"num_hidden_layers": 6, "vocab_size": 8})
     model = Transformer(shape)
     model.initialize(0)
+    apply_recompute(model, recompute)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    results = []
+    results, starts = [], []
     for compiled in (False, True):
         if compiled:
             compile_blocks(model, backend=counter)
+        Counting.starts = 0
         for case in cases:
             layout = case.layout(dist.get_rank())
-            attention = RingAttention(layout)
+            attention = RingAttention(layout, exchange=Counting)
             positions = torch.cat([torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)])
             tables = rope_tables(positions, shape.head_dim, shape.rope_theta)
             generator = torch.Generator().manual_seed(1)
@@ -71,18 +78,21 @@ def run_compiled(cases: list[Case]) -> tuple[list[tuple[torch.Tensor, ...]], int
                 out = block(out, *tables, attention)
             weight = model.layers[0].self_attn.q_proj.weight
             results.append((out.detach(), *torch.autograd.grad(out.square().mean(), (x, weight))))
-    return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values())
+        starts.append(Counting.starts)
+    return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values()), starts
 
 
-def test_blocks_compile_without_breaks_and_not_again_for_another_layer_or_micro_batch(workers: Workers) -> None:
+@pytest.mark.parametrize("recompute", MODES)
+def test_blocks_compile_without_breaks_and_not_again_for_another_layer_or_micro_batch(workers: Workers, recompute: str) -> None:
     """Whatever the number of documents."""
     cases = [CASE, OTHER, MANY]
-    for results, graphs, breaks in workers.run(run_compiled, 2, cases):
+    for results, graphs, breaks, (plain_starts, compiled_starts) in workers.run(run_compiled, 2, cases, recompute):
         for plain, compiled in zip(results[: len(cases)], results[len(cases) :], strict=True):
             for a, b in zip(plain, compiled, strict=True):
                 torch.testing.assert_close(a, b)
+        assert compiled_starts == plain_starts, "what is kept and what is repeated stays"
         assert breaks == 0
-        assert graphs <= 4  # of six layers and three layouts: layers 0 and 1 have programs of their own
+        assert 1 <= graphs <= 4  # of six layers and three layouts: layers 0 and 1 have programs of their own
 
 
 def run_head_exchange_compiled(cases: list[Case]) -> int:

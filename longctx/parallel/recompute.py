@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -25,16 +26,24 @@ def apply_recompute(
     """
     if mode not in MODES:
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
-    repeat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     for block in model.layers:
         if mlp_tile_tokens is not None:
             mlp = block.get_submodule("mlp")
-            mlp.forward = partial(_in_tiles, partial(repeat, mlp.forward), mlp_tile_tokens)
+            mlp.forward = partial(_in_tiles, _recomputed(mlp.forward, selective=False), mlp_tile_tokens)
         if mode == "none":
             continue
-        contexts = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if mode == "selective" else {}
-        forward = partial(repeat, block.forward, **contexts)
+        forward = _recomputed(block.forward, selective=mode == "selective")
         block.forward = forward if offload is None else partial(offload, forward)
+
+
+def _recomputed(forward: Callable[..., torch.Tensor], *, selective: bool) -> Callable[..., torch.Tensor]:
+    contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if selective else {}
+
+    def recomputed(*arguments: Any) -> torch.Tensor:  # a partial of `checkpoint` is a frame that torch.compile passes over
+        out: torch.Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return out
+
+    return recomputed
 
 
 def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], tokens: int, x: torch.Tensor) -> torch.Tensor:
