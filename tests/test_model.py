@@ -10,7 +10,7 @@ from longctx.attention import reference_attention
 from longctx.config.settings import OptimizerSection
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import rope_tables, rotate
-from longctx.model.transformer import Transformer
+from longctx.model.transformer import Embedding, Transformer
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.optimizer import learning_rate, make_optimizer
 
@@ -160,3 +160,14 @@ def test_norms_do_not_decay() -> None:
     optimizer = make_optimizer(Transformer(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu"))
     decay = {parameter.dim(): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     assert decay == {2: 0.3, 1: 0.0}
+
+
+def test_gradient_of_frequent_entries_in_bfloat16() -> None:
+    """An entry that stands 4,000 times in a text gets the sum of 4,000 gradients, which bfloat16 cannot add up one by one."""
+    embedding = Embedding(5, 8).to(torch.bfloat16)
+    tokens = torch.arange(16_000) % 4
+    gradient = torch.rand(16_000, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    embedding(tokens).backward(gradient)
+    exact = torch.zeros(5, 8).index_add_(0, tokens, gradient.float())
+    torch.testing.assert_close(embedding.weight.grad.float(), exact, rtol=1e-2, atol=0)
+    assert torch.equal(embedding(tokens), F.embedding(tokens, embedding.weight))

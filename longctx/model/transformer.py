@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from longctx.model.presets import ModelShape
@@ -77,6 +78,16 @@ class Block(nn.Module):
         return out
 
 
+class Embedding(nn.Embedding):
+    """torch's, but for bfloat16 on a CPU, where torch adds up the gradient of an entry in bfloat16: it stops growing."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not isinstance(weight, DTensor):
+            return weight.index_select(0, tokens)
+        return super().forward(tokens)
+
+
 class Transformer(nn.Module):
     """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
 
@@ -92,7 +103,7 @@ class Transformer(nn.Module):
         held = range(shape.num_hidden_layers) if layers is None else layers
         has_head = shape.num_hidden_layers - 1 in held
         if 0 in held or (has_head and shape.tie_word_embeddings):
-            self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+            self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList()
         for layer in held:
             self.layers.add_module(str(layer), Block(shape, layer))
