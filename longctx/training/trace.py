@@ -32,7 +32,10 @@ def micro_batch_name(batch: StepBatch, number: int) -> str:
 
 
 class Tracer:
-    """Profiles the steps it is told of, and writes `rank-NNN.json` into a folder after the last one."""
+    """Profiles the steps it is told of, and writes `rank-NNN.json` into a folder after the last one.
+
+    As a context manager it also writes what there is when a run ends within the steps. A run that fails writes nothing.
+    """
 
     def __init__(self, steps: range, folder: Path, rank: int, model: nn.Module) -> None:
         self.steps, self.path, self.model = steps, folder / f"rank-{rank:03d}.json", model
@@ -48,13 +51,21 @@ class Tracer:
 
     def after(self, step: int) -> Path | None:
         """To be called after a step has ended; returns the file if it was written."""
-        if self.running is None or step + 1 in self.steps:
-            return None
+        return None if self.running is None or step + 1 in self.steps else self._write(self.running)
+
+    def __enter__(self) -> "Tracer":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.running is not None and error is None:
+            self._write(self.running)
+
+    def _write(self, running: profile) -> Path:
         for hook in self.hooks:
             hook.remove()
-        self.running.stop()
+        running.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.running.export_chrome_trace(str(self.path))
+        running.export_chrome_trace(str(self.path))
         self.running = None
         return self.path
 

@@ -91,7 +91,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
-        with self.loader, self.log or nullcontext():
+        with self.loader, self.log or nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
                     if self.tracer is not None:
