@@ -1,7 +1,8 @@
 """Offload: the inputs of recomputed blocks lie in host memory from forward to backward.
 
 A block that recomputes keeps its input alone, so this takes nearly all that a model without attention outputs keeps off the
-device. Copies run on a stream of their own, beside the computation, and to pinned memory.
+device. Copies to the host run on a stream of their own, beside the computation, and to pinned memory. Copies back run on the
+stream of the computation when backward asks for them, not ahead, so that it waits for each.
 """
 
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Offload:
 
 
 def _from_host(packed: torch.Tensor | Packed) -> torch.Tensor:
+    """Copies back on the current stream: nothing is fetched before it is needed."""
     if isinstance(packed, torch.Tensor):
         return packed
     device, host, copied = packed
