@@ -63,7 +63,6 @@ MEASURED = {
     ),
     "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
     "heads swapped for tokens": (2, SWAPPED),
-    "split matrices": (2, ["batch.tokens_per_rank=2048", "parallel.tensor_parallel_size=2", "train.recompute=full"]),
     "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
     "pipeline": (
         2,
@@ -120,7 +119,7 @@ RUNS = {
     "recomputation makes offloading possible": (8, ["batch.tokens_per_rank=262144", "data.max_length=262144"]),
     "long rings": (64, ["context.keep_kv=true"]),
     "copies of the weights": (8, ["parallel.shard_ranks=1", "parallel.reshard_after=micro_batch"]),
-    "a pipeline that may not recompute": (8, [*ZERO_BUBBLE, "train.mlp_tile_tokens=2048", "context.two_level_exchange=false"]),
+    "a pipeline that may not recompute": (8, [*ZERO_BUBBLE, "context.two_level_exchange=false"]),
     "split matrices, which exclude tiles": (8, ["parallel.tensor_parallel_size=2", "train.recompute=selective"]),
 }
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from longctx.model.presets import ModelShape
@@ -83,7 +82,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not isinstance(weight, DTensor):
+        split = type(weight.data) is not torch.Tensor  # over ranks, by torch's own rules
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not split:
             return weight.index_select(0, tokens)
         return super().forward(tokens)
 

@@ -118,8 +118,8 @@ def check_vocabulary(config: Config, shape: ModelShape) -> None:
         share = -(-entries // ranks)
         fewer = (n for n in range(ranks, 0, -1) if shape.num_key_value_heads % n == 0 and not leaves_none(n))
         raise UserError(
-            f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and the "
-            f"last gets none: give {next(fewer)}, or model.vocab_size {ranks * share}"
+            f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and so "
+            f"many ranks leave one without any: give {next(fewer)}, or model.vocab_size {ranks * share}"
         )
 
 
