@@ -128,6 +128,14 @@ def test_blocks_are_resharded_after_their_backward(
             assert max(gathered) == expected
 
 
+def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = [*pipeline(2, "zero-bubble", 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
+    settings.append("train.dtype=bfloat16")
+    for unsummed in workers.run(training_cases.unsummed_gradients_in_a_pipeline, 2, store, tmp_path, settings):
+        assert len(unsummed) >= 8
+        assert max(unsummed) == 0
+
+
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
     trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device("meta"), rank=0))

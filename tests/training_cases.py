@@ -268,6 +268,33 @@ def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -
     return gathered
 
 
+def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
+    """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not yet added up in float32."""
+    trainer = start(store, run, settings)
+    assert trainer.pipeline is not None
+    unsummed = []
+
+    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def count(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
+            original(self, *arguments, **named)
+            gradients = (parameter.grad for parameter in self.stage.parameters())
+            unsummed.append(sum(gradient is not None and gradient.dtype == torch.bfloat16 for gradient in gradients))
+
+        return count
+
+    passes = ("backward_one_chunk", "backward_weight_one_chunk")
+    originals = {name: getattr(_WatchedStage, name) for name in passes}
+    for name, original in originals.items():
+        setattr(_WatchedStage, name, watched(original))
+    try:
+        with trainer.loader:
+            trainer.step()
+    finally:
+        for name, original in originals.items():
+            setattr(_WatchedStage, name, original)
+    return unsummed
+
+
 def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
     """How many micro-batches a step has, and for how many this rank has buffers at a time, at most."""
     trainer = start(store, run, settings)

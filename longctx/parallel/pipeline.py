@@ -36,6 +36,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.transformer import Head, Transformer
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.moments import Moment, now, seconds
+from longctx.parallel.sharding import accumulate_gradients
 from longctx.planning.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
@@ -310,6 +311,7 @@ class _WatchedStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass"):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
+            accumulate_gradients(self.stage)
         if not self.is_first:
             self._free(self.args_recv_info, bwd_chunk_id)
         self._free(self.grad_recv_info, bwd_chunk_id)
@@ -317,6 +319,7 @@ class _WatchedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass of weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
+            accumulate_gradients(self.stage)
 
 
 class Clock:

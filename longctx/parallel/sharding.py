@@ -25,10 +25,11 @@ def shard(
 ) -> None:
     """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
 
-    Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. Inputs of
-    blocks are left as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block
-    stay: for its forward and again for its backward, from its forward to its backward, or (with `reduce_gradients`) all step.
-    With `offload_optimizer` weights, gradients and moments stay in host memory, where the optimizer computes.
+    Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
+    norms are summed over tensor ranks in `dtype` if they are reduced in the backward that made them.) Inputs of blocks are left
+    as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block stay: for its
+    forward and again for its backward, from its forward to its backward, or (with `reduce_gradients`) all step. With
+    `offload_optimizer` weights, gradients and moments stay in host memory, where the optimizer computes.
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -48,6 +49,15 @@ def shard(
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def accumulate_gradients(root: nn.Module) -> None:
+    """Adds gradients in the compute dtype to those in float32, where FSDP does not do so: after a backward of weights alone."""
+    for module in sharded_modules(root):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group else ():
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
 
 @torch.no_grad()
