@@ -148,6 +148,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
             "fix:  give 2 or fewer, or a model of more layers",
         ),
         ("parallel.pipeline_chunks=2", "only a pipeline has stages"),
+        ("train.offload_activations=true", "inputs of blocks that recompute, and train.recompute is none"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
         ("steps=3", "an override has the form section.key=value"),
@@ -193,6 +194,8 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
         (["parallel.tensor_parallel_size=2", "train.compile=true"], 2, "train.compile", "give tensor_parallel_size 1"),
         (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "give 500 or 502"),
+        (["parallel.tensor_parallel_size=2", "train.mlp_tile_tokens=64"], 2, "train.mlp_tile_tokens", "split no matrices"),
+        (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "give 3, or leave it out for 6"),
     ],
 )
 def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:

@@ -147,6 +147,17 @@ def test_gradients_in_bfloat16_are_not_scaled_by_a_rounded_factor() -> None:
         assert float(b.double().norm() * 16_421 / a.double().norm()) == pytest.approx(1, abs=1e-3)
 
 
+def test_gradients_of_the_head_are_summed_over_chunks_in_float32() -> None:
+    """200 chunks alike: in bfloat16 the sum stops growing long before the last."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(4, 16).bfloat16().repeat(200, 1), torch.randn(40, 16).bfloat16().requires_grad_()
+    labels = torch.randint(0, 40, (4,)).repeat(200)
+    (chunked,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, labels, chunk_tokens=4), weight)
+    exact = weight.detach().double().requires_grad_()
+    (wanted,) = torch.autograd.grad(F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum"), exact)
+    assert float((chunked.double() - wanted).norm() / wanted.norm()) < 0.01
+
+
 def test_learning_rate() -> None:
     section = OptimizerSection(learning_rate=1.0, min_learning_rate_ratio=0.1, warmup_steps=4)
     rates = [learning_rate(step, 10, section) for step in range(1, 11)]

@@ -236,6 +236,16 @@ def test_resume_if_any(
     assert found == [None, 4]
 
 
+@pytest.mark.parametrize(("when", "later"), [("block", 0), ("micro_batch", 0), ("step", 2)])
+def test_weights_stay_gathered_as_long_as_settings_say(
+    workers: Workers, store: Path, tmp_path: Path, when: str, later: int
+) -> None:
+    settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=750"]
+    for gathered in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
+        assert len(gathered) > 1
+        assert gathered == [0] + [later] * (len(gathered) - 1)
+
+
 def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
     workers.run(train_and_save, 1, store, tmp_path, settings)

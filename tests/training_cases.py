@@ -268,6 +268,22 @@ def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -
     return gathered
 
 
+def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
+    """How many blocks are gathered when each micro-batch of a step begins."""
+    trainer = start(store, run, settings)
+    gathered = []
+    original = trainer._inputs
+
+    def count(batch: Any, number: int) -> Any:
+        gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in trainer.model.layers))
+        return original(batch, number)
+
+    trainer._inputs = count
+    with trainer.loader:
+        trainer.step()
+    return gathered
+
+
 def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not yet added up in float32."""
     trainer = start(store, run, settings)
