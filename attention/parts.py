@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from longctx.attention.copies import copy_to
 from longctx.attention.segments import Segment
 
 
@@ -65,7 +66,7 @@ def gathered_calls(documents: Iterable[Document], device: torch.device | str) ->
         starts = accumulate((part.key_count for part in parts), initial=0)
         segments = tuple(part.segment(start) for part, start in zip(parts, starts, strict=False))
         index = row_index(rows, "cpu")
-        made.append(Call(index.to(device), segments, again=bool(met[index].any())))
+        made.append(Call(copy_to(index, device), segments, again=bool(met[index].any())))
         met[index] = True
     return tuple(made)
 
@@ -74,7 +75,7 @@ def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tens
     """The rows of all ranges as one int64 tensor."""
     if not ranges:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]).to(device)
+    return copy_to(torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]), device)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from itertools import pairwise
 
 import torch
 
+from longctx.attention.copies import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Sequences
 from longctx.attention.segments import Segment, Segments
@@ -228,5 +229,4 @@ def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor | None:
 
 
 def _table(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor on `device`, copied there without waiting for it."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return copy_to(torch.tensor(values, dtype=dtype), device)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from longctx.attention.copies import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
@@ -224,9 +225,7 @@ def _kept_tiles(
     segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
 ) -> Tiles:
     table, covered = tile_table(segments, by_keys, rows, columns)
-    if stream is not None:
-        table = table.pin_memory()
-    return Tiles(table.to(device, non_blocking=True), covered)
+    return Tiles(copy_to(table, device), covered)
 
 
 def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[torch.Tensor, int]:

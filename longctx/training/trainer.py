@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from longctx.attention import RingAttention
+from longctx.attention.copies import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
@@ -180,8 +181,8 @@ class Trainer:
         else:
             micro_batch, name = empty_micro_batch(number, self.mesh.rank), f"micro-batch {number}, empty"
             attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
-        head = partial(cross_entropy_sum, labels=micro_batch.labels.to(device), divisor=max(1, batch.target_tokens))
-        return Inputs(name, micro_batch.tokens.to(device), micro_batch.positions.to(device), attention, head)
+        head = partial(cross_entropy_sum, labels=copy_to(micro_batch.labels, device), divisor=max(1, batch.target_tokens))
+        return Inputs(name, copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device), attention, head)
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Share of the devices' operations that the model needed; None if their peak is not known."""
