@@ -1,8 +1,8 @@
 """A pool of processes for tests over several ranks. Workers are started once and given a fresh process group for every call,
 because starting a process costs a second and making a group milliseconds. After a failure the pool is ended and started anew.
 
-A group that something still refers to goes on waking up a hundred times a second: so garbage is collected after every call,
-and for what caches of DTensor keep (their meshes, and through them groups) workers are replaced after some calls."""
+A group that something still refers to goes on waking up a hundred times a second: so garbage is collected after every call, and
+for what other caches keep workers are replaced after some calls."""
 
 import gc
 import multiprocessing
@@ -25,6 +25,7 @@ CALLS = 20
 def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported needs no look again
@@ -41,6 +42,7 @@ def _serve(connection: Connection) -> None:
             answer = (True, function(*arguments))
             dist.barrier()
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it holds meshes, and the names of groups that were destroyed
             gc.collect()
         except BaseException:
             answer = (False, traceback.format_exc())
