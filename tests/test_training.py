@@ -370,7 +370,7 @@ def test_run_folders_that_cannot_be_used(
     assert "nothing to resume from" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'new'}", "--resume")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    assert "holds a run without a checkpoint: give --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    assert "without a checkpoint: give --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
     (tmp_path / "latest" / "latest").mkdir(parents=True)
     assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
