@@ -87,7 +87,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
 
 CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
 SHAPE = CONFIG.model.shape(128256)
-LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, stages=1, micro_batches=4)
+LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, held=3 * 16384, fullest=3 * 16384, micro_batches=4)
 
 
 def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SHAPE) -> int:

@@ -83,10 +83,9 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             tokens=int(tokens[rank]),
             remote=round(received[rank].sum()),
             sent=round(sent[rank]),
-            stages=plan.stages[number],
-            micro_batches=len(plan.micro_batches),
             held=round(held[rank]),
             fullest=round(received[rank].max()),
+            micro_batches=len(plan.micro_batches),
             swapped=int(swapped[rank]),
         )
 

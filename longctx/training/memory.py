@@ -31,35 +31,19 @@ class Load:
         tokens: rows that the rank holds.
         remote: rows of K and V that it receives from its ring mates, over all exchange stages.
         sent: rows that it sends to them; a row sent to two of them counts twice.
-        stages: exchange stages, as planned.
+        held: remote rows of the neighbouring exchange stages that are under way at once.
+        fullest: remote rows of the stage that has most: so many a kernel works on at a time.
         micro_batches: of the step.
-        held: remote rows of the neighbouring stages that are under way at once; None: two stages of equal size.
-        fullest: remote rows of the stage that has most; None: stages of equal size.
         swapped: rows of documents whose heads are swapped for tokens.
     """
 
     tokens: int
     remote: int
     sent: int
-    stages: int
+    held: int
+    fullest: int
     micro_batches: int
-    held: int | None = None
-    fullest: int | None = None
     swapped: int = 0
-
-    @property
-    def at_once(self) -> float:
-        """Share of the remote rows that is under way at once."""
-        if self.held is None:
-            return min(2, self.stages) / self.stages
-        return self.held / self.remote if self.remote else 0.0
-
-    @property
-    def computed(self) -> float:
-        """Share of the remote rows that kernels work on at a time."""
-        if self.fullest is None:
-            return 1 / self.stages
-        return self.fullest / self.remote if self.remote else 0.0
 
 
 @dataclass(frozen=True)
@@ -418,11 +402,11 @@ class _Step:
         """Bytes of K and V in messages: at most in a forward pass, and in a backward pass with the gradients."""
         if not self.load.remote:
             return 0, 0
-        at_once = self.load.at_once
+        at_once = self.load.held / self.load.remote
         received, sent = self.kv_row * self.load.remote, self.kv_row * self.load.sent
         fetched = 0 if self.config.context.keep_kv else received
         # In backward there are gradients of the rows under way, and what a kernel was given of one stage and made of it.
-        under_way, computed = (fetched + received + sent) * at_once, 2 * received * self.load.computed
+        under_way, computed = (fetched + received + sent) * at_once, 2 * self.kv_row * self.load.fullest
         return round((fetched + sent) * at_once) + self.keys, round(under_way + computed) + self.keys
 
     def _logits(self) -> int:
