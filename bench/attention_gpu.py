@@ -214,7 +214,7 @@ HANGING_S = 60
 def measure_kernel(name: str, sizes: Sizes, device: torch.device, tables: "Tables", deadline: float) -> None:
     """Appends checks and, if what is timed is right, times, until time is over. What tables have already is left out."""
     if not dist.is_initialized():
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch exports it without saying so
+        store = dist.HashStore()
         dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     for case in check_cases(name, sizes, device):
         mask, dtype, head_dim = case

@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 from tests.workers import Workers
 
-pytest.importorskip("transformers")
-
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 NAMES = ["huggingface_ring", "own_trainer"]
 TOLERANCE = 1e-5

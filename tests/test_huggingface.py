@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import masking_utils
 
-from longctx.data.packing import pack_documents
-from longctx.planning.plan import Placement
-from tests.data_cases import placed_plan
-from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from transformers import masking_utils  # noqa: E402  # after importorskip
-
-from longctx.attention.huggingface import (  # noqa: E402  # after importorskip
+from longctx.attention.huggingface import (
     CausalMask,
     HuggingFaceError,
     attend,
@@ -25,7 +18,11 @@ from longctx.attention.huggingface import (  # noqa: E402  # after importorskip
     model_inputs,
     register,
 )
-from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked  # noqa: E402  # after importorskip
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Placement
+from tests.data_cases import placed_plan
+from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked
+from tests.workers import Workers
 
 TOLERANCE = 1e-5
 

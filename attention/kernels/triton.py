@@ -224,6 +224,7 @@ def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, dev
 def _kept_tiles(
     segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
 ) -> Tiles:
+    """`stream`, where the table is copied, tells one kept entry from another."""
     table, covered = tile_table(segments, by_keys, rows, columns)
     return Tiles(copy_to(table, device), covered)
 

@@ -277,21 +277,20 @@ class _WatchedStage(PipelineStage):
             if info.source is not None:
                 info.buffer = self.run.hidden(self.device)
 
-    def _free(self, received: Any, micro_batch: int) -> None:
-        for info in received.get(micro_batch, ()):
-            if info.source is not None:
-                info.buffer = info.buffer.new_empty(0)
+    def _free(self, received: Any, *micro_batches: int) -> None:
+        for micro_batch in micro_batches:
+            for info in received.get(micro_batch, ()):
+                if info.source is not None:
+                    info.buffer = info.buffer.new_empty(0)
 
     def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
         prepared = super()._prepare_forward_infra(*arguments, **named)
-        for micro_batch in self.args_recv_info:
-            self._free(self.args_recv_info, micro_batch)
+        self._free(self.args_recv_info, *self.args_recv_info)
         return prepared
 
     def _prepare_backward_infra(self, *arguments: Any, **named: Any) -> Any:
         prepared = super()._prepare_backward_infra(*arguments, **named)
-        for micro_batch in self.grad_recv_info:
-            self._free(self.grad_recv_info, micro_batch)
+        self._free(self.grad_recv_info, *self.grad_recv_info)
         return prepared
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:

@@ -124,10 +124,11 @@ def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwarePro
 
     parameter_s = known.linear_s_per_token / model.multiplied_parameters
     in_blocks = layers * shape.block_parameters
-    again = 0 if recompute == "none" else in_blocks - layers * shape.hidden_size * shape.intermediate_size
-    computed = in_blocks + again / 3 + head
+    computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
+    if recompute != "none":
+        computed += (in_blocks - layers * shape.hidden_size * shape.intermediate_size) / 3
+        collectives += COLLECTIVES - 1
     hidden_bytes = shape.hidden_size * BFLOAT16
-    collectives = 2 * COLLECTIVES + (0 if recompute == "none" else COLLECTIVES - 1)
     received = layers * collectives * hidden_bytes * (split.tensor - 1) / split.tensor
     linear = parameter_s * computed / split.tensor + received / known.intra_node_bytes_per_s
     if pipeline.ranks > 1:
