@@ -48,7 +48,7 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
         assert row.remote_tokens == max(sum(s.length - s.tokens for s in lay.shards if s.degree > 1) for lay in layouts)
         assert row.remote_kv_bytes == 100 * row.remote_tokens
         assert row.tight_bound_s == tight_bound_s(plan)
-        assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 > 0
+        assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 >= 0
     assert rows["static"].speedup == 1
     static, auto = rows["static"].makespan_s, rows["auto"].makespan_s
     assert static is not None and auto is not None and rows["auto"].speedup == static / auto >= 1
