@@ -361,6 +361,15 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
+def test_the_exchange_that_is_measured_is_the_one_that_is_predicted(workers: Workers) -> None:
+    """Two nodes of two ranks: rows cross the network once a node and go on inside it, or straight if the settings say so."""
+    given, hops, levels = map(list, zip(*workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], []), strict=True))
+    assert given == [{2}] * 4 and levels == [2] * 4
+    assert set.union(*hops) == {1, 2}
+    straight = workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], ["context.two_level_exchange=false"])
+    assert straight == [({None}, {1}, 1)] * 4
+
+
 def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a folder" in refusal(capsys, "--out", str(tmp_path))
     assert "there is no folder" in refusal(capsys, "--out", str(tmp_path / "none" / "my.yaml"))

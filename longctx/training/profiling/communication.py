@@ -60,7 +60,9 @@ class Nodes:
 def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
     """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
 
-    Every rank sends and receives at once, as in ring attention. latency_s is that of one message of every layer and pass.
+    Every rank sends and receives at once, as in ring attention. Bandwidth is what one more byte costs among messages that are
+    long enough to tell, as buffers on the way take short ones faster than a link does. latency_s is what the shortest message
+    takes, times layers and passes.
     """
     links = {}
     if nodes.per_node > 1:
@@ -69,21 +71,21 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
     width = 2 * rig.kv_heads * rig.shape.head_dim
     most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
+    rows = [max(1, most // part) for part in (4096, 16, 4, 1)]
+    sizes = [count * width * rig.dtype.itemsize for count in rows]
     found, latencies = [], []
     for name, (after, before) in links.items():
-        rows = [max(1, most // part) for part in (4096, 256, 16, 4, 1)]
-        sizes = [count * width * rig.dtype.itemsize for count in rows]
-        timings = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
-        seconds = [timing.seconds / MESSAGES for timing in timings]
-        line = fit_line(sizes, seconds)
-        latencies.append((line.intercept, line.residual))
-        points = [{"link": name, "bytes": size, "seconds": time} for size, time in zip(sizes, seconds, strict=True)]
-        how = f"messages of {sizes[0]:,} to {sizes[-1]:,} bytes, all ranks at once"
+        shortest, *others = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
+        line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
+        latencies.append((shortest.seconds / MESSAGES, shortest.spread))
+        timings = zip(sizes, (shortest, *others), strict=True)
+        points = [{"link": name, "bytes": size, "seconds": timing.seconds / MESSAGES} for size, timing in timings]
+        how = f"messages of {sizes[1]:,} to {sizes[-1]:,} bytes, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
-    latency, residual = max(latencies)
+    latency, spread = max(latencies)
     passes = rig.shape.num_hidden_layers * (rig.fetches + 1)
-    how = f"{latency * 1e6:,.0f} µs a message × {passes} (layers × passes)"
-    return [*found, Measurement({"latency_s": latency * passes}, how, residual)]
+    how = f"{latency * 1e6:,.0f} µs a message of {sizes[0]:,} bytes × {passes} (layers × passes)"
+    return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
 def _messages(rig: Rig, rows: int, width: int, after: int, before: int) -> Callable[[], None]:
