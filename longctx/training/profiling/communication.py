@@ -22,6 +22,8 @@ LEAST_BYTES = 1 << 20
 """The largest message has at least so many bytes, or its time would say little of bandwidth."""
 MESSAGES = 5
 """So many messages are timed together, one after the other, so that the common start weighs less."""
+PEERS = 7
+"""So many peers that a rank exchanges with at once tell what more would."""
 LEAST_ROWS = 64
 MOST_LENGTHS = 4
 WIDEST_RING = 8
@@ -47,24 +49,26 @@ class Nodes:
             )
         return cls(mesh.ranks, held[0])
 
-    def neighbours(self, rank: int) -> tuple[int, int]:
-        """The rank to send to and the one to receive from inside the node, all ranks doing so at once."""
-        first = rank - rank % self.per_node
-        return first + (rank + 1) % self.per_node, first + (rank - 1) % self.per_node
+    def neighbours(self, rank: int) -> list[tuple[int, int]]:
+        """Inside the node, up to PEERS ranks to send to and as many to receive from, all ranks doing so at once."""
+        first, place = rank - rank % self.per_node, rank % self.per_node
+        shifts = range(1, min(PEERS, self.per_node - 1) + 1)
+        return [(first + (place + i) % self.per_node, first + (place - i) % self.per_node) for i in shifts]
 
-    def counterparts(self, rank: int) -> tuple[int, int]:
-        """The same across nodes: the ranks at this place on the next node and on the one before."""
-        return (rank + self.per_node) % self.ranks, (rank - self.per_node) % self.ranks
+    def counterparts(self, rank: int) -> list[tuple[int, int]]:
+        """The same across nodes: the ranks at this place on other nodes."""
+        shifts = range(self.per_node, min(PEERS * self.per_node, self.ranks - self.per_node) + 1, self.per_node)
+        return [((rank + i) % self.ranks, (rank - i) % self.ranks) for i in shifts]
 
 
 def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
     """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
 
-    Every rank sends and receives at once, as in ring attention. Bandwidth is what one more byte costs among messages that are
-    long enough to tell, as buffers on the way take short ones faster than a link does. latency_s is what the shortest message
-    takes, times layers and passes.
+    Every rank exchanges with several others at once, as in ring attention: links may carry less then. Bandwidth is what one
+    more byte costs among messages that are long enough to tell, as buffers on the way take short ones faster than a link does.
+    latency_s is what the shortest message takes, times layers and passes.
     """
-    links = {}
+    links: dict[str, list[tuple[int, int]]] = {}
     if nodes.per_node > 1:
         links["intra_node_bytes_per_s"] = nodes.neighbours(rig.mesh.rank)
     if nodes.per_node < nodes.ranks:
@@ -74,27 +78,31 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
     rows = [max(1, most // part) for part in (4096, 16, 4, 1)]
     sizes = [count * width * rig.dtype.itemsize for count in rows]
     found, latencies = [], []
-    for name, (after, before) in links.items():
-        shortest, *others = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
+    for name, peers in links.items():
+        shortest, *others = rig.time(*(_messages(rig, count, width, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
         timings = zip(sizes, (shortest, *others), strict=True)
         points = [{"link": name, "bytes": size, "seconds": timing.seconds / MESSAGES} for size, timing in timings]
-        how = f"messages of {sizes[1]:,} to {sizes[-1]:,} bytes, all ranks at once"
+        how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
     latency, spread = max(latencies)
     passes = rig.shape.num_hidden_layers * (rig.fetches + 1)
-    how = f"{latency * 1e6:,.0f} µs a message of {sizes[0]:,} bytes × {passes} (layers × passes)"
+    how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
     return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
-def _messages(rig: Rig, rows: int, width: int, after: int, before: int) -> Callable[[], None]:
+def _messages(rig: Rig, rows: int, width: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
+    """So many rows to the first of each pair of `peers` together, and as many from the second ones."""
     exchange = Exchange(rig.mesh.exchange, "longctx profile")
     outgoing, incoming = (torch.zeros(rows, width, dtype=rig.dtype, device=rig.mesh.device) for _ in range(2))
+    shares = [len(part) for part in outgoing.tensor_split(len(peers))]
+    sends = list(zip((after for after, _ in peers), outgoing.split(shares), strict=True))
+    receives = list(zip((before for _, before in peers), shares, strict=True))
 
     def run() -> None:
         for _ in range(MESSAGES):
-            exchange.start([(after, outgoing)], incoming, [(before, rows)]).wait()
+            exchange.start(sends, incoming, receives).wait()
 
     return run
 
