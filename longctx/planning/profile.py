@@ -50,7 +50,7 @@ class HardwareProfile:
     overlap: float
     launch_s: float
     step_s: float
-    exchange_levels: int = 1
+    exchange_levels: int = 2
 
     def __post_init__(self) -> None:
         problems = []
