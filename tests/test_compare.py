@@ -13,14 +13,25 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
+from longctx.config import load
 from longctx.data.sampler import Sampler
 from longctx.planning.baselines import plan_fixed_static
 from longctx.planning.bound import tight_bound_s
 from longctx.planning.mixes import load_mix
 from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.report.compare import COLUMNS, PLANNERS, Case, Row, compare_case, cut, mean_rows, static_curve
+from longctx.planning.profile import HardwareProfile, shipped_profiles
+from longctx.report.compare import (
+    COLUMNS,
+    PLANNERS,
+    Case,
+    Row,
+    compare_case,
+    cut,
+    mean_rows,
+    over_fixed_without_barriers,
+    static_curve,
+)
 from longctx.report.compare_steps import Source, file_source, make_cases, steps_drawn, sweeps
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -78,6 +89,25 @@ def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
             shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
             assert all(share is not None and share >= -1e-12 for share in shares)
             assert sum(share or 0 for share in shares) == pytest.approx(1)
+
+
+def test_plans_exchange_as_training_does_by_default() -> None:
+    """In two levels: compared in one, static degrees across nodes would be slower than what anybody trains with."""
+    assert load(None, []).context.two_level_exchange
+    assert {HardwareProfile.load(name).exchange_levels for name in shipped_profiles()} == {2}
+
+
+def test_without_barriers_the_groups_of_fixed_static_wait_for_none_but_the_last() -> None:
+    """Two groups and two micro-batches: with barriers the longer of each counts, without them the longer sum."""
+    lengths = (1000, 8000, 8192, 500)
+    alone = {length: make_plan((length,), ranks=1, tokens_per_rank=8192, profile=H100) for length in lengths}
+    busy = {length: plan.makespan_s - H100.step_s - H100.launch_s for length, plan in alone.items()}
+    rows = compare_case(Case(lengths, 2, 8192), H100, ("auto", "fixed-static")).rows
+    fixed = H100.step_s + 2 * H100.launch_s
+    assert rows[1].makespan_s == pytest.approx(fixed + busy[8000] + busy[8192])
+    assert rows[1].no_barrier_s == pytest.approx(fixed + busy[1000] + busy[8192])
+    assert rows[0].makespan_s is not None and rows[1].no_barrier_s is not None
+    assert over_fixed_without_barriers(rows) == rows[1].no_barrier_s / rows[0].makespan_s
 
 
 def test_the_curve_holds_the_degrees_that_fit() -> None:

@@ -18,7 +18,7 @@ from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_
 from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.planning.baselines.fixed_static import fixed_degree
 from longctx.planning.bound import tight_bound_s, unavoidable_gap
-from longctx.planning.cost import score
+from longctx.planning.cost import NANOSECONDS, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
@@ -64,6 +64,8 @@ class Row:
     Attributes:
         speedup_over_fixed: time of the fixed static plan over this one's; None without a fixed static plan.
         speedup_over_best_static: time of the step's best static plan, sought among all degrees, over this one's.
+        no_barrier_s: time if ranks waited for each other at the end of the step alone. Of fixed static it is exact, as its
+            groups never change, and reached where no micro-batch gathers or reduces weights; other plans take longer.
         tight_bound_s: no plan of these documents is faster; at least the lower bound.
         unavoidable_gap: how far that is above the lower bound: the part of `gap` that no plan can avoid.
         exchange_share: ranks wait for K and V that attention could not hide.
@@ -89,6 +91,7 @@ class Row:
     lower_bound_s: float | None = None
     speedup_over_fixed: float | None = None
     speedup_over_best_static: float | None = None
+    no_barrier_s: float | None = None
     tight_bound_s: float | None = None
     gap: float | None = None
     unavoidable_gap: float | None = None
@@ -227,6 +230,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
         "lower_bound_s": plan.lower_bound_s,
+        "no_barrier_s": (times.step_ns + len(times.time) * times.launch_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
         "tight_bound_s": tight_s,
         **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
         "gap": plan.gap,
@@ -269,8 +273,8 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 DESCRIPTION = ("documents", "tokens", "longest")
 MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
 FIGURES = (
-    *("makespan_s", "lower_bound_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share", "idle_share"),
-    *("fixed_share", "padding_share", "planning_ms"),
+    *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
+    *("idle_share", "fixed_share", "padding_share", "planning_ms"),
 )
 
 
@@ -290,6 +294,13 @@ def _mean(rows: list[Row]) -> Row:
         speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
         values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
     return Row(**values)
+
+
+def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
+    """Speedup of auto over fixed static if that one's groups need not wait for each other between micro-batches."""
+    by = {row.planner: row for row in rows}
+    auto, fixed = by["auto"].makespan_s, by["fixed-static"].no_barrier_s
+    return None if auto is None or fixed is None else fixed / auto
 
 
 def degree_of(row: Row) -> str:

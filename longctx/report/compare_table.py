@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from longctx.report.compare import PLANNERS, SPEEDUPS, TITLES, Row, degree_of, gibibytes
+from longctx.report.compare import PLANNERS, SPEEDUPS, TITLES, Row, degree_of, gibibytes, over_fixed_without_barriers
 
 OVER = {
     "speedup_over_fixed": "speedup over fixed static, one degree for all steps",
@@ -43,6 +43,11 @@ def _captions(rows: Sequence[Row]) -> list[str]:
         "fixed static: the degree in brackets for all steps, documents packed as they come; best static: the best degree of "
         "every step, which no trainer knows beforehand",
     ]
+    if (free := over_fixed_without_barriers(rows)) is not None:
+        lines.append(
+            f"auto is {_times(free)} as fast as fixed static if its groups wait for each other at the end of a step alone: "
+            "where every rank keeps all weights for the step"
+        )
     if any(row.remote_kv_bytes is not None for row in rows):
         lines.append(
             "K and V: bfloat16, forward; backward holds as many bytes of gradients beside them, context.keep_kv all layers"
