@@ -624,21 +624,17 @@ def efficiency(rows: Sequence[Row], sizes: Sizes, device: torch.device, layers: 
         name = library if isinstance(library, str) else library.name
     times = []
     for row in rows:
-        length = row.tokens * row.degree // row.documents
-        segment = length if row.degree == 1 else length // (2 * row.degree)
-        times.append(
-            AttentionTime(segment, row.documents * length**2 / row.degree, (row.forward_ring + row.backward_ring) * layers)
-            if row.kernel == name
-            else None
-        )
-    measured = [time for time in times if time is not None]
-    if not measured:
-        return f"# no efficiency table: kernel {name}, which auto chooses, was not measured"
-    fit = fit_attention(measured)
-    table = ", ".join(f"[{segment}, {share:.3f}]" for segment, share in fit.efficiency)
+        if row.kernel == name:
+            length, both = row.tokens * row.degree // row.documents, row.forward_ring + row.backward_ring
+            times.append(AttentionTime(length, row.degree, both * layers / row.documents))
+    if not any(time.degree == 1 for time in times):
+        return f"# no efficiency table: whole documents with kernel {name}, which auto chooses, were not measured"
+    fit = fit_attention(times)
+    table = ", ".join(f"[{length}, {share:.3f}]" for length, share in fit.efficiency)
+    penalty = "" if fit.split_penalty is None else f"\nattention_split_penalty: {fit.split_penalty:.3g}"
     return (
         f"# {name}, {layers} layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype}; forward and backward once each\n"
-        f"attention_s_per_token2: {fit.s_per_token2:.4g}\nattention_efficiency: [{table}]"
+        f"attention_s_per_token2: {fit.s_per_token2:.4g}\nattention_efficiency: [{table}]{penalty}"
     )
 
 

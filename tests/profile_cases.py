@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,21 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
         longest_s=0.02,
     )
     return measured.to_json(), measured.to_yaml()
+
+
+def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int | None], set[int], int]:
+    """What measuring gave RingAttention as `ranks_per_node`, how often a message went on, and the profile's exchange levels."""
+    given, hops = set(), set()
+
+    class Watched(RingAttention):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            given.add(options["ranks_per_node"])
+            hops.update(len(stage.hops) for stage in self.schedule.stages)
+
+    with mock.patch("longctx.training.profiling.rig.RingAttention", Watched):
+        content, _ = measure_profile(local_ranks, settings)
+    return given, hops, content["exchange_levels"]
 
 
 def find_nodes(local_ranks: list[int]) -> str:

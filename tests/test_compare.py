@@ -65,7 +65,7 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
         assert row.remote_tokens == max(sum(s.length - s.tokens for s in lay.shards if s.degree > 1) for lay in layouts)
         assert row.remote_kv_bytes == 100 * row.remote_tokens
         assert row.tight_bound_s == tight_bound_s(plan)
-        assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 > 0
+        assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 >= 0
     fixed, static, auto = (rows[planner].makespan_s for planner in ("fixed-static", "static", "auto"))
     assert fixed is not None and static is not None and auto is not None
     assert rows["fixed-static"].speedup_over_fixed == rows["static"].speedup_over_best_static == 1
@@ -308,8 +308,9 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
     assert "32 documents of" in parsed.text and "1 step drawn" in parsed.text
     fixed = plan_fixed_static(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, degree=1)
     static = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, mode="static")
+    degree = static.winner.removeprefix("static:")
     first = f"{fixed.makespan_s / auto.makespan_s:.2f}×auto over fixed static: degree 1 for all steps"
-    second = f"{static.makespan_s / auto.makespan_s:.2f}×auto over the best static degree of every step (degree 2)"
+    second = f"{static.makespan_s / auto.makespan_s:.2f}×auto over the best static degree of every step (degree {degree})"
     assert 0 < parsed.text.index(first) < parsed.text.index(second), "the first figure that a reader meets is over fixed static"
     assert parsed.text.index("Speedup of every way of planning over fixed static") < parsed.text.index(
         "Speedup over the best static"

@@ -28,7 +28,7 @@ def plain_efficiency(profile: HardwareProfile, segment: Fraction) -> float:
 
 
 def plain_attention_s(profile: HardwareProfile, length: int, degree: int) -> float:
-    chunk = Fraction(length) if degree == 1 else Fraction(length, 2 * degree)
+    chunk = length / (1 + Fraction(profile.attention_split_penalty) * (degree - 1))
     return profile.attention_s_per_token2 * length**2 / degree / plain_efficiency(profile, chunk)
 
 
@@ -105,10 +105,11 @@ def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget
 
 
 def test_a_worked_example() -> None:
-    """Two ranks, one document of 8192 on both: 4096 each; chunks of 2048 run at 85 %; exchange hides behind attention."""
+    """Two ranks, one document of 8192 on both: 4096 each; as efficient as a whole one of 8192 / 1.3, between the points of
+    2048 (85 %) and 8192 (100 %); the exchange hides behind attention."""
     a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
     result = score(H100, np.array([8192]), a, 2)
-    attention = 2.04e-9 * 8192**2 / 2 / 0.85
+    attention = 2.04e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
     assert result.makespan_ns == pytest.approx((0.3 + 0.05 + 8.9e-5 * 4096 + attention) * 1e9, abs=5)
     assert result.exposed_share == result.idle_share == 0
 
@@ -132,8 +133,10 @@ def test_log2(x: float) -> None:
 
 def test_efficiency_of_one_point_and_beyond_the_ends() -> None:
     flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((100, 0.5),)})
-    assert efficiency(flat, np.array([1.0, 1e6])).tolist() == [0.5, 0.5]
-    assert efficiency(H100, np.array([1.0, 64.0, 512.0, 8192.0, 1e6])).tolist() == pytest.approx([0.25, 0.25, 0.6, 1, 1])
+    assert efficiency(flat.attention_efficiency, np.array([1.0, 1e6])).tolist() == [0.5, 0.5]
+    assert efficiency(H100.attention_efficiency, np.array([1.0, 64.0, 512.0, 8192.0, 1e6])).tolist() == pytest.approx(
+        [0.25, 0.25, 0.6, 1, 1]
+    )
 
 
 def test_attention_does_not_fall_when_a_document_is_split_further() -> None:

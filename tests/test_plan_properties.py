@@ -37,6 +37,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         launch_s=draw(st.sampled_from([0.0, 0.05, 3.0])),
         step_s=draw(st.sampled_from([0.0, 0.3])),
         exchange_levels=draw(st.sampled_from([1, 1, 2])),
+        attention_split_penalty=draw(st.sampled_from([0.0, 0.3, 1.7])),
     )
 
 

@@ -8,9 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from longctx.planning.cost import as_long_as, efficiency
 from longctx.planning.least_squares import nonnegative_least_squares
+from longctx.planning.profile import EfficiencyTable
 
 OVERLAP_STEPS = 1000
+SPLIT_PENALTY_STEPS, MOST_SPLIT_PENALTY = 400, 4.0
+"""Penalties that are tried: with the greatest, a ring of 8 is as efficient as a whole document of a 29th of the length."""
 
 
 @dataclass(frozen=True)
@@ -38,43 +44,56 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """What a rank needed for its part of a document: `seconds` for `pairs` = length² / degree at that `segment` length.
+    """What each rank needed for its part of a document of `length` tokens at that `degree`."""
 
-    segment: the length at degree 1, length / (2 · degree) above, as in the cost model.
-    """
-
-    segment: int
-    pairs: float
+    length: int
+    degree: int
     seconds: float
+
+    @property
+    def pairs(self) -> float:
+        """What time grows with: length² / degree, in tokens²."""
+        return self.length**2 / self.degree
 
 
 @dataclass(frozen=True)
 class AttentionFit:
+    """`split_penalty` is None where no document was split. Residuals: of whole documents, and of split ones."""
+
     s_per_token2: float
-    efficiency: tuple[tuple[int, float], ...]
+    efficiency: EfficiencyTable
     residual: float
+    split_penalty: float | None
+    split_residual: float
 
 
 def fit_attention(times: Sequence[AttentionTime]) -> AttentionFit:
-    """Seconds per token² at the longest segment, and the efficiency of shorter ones, which never falls with length.
+    """Seconds per token² of the longest whole document, the efficiency of shorter ones, and what splitting costs.
 
-    Several times at one segment (a whole document, a part of a ring) are averaged geometrically: the model has one table for
-    both. A segment that was measured faster than a longer one counts as equally fast, so the longest, which take most of the
-    time, are met exactly.
+    Whole documents alone make the table, so that they are met exactly, as far as they allow a table that never falls with the
+    length: one that was measured faster than a longer one counts as equally fast. The split penalty is the one under which the
+    table meets the split documents best. There must be a whole document.
     """
-    rates: dict[int, list[float]] = {}
-    for time in times:
-        rates.setdefault(time.segment, []).append(time.seconds / time.pairs)
+    whole = {time.length: time for time in times if time.degree == 1}
     slowest, table = 0.0, []
-    s_per_token2 = 0.0
-    for segment in sorted(rates, reverse=True):
-        rate = math.exp(math.fsum(map(math.log, rates[segment])) / len(rates[segment]))
-        s_per_token2 = s_per_token2 or rate
-        slowest = max(slowest, rate)
-        table.append((segment, s_per_token2 / slowest))
-    efficiency = dict(table)
-    modelled = [s_per_token2 * time.pairs / efficiency[time.segment] for time in times]
-    return AttentionFit(s_per_token2, tuple(reversed(table)), _residual(modelled, [time.seconds for time in times]))
+    s_per_token2 = whole[max(whole)].seconds / whole[max(whole)].pairs
+    for length in sorted(whole, reverse=True):
+        slowest = max(slowest, whole[length].seconds / whole[length].pairs)
+        table.append((length, s_per_token2 / slowest))
+    efficiencies = tuple(reversed(table))
+
+    def residual(chosen: Sequence[AttentionTime], penalty: float) -> float:
+        lengths, degrees = (np.array([getattr(time, name) for time in chosen], float) for name in ("length", "degree"))
+        found = efficiency(efficiencies, as_long_as(lengths, degrees, penalty)).tolist()
+        modelled = [s_per_token2 * time.pairs / share for time, share in zip(chosen, found, strict=True)]
+        return _residual(modelled, [time.seconds for time in chosen])
+
+    split = [time for time in times if time.degree > 1]
+    steps = range(SPLIT_PENALTY_STEPS + 1) if split else ()
+    candidates = ((residual(split, MOST_SPLIT_PENALTY * i / SPLIT_PENALTY_STEPS), i) for i in steps)
+    split_residual, best = min(candidates, default=(0.0, None))
+    penalty = None if best is None else MOST_SPLIT_PENALTY * best / SPLIT_PENALTY_STEPS
+    return AttentionFit(s_per_token2, efficiencies, residual(list(whole.values()), 0.0), penalty, split_residual)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.profile import EfficiencyTable, HardwareProfile
 
 Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000
@@ -26,16 +26,26 @@ def nanoseconds(seconds: float) -> int:
     return math.ceil(seconds * NANOSECONDS)
 
 
-def efficiency(profile: HardwareProfile, segment: Floats) -> Floats:
-    """Efficiency of the attention kernel on segments of that many tokens: linear in log2 between the points of the table."""
-    tokens = log2(np.array([row[0] for row in profile.attention_efficiency], dtype=np.float64))
-    values = np.array([row[1] for row in profile.attention_efficiency], dtype=np.float64)
-    if len(tokens) == 1:
-        return np.full(np.shape(segment), values[0])
-    x = np.clip(log2(segment), tokens[0], tokens[-1])
-    i = np.clip(np.searchsorted(tokens, x, side="right") - 1, 0, len(tokens) - 2)
-    share = (x - tokens[i]) / (tokens[i + 1] - tokens[i])
+def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
+    """Efficiency of the attention kernel on documents of that many tokens: linear in log2 between the points of the table."""
+    points = log2(np.array([row[0] for row in table], dtype=np.float64))
+    values = np.array([row[1] for row in table], dtype=np.float64)
+    if len(points) == 1:
+        return np.full(np.shape(tokens), values[0])
+    x = np.clip(log2(tokens), points[0], points[-1])
+    i = np.clip(np.searchsorted(points, x, side="right") - 1, 0, len(points) - 2)
+    share = (x - points[i]) / (points[i + 1] - points[i])
     result: Floats = values[i] * (1 - share) + values[i + 1] * share
+    return result
+
+
+def as_long_as(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
+    """Length of the whole document that attention on split ones is as efficient as: s / (1 + κ (d - 1)).
+
+    A ring's calls are a chunk of queries by many keys. So they lose far less than a document as short as the chunk would, and
+    κ, the split penalty, is near 0 for kernels that fill the device with few queries, and near 1 for others.
+    """
+    result: Floats = lengths / (1 + split_penalty * (degrees - 1))
     return result
 
 
@@ -60,8 +70,8 @@ def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers)
 def _attention(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
     """Nanoseconds over the whole ring, unrounded."""
     s = lengths.astype(np.float64)
-    chunk = np.where(degrees == 1, s, s / (2 * degrees))
-    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile, chunk)
+    whole = as_long_as(s, degrees.astype(np.float64), profile.attention_split_penalty)
+    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile.attention_efficiency, whole)
     return result
 
 

@@ -15,6 +15,9 @@ from longctx.safe_yaml import SafeLoader
 SHIPPED = Path(__file__).parent / "profiles"
 
 
+EfficiencyTable = tuple[tuple[int, float], ...]
+
+
 class ProfileError(UserError):
     """A hardware profile with missing, unknown or impossible constants."""
 
@@ -26,8 +29,10 @@ class HardwareProfile:
     Attributes:
         linear_s_per_token: time of everything but attention, per token.
         attention_s_per_token2: time of causal attention over a document of s tokens, divided by s², at efficiency 1.
-        attention_efficiency: (segment tokens, efficiency in (0, 1]) in ascending order; linear in log2(tokens) between
-            the points, clamped at both ends, and never falling.
+        attention_efficiency: (tokens of a whole document, efficiency in (0, 1]) in ascending order; linear in log2(tokens)
+            between the points, clamped at both ends, and never falling.
+        attention_split_penalty: κ ≥ 0: attention on a document of s tokens at degree d is as efficient as on a whole one of
+            s / (1 + κ (d - 1)) tokens.
         kv_bytes_per_token: bytes of K and V exchanged per token, all layers and all three passes.
         intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth of one rank inside its node and across nodes.
         ranks_per_node: how many consecutive ranks of the domain share a node.
@@ -41,7 +46,7 @@ class HardwareProfile:
 
     linear_s_per_token: float
     attention_s_per_token2: float
-    attention_efficiency: tuple[tuple[int, float], ...]
+    attention_efficiency: EfficiencyTable
     kv_bytes_per_token: float
     intra_node_bytes_per_s: float
     inter_node_bytes_per_s: float
@@ -51,6 +56,7 @@ class HardwareProfile:
     launch_s: float
     step_s: float
     exchange_levels: int = 2
+    attention_split_penalty: float = 0.3
 
     def __post_init__(self) -> None:
         problems = []
@@ -65,7 +71,7 @@ class HardwareProfile:
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 problems.append(f"{name} is {value!r}: must be a positive number")
-        for name in ("latency_s", "launch_s", "step_s"):
+        for name in ("latency_s", "launch_s", "step_s", "attention_split_penalty"):
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 problems.append(f"{name} is {value!r}: must be a number ≥ 0")

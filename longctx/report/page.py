@@ -235,7 +235,8 @@ def _method(c: Comparison) -> str:
 <p>Every way of planning gets the same documents, ranks and token budget, and its plan is checked: each document stands in one
 micro-batch, and no rank holds more tokens than the budget. All plans are then scored by one cost model, with attention a ring
 exchange that is hidden behind attention as far as the profile says, whatever the system would use itself:</p>
-<pre>rank       = linear · tokens + Σ attention · s² / degree / efficiency(chunk) + max(0, exchange − overlap · attention)
+<pre>rank       = linear · tokens + Σ attention · s² / degree / efficiency(s / (1 + penalty · (degree − 1)))
+             + max(0, exchange − overlap · attention)
 exchange   = latency + max(bytes inside the node / bandwidth, bytes across nodes / bandwidth)
 step       = fixed + Σ over micro-batches (launch + slowest rank)
 lower      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.schedule import Schedule
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
+from longctx.planning.assignment import Assignment
 from longctx.planning.calibrate import OverlapTime, fit_line, fit_overlap
-from longctx.planning.cost import NANOSECONDS, attention_ns, mate_ns, nanoseconds
+from longctx.planning.cost import NANOSECONDS, attention_ns, exchange_ns
 from longctx.planning.layout import Layout
 from longctx.planning.profile import HardwareProfile
 from longctx.training.profiling.computation import Silent, attention_passes
@@ -60,7 +60,9 @@ class Nodes:
 def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
     """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
 
-    Every rank sends and receives at once, as in ring attention. latency_s is that of one message of every layer and pass.
+    Every rank sends and receives at once, as in ring attention. Bandwidth is what one more byte costs among messages that are
+    long enough to tell, as buffers on the way take short ones faster than a link does. latency_s is what the shortest message
+    takes, times layers and passes.
     """
     links = {}
     if nodes.per_node > 1:
@@ -69,21 +71,21 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
     width = 2 * rig.kv_heads * rig.shape.head_dim
     most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
+    rows = [max(1, most // part) for part in (4096, 16, 4, 1)]
+    sizes = [count * width * rig.dtype.itemsize for count in rows]
     found, latencies = [], []
     for name, (after, before) in links.items():
-        rows = [max(1, most // part) for part in (4096, 256, 16, 4, 1)]
-        sizes = [count * width * rig.dtype.itemsize for count in rows]
-        timings = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
-        seconds = [timing.seconds / MESSAGES for timing in timings]
-        line = fit_line(sizes, seconds)
-        latencies.append((line.intercept, line.residual))
-        points = [{"link": name, "bytes": size, "seconds": time} for size, time in zip(sizes, seconds, strict=True)]
-        how = f"messages of {sizes[0]:,} to {sizes[-1]:,} bytes, all ranks at once"
+        shortest, *others = rig.time(*(_messages(rig, count, width, after, before) for count in rows))
+        line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
+        latencies.append((shortest.seconds / MESSAGES, shortest.spread))
+        timings = zip(sizes, (shortest, *others), strict=True)
+        points = [{"link": name, "bytes": size, "seconds": timing.seconds / MESSAGES} for size, timing in timings]
+        how = f"messages of {sizes[1]:,} to {sizes[-1]:,} bytes, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
-    latency, residual = max(latencies)
+    latency, spread = max(latencies)
     passes = rig.shape.num_hidden_layers * (rig.fetches + 1)
-    how = f"{latency * 1e6:,.0f} µs a message × {passes} (layers × passes)"
-    return [*found, Measurement({"latency_s": latency * passes}, how, residual)]
+    how = f"{latency * 1e6:,.0f} µs a message of {sizes[0]:,} bytes × {passes} (layers × passes)"
+    return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
 def _messages(rig: Rig, rows: int, width: int, after: int, before: int) -> Callable[[], None]:
@@ -100,29 +102,30 @@ def _messages(rig: Rig, rows: int, width: int, after: int, before: int) -> Calla
 def measure_overlap(rig: Rig, nodes: Nodes, profile: HardwareProfile) -> Measurement:
     """overlap: ring attention as training runs it, against the same without messages and the same messages alone.
 
-    The rings lie inside nodes if those hold several ranks. Lengths are those at which the exchange matters: where it takes at
-    least a quarter of the time of attention, by what was measured before; else the shortest.
+    Rings inside nodes, and rings across nodes, as far as there are both. Lengths are those at which the exchange matters: where
+    it takes at least a quarter of the time of attention, by what was measured before; else the shortest.
     """
     rank = rig.mesh.rank
-    widest = nodes.per_node if nodes.per_node > 1 else nodes.ranks
-    degree = min(WIDEST_RING, widest)
-    place = rank % widest
-    in_ring = place < widest // degree * degree  # ranks left over look on
     points, times = [], []
-    for rows in _rows(rig, profile, degree, across=nodes.per_node == 1):
-        remote = rig.config.context.max_remote_tokens
-        stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
-        layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
-        works = attention_passes(rig, layout, Silent), _all_messages(rig, layout), attention_passes(rig, layout)
-        times.append(OverlapTime(*(timing.seconds for timing in rig.time(*works))))
-        points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
+    inside = nodes.per_node, min(WIDEST_RING, nodes.per_node)
+    across = nodes.ranks, min(max(WIDEST_RING, 2 * nodes.per_node), nodes.ranks)
+    for among, degree in sorted({inside, across}):
+        place = rank % among
+        in_ring = place < among // degree * degree  # ranks left over look on
+        for rows in _rows(rig, profile, degree) if degree > 1 else ():
+            remote = rig.config.context.max_remote_tokens
+            stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
+            layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
+            works = attention_passes(rig, layout, Silent), _all_messages(rig, layout), attention_passes(rig, layout)
+            times.append(OverlapTime(*(timing.seconds for timing in rig.time(*works))))
+            points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
     overlap, residual = fit_overlap(times)
-    lengths = ", ".join(f"{point['rows'] * degree:,}" for point in points)
-    how = f"attention with and without messages, degree {degree}, documents of {lengths} tokens"
+    tried = ", ".join(f"{point['rows'] * point['degree']:,} tokens at degree {point['degree']}" for point in points)
+    how = f"attention with and without messages, {tried}"
     return Measurement({"overlap": overlap}, how, residual, points)
 
 
-def _rows(rig: Rig, profile: HardwareProfile, degree: int, *, across: bool) -> list[int]:
+def _rows(rig: Rig, profile: HardwareProfile, degree: int) -> list[int]:
     """Rows a rank at which to compare."""
     affordable: list[int] = []
     telling: list[int] = []
@@ -130,8 +133,8 @@ def _rows(rig: Rig, profile: HardwareProfile, degree: int, *, across: bool) -> l
     while rows <= rig.config.batch.tokens_per_rank:
         lengths, degrees = np.array([rows * degree]), np.array([degree])
         attention = int(attention_ns(profile, lengths, degrees)[0])
-        link = mate_ns(profile, lengths, degrees)[int(across)]
-        exchange = nanoseconds(profile.latency_s) + (degree - 1) * int(link[0])
+        ring = Assignment.alternating(np.array([0]), np.array([0]), degrees)
+        exchange = int(exchange_ns(profile, lengths, ring, (1, degree)).max())
         if affordable and attention > rig.longest_s * rig.shape.num_hidden_layers * NANOSECONDS:
             break
         affordable.append(rows)
@@ -143,7 +146,7 @@ def _rows(rig: Rig, profile: HardwareProfile, degree: int, *, across: bool) -> l
 
 def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
     """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
-    schedule = Schedule.build(layout)
+    schedule = rig.attention(layout).schedule
     exchange = Exchange(rig.mesh.exchange, "longctx profile")
     width = 2 * rig.kv_heads * rig.shape.head_dim
 

@@ -13,8 +13,8 @@ from longctx.planning.calibrate import AttentionTime, fit_attention, fit_line
 from longctx.planning.layout import Layout
 from longctx.training.profiling.rig import Measurement, Rig, layout_of
 
-SHORTEST_SEGMENTS = {1: 16, 2: 128}
-"""By degree. Nobody splits documents of a few hundred tokens, and there a kernel call costs mostly itself."""
+SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
+"""Tokens of the shortest document by degree. Few split shorter ones, and there a kernel call costs mostly itself."""
 DOCUMENTS_AT_FIRST = 64
 
 
@@ -113,8 +113,8 @@ def attention_passes(rig: Rig, layout: Layout, exchange: type[Exchange] = Exchan
     return run
 
 
-def measure_attention(rig: Rig) -> Measurement:
-    """attention_s_per_token2 and attention_efficiency: whole documents, and one rank's part of rings of degree 2.
+def measure_attention(rig: Rig) -> list[Measurement]:
+    """attention_s_per_token2 and attention_efficiency by whole documents, attention_split_penalty by one rank's part of rings.
 
     Every buffer is filled with documents of one length, so that what a kernel call costs in itself, whatever it holds, is not
     counted for each of them. Lengths are doubled until a document would take longer than a measurement may, does not fit into
@@ -122,41 +122,37 @@ def measure_attention(rig: Rig) -> Measurement:
     """
     times: list[AttentionTime] = []
     points = []
-    for degree, shortest in SHORTEST_SEGMENTS.items():
-        rate, segment = 0.0, shortest
-        rows = degree * segment  # a rank of a ring holds two segments: head and tail
-        while rows <= rig.config.batch.tokens_per_rank and rate * _pairs(segment, degree) <= rig.longest_s:
-            pairs = _pairs(segment, degree)
-            affordable = int(rig.longest_s / 4 / (rate * pairs)) if rate else DOCUMENTS_AT_FIRST
-            documents = max(1, min(rig.config.batch.tokens_per_rank // rows, affordable))
-            seconds = _attention_time(rig, documents, segment, degree)
+    for degree, shortest in SHORTEST.items():
+        rate, length = 0.0, shortest
+        while length <= degree * rig.config.batch.tokens_per_rank and rate * length**2 / degree <= rig.longest_s:
+            affordable = int(rig.longest_s / 4 / (rate * length**2 / degree)) if rate else DOCUMENTS_AT_FIRST
+            documents = max(1, min(degree * rig.config.batch.tokens_per_rank // length, affordable))
+            seconds = _attention_time(rig, documents, length, degree)
             if not math.isfinite(seconds):
                 break
-            rate = seconds / pairs
-            times.append(AttentionTime(segment, pairs, seconds * rig.shape.num_hidden_layers))
-            points.append({"degree": degree, "segment": segment, "documents": documents, "seconds": times[-1].seconds})
-            segment, rows = 2 * segment, 2 * rows
+            times.append(AttentionTime(length, degree, seconds * rig.shape.num_hidden_layers))
+            rate = seconds / times[-1].pairs
+            points.append({"degree": degree, "length": length, "documents": documents, "seconds": times[-1].seconds})
+            length *= 2
     if not times:
-        raise OutOfMemory(f"attention over {SHORTEST_SEGMENTS[1]} tokens needs more memory than the GPU has: free some")
+        raise OutOfMemory(f"attention over {SHORTEST[1]} tokens needs more memory than the GPU has: free some")
     fit = fit_attention(times)
-    longest = max(time.segment for time in times)
-    return Measurement(
+    longest = max(time.length for time in times if time.degree == 1)
+    table = Measurement(
         {"attention_s_per_token2": fit.s_per_token2, "attention_efficiency": fit.efficiency},
-        f"whole documents and parts of rings, segments of {SHORTEST_SEGMENTS[1]} to {longest:,} tokens",
+        f"whole documents of {SHORTEST[1]} to {longest:,} tokens",
         fit.residual,
         points,
     )
+    if fit.split_penalty is None:
+        return [table]
+    degrees = sorted({time.degree for time in times} - {1})
+    how = f"one rank's part of rings of {', '.join(map(str, degrees))}, forward and backward, without messages"
+    return [table, Measurement({"attention_split_penalty": fit.split_penalty}, how, fit.split_residual)]
 
 
-def _pairs(segment: int, degree: int) -> float:
-    """length² / degree of a document with such segments."""
-    length = segment if degree == 1 else 2 * degree * segment
-    return length**2 / degree
-
-
-def _attention_time(rig: Rig, documents: int, segment: int, degree: int) -> float:
+def _attention_time(rig: Rig, documents: int, length: int, degree: int) -> float:
     """Seconds of one document in one layer, the cost of a call without documents taken off; infinite if out of memory."""
-    length = segment if degree == 1 else 2 * degree * segment
     layouts = layout_of(rig.mesh.rank, documents, length, degree=degree), layout_of(rig.mesh.rank, 0, 0)
     full, empty = (timing.seconds for timing in rig.time(*(attention_passes(rig, layout, Silent) for layout in layouts)))
     return max(full - empty, full / 100) / documents

@@ -103,10 +103,10 @@ def measure(
         raise UserError(f"batch.tokens_per_rank is {tokens}: nothing can be told from fewer than {LEAST_TOKENS} tokens")
     given, nodes = HardwareProfile.load(base), Nodes.find(mesh, local_rank)
     several_nodes = nodes.per_node < nodes.ranks
-    tell("building the model")
-    rig = Rig(config, mesh, shape, longest_s)
-    kv_bytes = kv_bytes_per_token(shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1)
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
+    tell("building the model")
+    rig = Rig(config, mesh, shape, longest_s, per_node)
+    kv_bytes = kv_bytes_per_token(shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1)
     levels = 2 if config.context.two_level_exchange else 1
     profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node, exchange_levels=levels)
     why = "one process" if nodes.ranks == 1 else "one node"
@@ -130,7 +130,8 @@ def measure(
     note(measure_linear(rig))
     note(measure_step(rig))
     tell("attention")
-    note(measure_attention(rig))
+    for measurement in measure_attention(rig):
+        note(measurement)
     if nodes.ranks > 1:
         tell("exchange")
         for measurement in measure_links(rig, nodes):

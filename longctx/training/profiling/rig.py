@@ -42,8 +42,10 @@ class Measurement:
 class Rig:
     """What the measurements share. Runs the same calls as `Trainer.step`, on tokens drawn at random."""
 
-    def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float) -> None:
+    def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float, ranks_per_node: int) -> None:
+        """`ranks_per_node` is that of the profile: where rings cross nodes of so many, they exchange as the settings say."""
         self.config, self.mesh, self.shape, self.longest_s = config, mesh, shape, longest_s
+        self.ranks_per_node = ranks_per_node if config.context.two_level_exchange else None
         self.model, _ = build_model(shape, config, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device)
         self.time = Stopwatch(mesh, longest_s)
@@ -59,7 +61,13 @@ class Rig:
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
         context, mesh = self.config.context, self.mesh
         return RingAttention(
-            layout, group=mesh.exchange, kernel=context.kernel, keep_kv=context.keep_kv, device=mesh.device, exchange=exchange
+            layout,
+            group=mesh.exchange,
+            kernel=context.kernel,
+            keep_kv=context.keep_kv,
+            ranks_per_node=self.ranks_per_node,
+            device=mesh.device,
+            exchange=exchange,
         )
 
     def random_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
