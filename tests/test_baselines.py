@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline
+from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.planning.baselines.fixed_static import fixed_degree
 from longctx.planning.baselines.flexsp import _even_cuts
 from longctx.planning.baselines.groups import best_fit
 from longctx.planning.baselines.megatron_main import unsynchronised_s
@@ -100,6 +101,71 @@ def test_bytescale_takes_the_fewest_ranks_and_packs_the_rest() -> None:
     degree = {p.document: p.degree for mb in plan.micro_batches for p in mb}
     assert [degree[i] for i in range(6)] == least_degrees(np.array(lengths), 8, 16384).tolist() == [3, 2, 1, 1, 1, 1]
     assert len(plan.micro_batches) == 1
+
+
+def test_fixed_static_takes_the_smallest_power_of_two_that_divides_the_ranks() -> None:
+    assert [fixed_degree(longest, 16, 4096) for longest in (1, 4096, 4097, 20_000, 65_536)] == [1, 1, 2, 8, 16]
+    assert [fixed_degree(longest, 24, 4096) for longest in (20_000, 40_000)] == [8, 24], "16 does not divide 24"
+    assert fixed_degree(8192, 4, 4095) == 4, "of an odd budget each rank loses a token"
+    with pytest.raises(PlanError, match="cannot hold a document of 65,537 tokens: all 16 ranks hold 65,536"):
+        fixed_degree(65_537, 16, 4096)
+
+
+def test_fixed_static_packs_next_fit_in_drawn_order() -> None:
+    """Degree 2 of 8 ranks of 10 tokens: packs of 20, the open one closed for good by the first document that does not fit."""
+    plan = plan_fixed_static([12, 8, 4, 18, 2, 20], ranks=8, tokens_per_rank=10, profile=H100, degree=2)
+    stands = [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches]
+    assert stands == [[(0, 0), (0, 1), (2, 2), (4, 3), (4, 4), (6, 5)]], "document 4 does not go back to 2"
+    assert set(plan.degrees) == {2} and plan.winner == "static:2"
+
+
+def test_fixed_static_splits_the_last_packs_until_no_group_is_empty() -> None:
+    """Three packs for two groups, so the last is split; with four documents in one pack for four groups, all stand alone."""
+    plan = plan_fixed_static([8, 2, 10, 3, 3, 3], ranks=2, tokens_per_rank=10, profile=H100, degree=1)
+    assert [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches] == [
+        [(0, 0), (0, 1), (1, 2)],
+        [(0, 3), (0, 4), (1, 5)],
+    ]
+    plan = plan_fixed_static([1, 2, 3, 4], ranks=4, tokens_per_rank=10, profile=H100, degree=1)
+    assert [[(p.first_rank, p.document) for p in mb] for mb in plan.micro_batches] == [[(0, 0), (1, 3), (2, 2), (3, 1)]]
+    few = plan_fixed_static([1, 2], ranks=4, tokens_per_rank=10, profile=H100, degree=1)
+    assert [[p.first_rank for p in mb] for mb in few.micro_batches] == [[0, 1]], "two documents are too few for four groups"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 8]))
+def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> None:
+    """Against its rule, written down by token counts: drawn order, and group 0 first in every micro-batch."""
+    lengths = [2 * degree * length for length in lengths]  # padded as Megatron pads, so that shards are even
+    plan = plan_fixed_static(lengths, ranks=8, tokens_per_rank=128, profile=H100, degree=degree)
+    packs: list[list[int]] = [[]]
+    for length in lengths:
+        if sum(packs[-1]) + length > 128 * degree:
+            packs.append([])
+        packs[-1].append(length)
+    groups = 8 // degree
+    while len(packs) % groups and any(len(pack) > 1 for pack in packs):
+        last = max(i for i, pack in enumerate(packs) if len(pack) > 1)
+        packs.append([packs[last].pop()])
+    found = [
+        [plan.lengths[p.document] for p in micro_batch if p.first_rank == group * degree]
+        for micro_batch in plan.micro_batches
+        for group in range(groups)
+    ]
+    assert [sorted(pack) for pack in found if pack] == [sorted(pack) for pack in packs]
+
+
+@pytest.mark.parametrize(
+    ("degree", "message"),
+    [
+        (3, "static:3 on 8 ranks: a fixed degree must divide the ranks"),
+        (2, "static:2 does not hold the longest document of 9,000 tokens: 2 ranks of 4,096 hold 8,192; .* that does is 4"),
+        (16, "degree is 16: must be a whole number in 1..8"),
+    ],
+)
+def test_degrees_that_cannot_be_fixed_are_refused(degree: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_fixed_static([100, 9000], ranks=8, tokens_per_rank=4096, profile=H100, degree=degree)
 
 
 def test_best_fit_takes_the_fullest_pack_with_room() -> None:

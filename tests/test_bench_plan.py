@@ -8,6 +8,12 @@ from types import ModuleType
 
 import pytest
 
+from longctx.planning.baselines import plan_fixed_static
+from longctx.planning.baselines.fixed_static import fixed_degree
+from longctx.planning.mixes import load_mix
+from longctx.planning.profile import HardwareProfile
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "plan.py"
 
 
@@ -42,6 +48,27 @@ def test_its_tables_are_those_of_its_rows(
             gaps = f"{float(row['gap']):.1%}", f"{float(row['unavoidable_gap']):.1%}"
             shown = f"| {gaps[0]} | {gaps[1]} |" if row["table"] == "speedups" else f"| {gaps[0]} ({gaps[1]}) |"
             assert [line for line in lines if line.startswith(f"| wlb_128k | {row['ranks']} |") and shown in line]
+    speedups = {row["planner"]: row for row in rows if row["table"] == "speedups"}
+    starts = {
+        name: f"| wlb_128k | 8 | 4 | {speedups[name]['winner'].removeprefix('static:')} |"
+        for name in ("fixed-static", "static")
+    }
+    over = [f"{starts['fixed-static']} **{float(speedups['auto']['speedup_over_fixed']):.2f}** |"]
+    over += [f"{starts['static']} **{float(speedups['auto']['speedup_over_best_static']):.2f}** |"]
+    found = [line for line in lines if line.startswith("| wlb_128k | 8 | 4 |")]
+    assert len(found) == 2 and all(line.startswith(start) for line, start in zip(found, over, strict=True))
+    assert "exchange levels 2" in lines[-1] or "exchange levels 2" in lines[-2]
+
+
+def test_the_fixed_degree_is_that_of_the_longest_document_of_all_seeds(bench: ModuleType) -> None:
+    """32 ranks and a document each, 3 seeds: alone their steps would get several degrees, together all get the largest."""
+    steps = [load_mix("wlb_128k").draw(32, seed) for seed in range(3)]
+    alone = {fixed_degree(max(step), 32, bench.TOKENS_PER_RANK) for step in steps}
+    rows = {row.planner: row for row in bench.measure(bench.Setting("speedups", "wlb_128k", 32, 1), 3, H100)}
+    assert len(alone) > 1 and rows["fixed-static"].winner == f"static:{max(alone)}"
+    request = {"ranks": 32, "tokens_per_rank": bench.TOKENS_PER_RANK, "profile": H100, "degree": max(alone)}
+    plans = [plan_fixed_static(step, **request) for step in steps]
+    assert rows["fixed-static"].makespan_s == pytest.approx(sum(plan.makespan_s for plan in plans) / 3)
 
 
 def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:

@@ -3,19 +3,36 @@
 import csv
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from longctx.cli import main
+from longctx.config import load
+from longctx.data.sampler import Sampler
+from longctx.planning.baselines import plan_fixed_static
 from longctx.planning.bound import tight_bound_s
 from longctx.planning.mixes import load_mix
+from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.report.compare import COLUMNS, PLANNERS, Case, Row, compare_case, cut, mean_rows, static_curve
-from longctx.report.compare_steps import list_source, make_cases, sweeps
+from longctx.planning.profile import HardwareProfile, shipped_profiles
+from longctx.report.compare import (
+    COLUMNS,
+    PLANNERS,
+    Case,
+    Row,
+    compare_case,
+    cut,
+    mean_rows,
+    over_fixed_without_barriers,
+    static_curve,
+)
+from longctx.report.compare_steps import Source, file_source, make_cases, steps_drawn, sweeps
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
@@ -49,9 +66,21 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
         assert row.remote_kv_bytes == 100 * row.remote_tokens
         assert row.tight_bound_s == tight_bound_s(plan)
         assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 >= 0
-    assert rows["static"].speedup == 1
-    static, auto = rows["static"].makespan_s, rows["auto"].makespan_s
-    assert static is not None and auto is not None and rows["auto"].speedup == static / auto >= 1
+    fixed, static, auto = (rows[planner].makespan_s for planner in ("fixed-static", "static", "auto"))
+    assert fixed is not None and static is not None and auto is not None
+    assert rows["fixed-static"].speedup_over_fixed == rows["static"].speedup_over_best_static == 1
+    assert rows["auto"].speedup_over_fixed == fixed / auto >= rows["auto"].speedup_over_best_static == static / auto >= 1
+    assert rows["fixed-static"].speedup_over_best_static == static / fixed < 1
+
+
+def test_fixed_static_has_the_degree_of_its_data_set_or_the_one_that_was_named() -> None:
+    """Documents that need 1, 2 and 4 ranks; best static takes what is best for these documents, whatever others there are."""
+    of_step = compare_case(Case((6000,) * 8, 8, 4096), H100, ("auto", "fixed-static")).rows[1]
+    of_data_set = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000), H100, ("auto", "fixed-static")).rows[1]
+    named = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000, fixed_degree=8), H100, ("auto", "fixed-static")).rows[1]
+    assert [row.winner for row in (of_step, of_data_set, named)] == ["static:2", "static:4", "static:8"]
+    plan = plan_fixed_static((6000,) * 8, ranks=8, tokens_per_rank=4096, profile=H100, degree=4)
+    assert of_data_set.makespan_s == plan.makespan_s
 
 
 def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
@@ -60,6 +89,25 @@ def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
             shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
             assert all(share is not None and share >= -1e-12 for share in shares)
             assert sum(share or 0 for share in shares) == pytest.approx(1)
+
+
+def test_plans_exchange_as_training_does_by_default() -> None:
+    """In two levels: compared in one, static degrees across nodes would be slower than what anybody trains with."""
+    assert load(None, []).context.two_level_exchange
+    assert {HardwareProfile.load(name).exchange_levels for name in shipped_profiles()} == {2}
+
+
+def test_without_barriers_the_groups_of_fixed_static_wait_for_none_but_the_last() -> None:
+    """Two groups and two micro-batches: with barriers the longer of each counts, without them the longer sum."""
+    lengths = (1000, 8000, 8192, 500)
+    alone = {length: make_plan((length,), ranks=1, tokens_per_rank=8192, profile=H100) for length in lengths}
+    busy = {length: plan.makespan_s - H100.step_s - H100.launch_s for length, plan in alone.items()}
+    rows = compare_case(Case(lengths, 2, 8192), H100, ("auto", "fixed-static")).rows
+    fixed = H100.step_s + 2 * H100.launch_s
+    assert rows[1].makespan_s == pytest.approx(fixed + busy[8000] + busy[8192])
+    assert rows[1].no_barrier_s == pytest.approx(fixed + busy[1000] + busy[8192])
+    assert rows[0].makespan_s is not None and rows[1].no_barrier_s is not None
+    assert over_fixed_without_barriers(rows) == rows[1].no_barrier_s / rows[0].makespan_s
 
 
 def test_the_curve_holds_the_degrees_that_fit() -> None:
@@ -84,41 +132,87 @@ def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
 def test_what_a_baseline_cannot_hold_is_a_note_and_not_an_error() -> None:
     outcome = compare_case(Case((6 * 4096,), 6, 4096), H100, ("auto", "static", "flexsp", "plain-static"))
     rows = {row.planner: row for row in outcome.rows}
-    assert "largest degree here is 4" in rows["flexsp"].note and rows["flexsp"].speedup is None
-    assert rows["static"].winner == "static:6" and rows["auto"].speedup is not None
+    assert "largest degree here is 4" in rows["flexsp"].note and rows["flexsp"].speedup_over_best_static is None
+    assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
+    assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
     assert mean_rows([rows["flexsp"], rows["flexsp"]])[0].note == rows["flexsp"].note
 
 
 def test_means_are_means(rows: dict[str, Row]) -> None:
     auto = rows["auto"]
-    assert auto.makespan_s is not None and auto.speedup is not None
-    more = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
-    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, speedup=4 * auto.speedup, documents=66, **more)
+    assert auto.makespan_s is not None and auto.speedup_over_fixed is not None and auto.speedup_over_best_static is not None
+    more: dict[str, Any] = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
+    more |= {"speedup_over_fixed": 9 * auto.speedup_over_fixed, "speedup_over_best_static": 4 * auto.speedup_over_best_static}
+    other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, documents=66, **more)
     mean = mean_rows([auto, other])
     assert len(mean) == 1
     assert mean[0].makespan_s == pytest.approx(2 * auto.makespan_s)
-    assert mean[0].speedup == pytest.approx(2 * auto.speedup)
+    assert mean[0].speedup_over_fixed == pytest.approx(3 * auto.speedup_over_fixed)
+    assert mean[0].speedup_over_best_static == pytest.approx(2 * auto.speedup_over_best_static)
     assert mean[0].documents == 65
     assert (mean[0].most_tokens, mean[0].remote_tokens) == (99_999, auto.remote_tokens), "memory must hold the most"
     assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
 
 
+def from_file(long_documents: str, lengths: Sequence[int] = (40_000, 5), tokens: int = 1 << 20, steps: int = 3) -> Source:
+    return file_source(lengths, "a file", lambda ranks: tokens, seed=1, steps=steps, long_documents=long_documents)
+
+
 def test_long_documents_are_cut_and_it_is_said() -> None:
     assert cut([10, 4, 9, 3], 4) == (4, 4, 2, 4, 4, 4, 1, 3)
-    source = list_source([40_000, 5], "two")
-    cases, words = make_cases(source, [2, 8], 8192, H100, "split", all_must_fit=True)
+    cases, words = make_cases(from_file("split"), [2, 8], 8192, H100, "split", all_must_fit=True)
     assert [case.lengths for case in cases] == [(16384, 16384, 7232, 5), (40_000, 5)]
-    assert words == ["1 longer than 16,384 tokens, more than 2 ranks hold, split into pieces"]
-    cases, words = make_cases(source, [2, 8], 8192, H100, "error", all_must_fit=False)
+    assert [case.longest for case in cases] == [16384, 40_000]
+    assert words[1] == "1 longer than 16,384 tokens, more than 2 ranks hold, split into pieces"
+    cases, words = make_cases(from_file("error"), [2, 8], 8192, H100, "error", all_must_fit=False)
     assert [case.ranks for case in cases] == [8]
     assert words[0].startswith("2 ranks are left out: document 0 has 40000 tokens")
-    cases, words = make_cases(source, [2], 8192, H100, "drop", all_must_fit=True)
-    assert cases[0].lengths == (5,) and words[0].endswith("left out")
+    cases, words = make_cases(from_file("drop"), [2], 8192, H100, "drop", all_must_fit=True)
+    assert cases[0].lengths == (5,) and cases[0].longest == 5 and words[1].endswith("left out")
     varied = sweeps(cases, [4096], [3])
+    assert [case.longest for case in varied] == [5, 3]
     assert [(case.sweep, case.tokens_per_rank, case.lengths) for case in varied] == [
         ("budget", 4096, (5,)),
         ("longest", 8192, (3, 2)),
     ]
+
+
+def test_steps_are_drawn_from_a_file_as_training_draws_them() -> None:
+    """1,000 different documents: no step repeats one before the epoch is over, and the same seed draws the same."""
+    lengths = range(1, 1001)
+    cases, words = make_cases(from_file("error", lengths, 100_000), [2], 8192, H100, "error", all_must_fit=True)
+    assert words == [] and steps_drawn(cases) == "3 steps drawn"
+    drawn = [length for case in cases for length in case.lengths]
+    assert len(drawn) == len(set(drawn)) and {case.longest for case in cases} == {1000}
+    assert all(100_000 <= sum(case.lengths) < 101_000 and list(case.lengths) != sorted(case.lengths) for case in cases)
+    sampler = Sampler(np.array(lengths), global_tokens=100_000, seed=1, max_length=1000)
+    assert cases[0].lengths == tuple(piece.length for piece in sampler.step(0)[0])
+    more, _ = make_cases(from_file("error", lengths, 100_000, steps=9), [2], 8192, H100, "error", all_must_fit=True)
+    assert more[:3] == cases
+    assert steps_drawn([*more, replace(cases[0], ranks=4)]) == "9 steps drawn on 2 ranks, 1 step drawn on 4 ranks"
+
+
+def test_a_file_of_fewer_tokens_than_a_step_is_one_step_and_it_is_said() -> None:
+    cases, words = make_cases(from_file("error", [7, 3, 5], 16), [2], 8192, H100, "error", all_must_fit=True)
+    assert [case.lengths for case in cases] == [(7, 3, 5)] and steps_drawn(cases) == "1 step drawn"
+    assert words == ["on 2 ranks all documents are one step: their 15 tokens are fewer than its 16"]
+    cases, words = make_cases(from_file("error", [7, 3, 5], 15), [2], 8192, H100, "error", all_must_fit=True)
+    assert [sorted(case.lengths) for case in cases] == [[3, 5, 7]] * 3 and words == []
+
+
+def test_a_long_document_is_refused_even_if_no_step_has_it() -> None:
+    source = from_file("error", [100] * 1000 + [99_999], 500, steps=1)
+    with pytest.raises(PlanError, match="document 1000 has 99999 tokens"):
+        make_cases(source, [2], 8192, H100, "error", all_must_fit=True)
+
+
+def test_a_named_degree_must_hold_the_longest_document_of_the_data_set() -> None:
+    source = from_file("error", [100] * 1000 + [30_000], 500, steps=1)
+    with pytest.raises(PlanError, match=r"static:2 does not hold the longest document of 30,000 tokens.*that does is 4"):
+        make_cases(source, [8], 8192, H100, "error", all_must_fit=True, fixed_degree=2)
+    cases, words = make_cases(source, [8, 12, 16], 8192, H100, "error", all_must_fit=False, fixed_degree=8)
+    assert [case.fixed_degree for case in cases] == [8, 8]
+    assert words == ["12 ranks are left out: static:8 on 12 ranks: a fixed degree must divide the ranks"]
 
 
 def compare(*arguments: str) -> int:
@@ -128,10 +222,13 @@ def compare(*arguments: str) -> int:
 def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> None:
     assert compare("--mix", "wlb_128k", "--ranks", "4,8", "--documents", "24", "--steps", "1") == 0
     out = capsys.readouterr().out
-    assert "documents drawn from the length mix wlb_128k, seed 0" in out
+    assert "documents drawn from the length mix wlb_128k, seed 0; 1 step drawn" in " ".join(out.split())
+    fixed = out.index("speedup over fixed static, one degree for all steps, by ranks")
+    assert fixed < out.index("speedup over the best static degree of every step, by ranks")
     for title in (
         "auto",
         "bins",
+        "fixed static (",
         "best static",
         "plain static",
         "Megatron dev",
@@ -208,6 +305,17 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
     auto = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100)
     assert f"{auto.makespan_s:.3g} s" in parsed.text
     assert f"no plan can pass{tight_bound_s(auto):.3g} s" in parsed.text
+    assert "32 documents of" in parsed.text and "1 step drawn" in parsed.text
+    fixed = plan_fixed_static(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, degree=1)
+    static = make_plan(LENGTHS[:32], ranks=16, tokens_per_rank=16384, profile=H100, mode="static")
+    degree = static.winner.removeprefix("static:")
+    first = f"{fixed.makespan_s / auto.makespan_s:.2f}×auto over fixed static: degree 1 for all steps"
+    second = f"{static.makespan_s / auto.makespan_s:.2f}×auto over the best static degree of every step (degree {degree})"
+    assert 0 < parsed.text.index(first) < parsed.text.index(second), "the first figure that a reader meets is over fixed static"
+    assert parsed.text.index("Speedup of every way of planning over fixed static") < parsed.text.index(
+        "Speedup over the best static"
+    )
+    assert "Ranks over time in one step, under fixed static and under auto" in parsed.text
 
 
 @pytest.mark.parametrize(
@@ -218,7 +326,11 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
         (["--mix", "wlb_128k", "--steps", "0"], "--steps is 0"),
         (["--mix", "wlb_128k", "--profile", "h900"], "no hardware profile 'h900'"),
         (["--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens belongs to a store, and this is a mix"),
+        (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens belongs to a file or a store, and this is a mix"),
+        (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: a fixed degree must divide"),
+        (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:1"], "the smallest degree of 8 ranks that does is"),
+        (["--mix", "wlb_128k", "--parallel", "8", "--baseline", "static:8"], "--baseline does not go with --parallel"),
+        (["--measure", "run.yaml", "--baseline", "static:8"], "--baseline does not go with --measure"),
         (["--mix", "wlb_128k", "--html", "missing/page.html"], "there is no folder missing"),
         (["--measure", "run.yaml", "--model", "8b"], "--model does not go with --measure"),
         (
@@ -237,7 +349,8 @@ def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pyte
     [
         ("", [], "holds no lengths"),
         ("5\n7.5\n", [], "line 2: '7.5' is not a length"),
-        ("5\n", ["--seed", "1"], "--seed belongs to a mix or a store, and this is a file"),
+        ("5\n", ["--documents", "1"], "--documents belongs to a mix, and this is a file"),
+        ("5\n", ["--steps", "0"], "--steps is 0"),
         ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens: 4 ranks of 16384 hold at most 65536"),
         ("99999999\n", [], "raise tokens_per_rank to 97658, take 6104 ranks, or split the document"),
     ],
@@ -261,6 +374,13 @@ def test_bad_profiles_are_named(tmp_path: Path, broken: dict[str, object], capsy
     path.write_text(json.dumps(values))
     assert compare("--mix", "wlb_128k", "--profile", str(path)) == 2
     assert next(iter(broken)) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("baseline", ["8", "static", "static:", "static:0", "auto:8", "static:x"])
+def test_malformed_baselines_are_refused(baseline: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare("--mix", "wlb_128k", "--baseline", baseline)
+    assert "is not static:DEGREE, as in static:8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ranks", ["", "8,x", "0", "8;64"])

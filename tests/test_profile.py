@@ -418,7 +418,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
     """All ranks refine alike, step n + 2 is planned with what was known after step n, and the losses stay those of the run."""
-    settings = ["batch.tokens_per_rank=750", "context.two_level_exchange=false"]  # as H100 says
+    settings = ["batch.tokens_per_rank=750"]
     answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)
     assert answers[0][1:] == answers[1][1:]
     metrics, planned, refined = answers[0]

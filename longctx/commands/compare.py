@@ -1,7 +1,8 @@
 """`longctx compare`: the same documents under dynamic and static degrees and under other systems' planning, by one cost model.
 
-Lengths come from a named mix, a file or a store. Nothing is trained: plans are made and scored. Training in earnest is
-`compare_measure`, and the search for ways to split a model `compare_parallel`.
+Speedups are first of all over fixed static, one degree for all steps: what trainers without dynamic degrees run. Lengths come
+from a named mix, a file or a store. Nothing is trained: plans are made and scored. Training in earnest is `compare_measure`,
+and the search for ways to split a model `compare_parallel`.
 """
 
 import argparse
@@ -68,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help=f"most tokens on a rank at once (default: {DEFAULT_TOKENS_PER_RANK})",
     )
+    parser.add_argument(
+        "--baseline",
+        type=parse_baseline,
+        metavar="static:DEGREE",
+        help="the degree in use today, for all steps: what the first speedups are over (default: the smallest power of two "
+        "that holds the longest document)",
+    )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     add_exchange_levels(parser)
     parser.add_argument(
@@ -80,14 +88,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("split", "drop", "error"),
         help="documents longer than ranks × tokens per rank (default: split; for a file: error)",
     )
-    steps = parser.add_argument_group("with a mix or a store")
+    steps = parser.add_argument_group("steps")
     steps.add_argument(
         "--documents", type=int, metavar="D", help=f"documents of a step, mix only (default: {DOCUMENTS_A_RANK} a rank)"
     )
     steps.add_argument(
         "--global-tokens",
         type=int,
-        help=f"tokens of a step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
+        help=f"tokens of a step, file or store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
     steps.add_argument("--seed", type=int, help="which documents (default: 0)")
     steps.add_argument(
@@ -111,6 +119,14 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+def parse_baseline(text: str) -> int:
+    """`static:8` → 8."""
+    mode, _, degree = text.partition(":")
+    if mode != "static" or not (degree.isascii() and degree.isdecimal()) or int(degree) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not static:DEGREE, as in static:8")
+    return int(degree)
+
+
 def run(arguments: argparse.Namespace) -> int:
     compare_parallel.refuse(arguments)
     if arguments.parallel is not None:
@@ -118,38 +134,62 @@ def run(arguments: argparse.Namespace) -> int:
     compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
     if arguments.measure is not None:
         return compare_measure.run(arguments)
-    from longctx.planning.profile import HardwareProfile
-    from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
-    from longctx.report.compare_steps import make_cases, sweeps
-
     for path in (arguments.html, arguments.csv):
         if path is not None and not path.absolute().parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+    return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from longctx.planning.profile import HardwareProfile
+    from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
+    from longctx.report.compare_steps import steps_drawn, sweeps
+
     profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
-    long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
-    source = _source(arguments, long_documents)
-    budget = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
-    ranks = arguments.ranks or DEFAULT_RANKS
-    cases, changed = make_cases(source, ranks, budget, profile, long_documents, all_must_fit=arguments.ranks is not None)
+    source, cases, changed = _cases(arguments, profile)
+    title = f"{source.words}; {steps_drawn(cases)}"
     detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
     here = [case for case in cases if case.ranks == detailed]
     if arguments.html:
+        budget = here[0].tokens_per_rank
         cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
     rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
         _write_csv(rows, arguments.csv)
     if arguments.html:
-        _write_page(arguments, profile, source, means, here, plans, changed)
+        _write_page(arguments, profile, title, means, here, plans, changed)
     if arguments.json:
-        print(json.dumps({"version": 1, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
+        print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
         from rich.console import Console
 
         from longctx.report.compare_table import print_comparison
 
-        print_comparison(means, detailed, f"{source.words}{''.join(f'; {words}' for words in changed)}", Console())
+        print_comparison(means, detailed, "; ".join([title, *changed]), Console())
     return 0
+
+
+def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["Source", list["Case"], list[str]]:
+    """The steps that are planned, where they come from, and what was done to documents that do not fit."""
+    from longctx.report.compare_steps import make_cases
+
+    long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
+    source = _source(arguments, long_documents)
+    cases, changed = make_cases(
+        source,
+        arguments.ranks or DEFAULT_RANKS,
+        _tokens_per_rank(arguments),
+        profile,
+        long_documents,
+        all_must_fit=arguments.ranks is not None,
+        fixed_degree=arguments.baseline,
+    )
+    return source, cases, changed
+
+
+def _tokens_per_rank(arguments: argparse.Namespace) -> int:
+    return DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else int(arguments.tokens_per_rank)
 
 
 def _is_file(arguments: argparse.Namespace) -> bool:
@@ -158,10 +198,10 @@ def _is_file(arguments: argparse.Namespace) -> bool:
 
 def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     """Where the lengths come from. Raises UserError for options that do not belong to it."""
-    from longctx.report.compare_steps import list_source, mix_source, store_source
+    from longctx.report.compare_steps import file_source, mix_source, store_source
 
     kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
-    belongs = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "store"), "steps": ("mix", "store")}
+    belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
     for name, kinds in belongs.items():
         if getattr(arguments, name) is not None and kind not in kinds:
             raise UserError(
@@ -174,14 +214,14 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     if kind == "mix":
         return mix_source(arguments.mix, arguments.documents, DOCUMENTS_A_RANK, seed, steps)
-    if kind == "file":
-        return list_source(read_lengths(arguments.lengths), f"the documents of {arguments.lengths}")
 
     def global_tokens(ranks: int) -> int:
         given: int | None = arguments.global_tokens
-        budget = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else int(arguments.tokens_per_rank)
-        return DEFAULT_MICRO_BATCHES * ranks * budget if given is None else given
+        return DEFAULT_MICRO_BATCHES * ranks * _tokens_per_rank(arguments) if given is None else given
 
+    if kind == "file":
+        lengths = read_lengths(arguments.lengths)
+        return file_source(lengths, str(arguments.lengths), global_tokens, seed, steps, long_documents)
     return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
 
 
@@ -231,17 +271,18 @@ def _write_csv(rows: Sequence["Row"], path: Path) -> None:
 def _write_page(
     arguments: argparse.Namespace,
     profile: "HardwareProfile",
-    source: "Source",
+    title: str,
     means: Sequence["Row"],
     here: Sequence["Case"],
     plans: dict[str, "Plan"],
     changed: Sequence[str],
 ) -> None:
     from longctx.report.compare import static_curve
-    from longctx.report.page import Comparison, render
+    from longctx.report.page import render
+    from longctx.report.page_parts import Comparison
 
     comparison = Comparison(
-        source=source.words,
+        source=title,
         profile_name=str(arguments.profile),
         profile=profile,
         ranks=here[0].ranks,

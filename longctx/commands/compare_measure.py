@@ -43,6 +43,7 @@ def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> Non
         return
     names = (
         "ranks",
+        "baseline",
         "long_documents",
         "documents",
         "global_tokens",

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
-DEFAULT_EXCHANGE_LEVELS = 2
-"""As training exchanges."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +47,7 @@ def refuse(arguments: argparse.Namespace) -> None:
         return
     if not 1 <= arguments.parallel <= MOST_GPUS:
         raise UserError(f"--parallel is {arguments.parallel}: must be a whole number of GPUs in 1..{MOST_GPUS}")
-    names = ("measure", "ranks", "html", "long_documents", "modes", "warmup", "out")
+    names = ("measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
     if given:
         raise UserError(f"{', '.join(given)} does not go with --parallel, which searches for the ranks: leave it out")
@@ -71,7 +69,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
     machine = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb)
-    levels = arguments.exchange_levels or DEFAULT_EXCHANGE_LEVELS
+    levels = arguments.exchange_levels or machine.profile.exchange_levels
     machine = replace(machine, profile=replace(machine.profile, exchange_levels=levels))
     shape = _shape(arguments)
     common = {
@@ -82,7 +80,8 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     }
     budgets = BUDGETS if budget is None else (budget,)
     longest = min(MOST_TOKENS, longest_document(gpus, max(budgets)) or gpus * max(budgets))
-    steps = [cut(lengths, longest) for lengths in source.draw(gpus, longest)]
+    drawn, remark = source.draw(gpus, longest)
+    steps = [cut(lengths, longest) for lengths in drawn]
     with _progress() as progress:
         outcome = search(machine, shape, steps, gpus, budgets=budgets, progress=progress)
     tokens = sum(map(sum, steps)) // len(steps)
@@ -97,7 +96,8 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
 
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {shape.parameters() / 1e9:,.1f}B parameters, "
-        f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n{source.words}"
+        f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n"
+        f"{source.words}{f'; {remark}' if remark else ''}"
     )
     print_splits(title, outcome, common, Console())
     return 0

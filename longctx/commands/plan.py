@@ -23,7 +23,7 @@ def add_exchange_levels(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(1, 2),
         help="2: K and V cross the network once for each node, as training does with context.two_level_exchange; 1: straight "
-        "to every rank (default: the profile's, 1 in those that are shipped; with --parallel 2)",
+        "to every rank (default: the profile's, 2 in those that are shipped)",
     )
 
 

@@ -55,7 +55,7 @@ class HardwareProfile:
     overlap: float
     launch_s: float
     step_s: float
-    exchange_levels: int = 1
+    exchange_levels: int = 2
     attention_split_penalty: float = 0.3
 
     def __post_init__(self) -> None:

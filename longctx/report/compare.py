@@ -1,8 +1,9 @@
-"""Compare: the same documents planned by auto, bins, every static degree and the baselines, all scored by one cost model.
+"""Compare: the same documents planned by auto, bins, static degrees and the baselines, all scored by one cost model.
 
-A `Case` is one step: documents, ranks and budget. `compare_case` plans it in every way and gives a `Row` for each, `compare`
-does so over ranks, budgets and longest documents. Times are modelled: what is compared is plans, on the constants of one
-hardware profile.
+A `Case` is one step: documents, ranks and budget. `compare_case` plans it in every way and gives a `Row` for each. Times are
+modelled: what is compared is plans, on the constants of one hardware profile. Speedups are over two static plans: first that of
+one fixed degree for all steps, which is what trainers without dynamic degrees run, then that of the best degree of every step,
+an oracle which no trainer has.
 """
 
 import math
@@ -14,23 +15,34 @@ from typing import Any
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_ranks
-from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline
+from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.planning.baselines.fixed_static import fixed_degree
 from longctx.planning.bound import tight_bound_s, unavoidable_gap
-from longctx.planning.cost import score
+from longctx.planning.cost import NANOSECONDS, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 
 OURS = ("auto", "bins")
-TITLES = {"auto": "auto", "bins": "bins", "static": "best static"} | {name: b.title for name, b in BASELINES.items()}
+TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
+    name: b.title for name, b in BASELINES.items()
+}
 PLANNERS = tuple(TITLES)
 """Every way of planning that is compared, in the order of all tables and figures."""
+SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
+"""What speedups are over: figure of a row → planner, the headline first."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One step to be planned. `sweep` says which figure it belongs to (ranks, budget or longest), `max_length` where its
-    documents were cut, if they were."""
+    """One step to be planned.
+
+    Attributes:
+        sweep: which figure it belongs to: ranks, budget or longest.
+        max_length: where its documents were cut, if they were.
+        longest: tokens of the longest document of the data set, which gives fixed static its degree; None: of this step.
+        fixed_degree: the degree of fixed static if it was named, whatever the data set.
+    """
 
     lengths: tuple[int, ...]
     ranks: int
@@ -38,17 +50,22 @@ class Case:
     sweep: str = "ranks"
     seed: int = 0
     max_length: int | None = None
+    longest: int | None = None
+    fixed_degree: int | None = None
 
 
 @dataclass(frozen=True)
 class Row:
     """One way of planning one step.
 
-    Times in seconds, shares as fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1). `speedup`
-    is the best static plan's time over this one's; the best one is sought among all degrees. `note` is empty, or says why there
-    is no plan; all figures of the plan are then None.
+    Times in seconds, shares as fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1). `note` is
+    empty, or says why there is no plan; all figures of the plan are then None.
 
     Attributes:
+        speedup_over_fixed: time of the fixed static plan over this one's; None without a fixed static plan.
+        speedup_over_best_static: time of the step's best static plan, sought among all degrees, over this one's.
+        no_barrier_s: time if ranks waited for each other at the end of the step alone. Of fixed static it is exact, as its
+            groups never change, and reached where no micro-batch gathers or reduces weights; other plans take longer.
         tight_bound_s: no plan of these documents is faster; at least the lower bound.
         unavoidable_gap: how far that is above the lower bound: the part of `gap` that no plan can avoid.
         exchange_share: ranks wait for K and V that attention could not hide.
@@ -72,7 +89,9 @@ class Row:
     winner: str = ""
     makespan_s: float | None = None
     lower_bound_s: float | None = None
-    speedup: float | None = None
+    speedup_over_fixed: float | None = None
+    speedup_over_best_static: float | None = None
+    no_barrier_s: float | None = None
     tight_bound_s: float | None = None
     gap: float | None = None
     unavoidable_gap: float | None = None
@@ -127,18 +146,20 @@ def compare_case(
         try:
             if planner in BASELINES:
                 plans[planner] = plan_baseline(planner, case.lengths, **_request(case, profile))
+            elif planner == "fixed-static":
+                plans[planner] = plan_fixed_static(case.lengths, **_request(case, profile), degree=_fixed_degree(case))
             elif planner not in plans:
                 plans[planner] = make_plan(case.lengths, **_request(case, profile), mode=planner)
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
         finished()
-    static = plans["static"].makespan_s if "static" in plans else None
+    baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = []
     for planner in planners:
         row = _description(case, planner, notes.get(planner, ""))
         if planner in plans:
-            row = replace(row, **_figures(plans[planner], static, tight_s, kv_bytes))
+            row = replace(row, **_figures(plans[planner], baselines, tight_s, kv_bytes))
         rows.append(row)
     return Outcome(case, tuple(rows), plans)
 
@@ -167,6 +188,13 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(pieces)
 
 
+def _fixed_degree(case: Case) -> int:
+    """The degree that was named, else that of the data set. Raises PlanError if all ranks do not hold its longest document."""
+    if case.fixed_degree is not None:
+        return case.fixed_degree
+    return fixed_degree(max(case.lengths) if case.longest is None else case.longest, case.ranks, case.tokens_per_rank)
+
+
 def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
     return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
 
@@ -187,8 +215,8 @@ def _description(case: Case, planner: str, note: str) -> Row:
     )
 
 
-def _figures(plan: Plan, static_s: float | None, tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
-    """What a row says of a plan."""
+def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+    """What a row says of a plan; `baselines` are the seconds that each speedup is over."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
@@ -202,8 +230,9 @@ def _figures(plan: Plan, static_s: float | None, tight_s: float, kv_bytes: int |
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
         "lower_bound_s": plan.lower_bound_s,
+        "no_barrier_s": (times.step_ns + len(times.time) * times.launch_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
         "tight_bound_s": tight_s,
-        "speedup": None if static_s is None else static_s / plan.makespan_s,
+        **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
         "gap": plan.gap,
         "unavoidable_gap": unavoidable_gap(tight_s, plan.lower_bound_s),
         "work_share": busy - exchange,
@@ -244,8 +273,8 @@ def mean_rows(rows: Sequence[Row]) -> list[Row]:
 DESCRIPTION = ("documents", "tokens", "longest")
 MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
 FIGURES = (
-    *("makespan_s", "lower_bound_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share", "idle_share"),
-    *("fixed_share", "padding_share", "planning_ms"),
+    *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
+    *("idle_share", "fixed_share", "padding_share", "planning_ms"),
 )
 
 
@@ -254,16 +283,29 @@ def _mean(rows: list[Row]) -> Row:
     values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
     values["note"] = next((row.note for row in rows if row.note), "")
     if values["note"]:
-        values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", "speedup"), None) | {"winner": ""}
+        values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", *SPEEDUPS), None) | {"winner": ""}
         return Row(**values)
     winners = [row.winner for row in rows]
     values["winner"] = max(winners, key=winners.count)
     values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
     values["micro_batches"] = round(fmean(row.micro_batches or 0 for row in rows))
     values |= {name: max((getattr(row, name) for row in rows), key=lambda most: most or 0) for name in MOST}
-    speedups = [row.speedup for row in rows if row.speedup is not None]
-    values["speedup"] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
+    for name in SPEEDUPS:
+        speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
+        values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
     return Row(**values)
+
+
+def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
+    """Speedup of auto over fixed static if that one's groups need not wait for each other between micro-batches."""
+    by = {row.planner: row for row in rows}
+    auto, fixed = by["auto"].makespan_s, by["fixed-static"].no_barrier_s
+    return None if auto is None or fixed is None else fixed / auto
+
+
+def degree_of(row: Row) -> str:
+    """`static:8` → `8`; empty for a plan of several degrees."""
+    return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
 
 
 def gibibytes(count: int | None) -> str:

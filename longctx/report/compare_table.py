@@ -5,7 +5,12 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from longctx.report.compare import PLANNERS, TITLES, Row, gibibytes
+from longctx.report.compare import PLANNERS, SPEEDUPS, TITLES, Row, degree_of, gibibytes, over_fixed_without_barriers
+
+OVER = {
+    "speedup_over_fixed": "speedup over fixed static, one degree for all steps",
+    "speedup_over_best_static": "speedup over the best static degree of every step",
+}
 
 
 def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Console) -> None:
@@ -14,8 +19,9 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Cons
     console.print(f"{source}   {swept[0].tokens_per_rank:,} tokens a rank", highlight=False, markup=False)
     everywhere = sorted({row.ranks for row in swept})
     if len(everywhere) > 1:
-        _title("speedup over the best static degree, by ranks", console)
-        console.print(_speedups(swept, everywhere))
+        for speedup, words in OVER.items():
+            _title(f"{words}, by ranks", console)
+            console.print(_speedups(swept, everywhere, speedup))
     here = [row for row in swept if row.ranks == ranks]
     words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, the longest {here[0].longest:,}"
     _title(f"{ranks:,} ranks: {words}", console)
@@ -32,9 +38,16 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, console: Cons
 
 def _captions(rows: Sequence[Row]) -> list[str]:
     lines = [
+        "over fixed, over best: speedup over fixed static and over the best static degree of every step",
         "gap: above the lower bound, which takes the network for free; what `no plan can pass` shows of it is unavoidable",
-        "best static: the best of all degrees, which stands in brackets",
+        "fixed static: the degree in brackets for all steps, documents packed as they come; best static: the best degree of "
+        "every step, which no trainer knows beforehand",
     ]
+    if (free := over_fixed_without_barriers(rows)) is not None:
+        lines.append(
+            f"auto is {_times(free)} as fast as fixed static if its groups wait for each other at the end of a step alone: "
+            "where every rank keeps all weights for the step"
+        )
     if any(row.remote_kv_bytes is not None for row in rows):
         lines.append(
             "K and V: bfloat16, forward; backward holds as many bytes of gradients beside them, context.keep_kv all layers"
@@ -47,46 +60,45 @@ def _title(words: str, console: Console) -> None:
     console.print(words, style="italic", highlight=False)
 
 
-def _speedups(rows: Sequence[Row], everywhere: Sequence[int]) -> Table:
+def _speedups(rows: Sequence[Row], everywhere: Sequence[int], speedup: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for ranks in everywhere:
         table.add_column(f"{ranks:,}", justify="right")
     for planner in PLANNERS:
         found = {row.ranks: row for row in rows if row.planner == planner}
-        cells = [_times(found[ranks].speedup) if ranks in found else "" for ranks in everywhere]
+        cells = [_times(getattr(found[ranks], speedup)) if ranks in found else "" for ranks in everywhere]
         if any(cells):
             table.add_row(TITLES[planner], *cells, style="bold" if planner == "auto" else None)
-    bound = {row.ranks: row for row in rows if row.planner == "static" and row.makespan_s}
+    bound = {row.ranks: row for row in rows if row.planner == SPEEDUPS[speedup]}
     table.add_row("no plan can pass", *[_bound(bound.get(ranks)) for ranks in everywhere], style="dim")
     return table
 
 
 def _details(rows: Sequence[Row]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("", "seconds", "speedup", "gap", "waits", "idle", "padding", "batches", "planning"):
+    figures = ("seconds", "over\nfixed", "over\nbest", "gap", "waits", "idle", "padding", "micro-\nbatches", "ms to\nplan")
+    for name in ("", *figures):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)):
         if row.makespan_s is None:
             continue
-        name = (
-            f"{TITLES[row.planner]} ({row.winner.removeprefix('static:')})" if row.planner == "static" else TITLES[row.planner]
-        )
+        name = f"{TITLES[row.planner]} ({degree_of(row)})" if degree_of(row) else TITLES[row.planner]
         table.add_row(
             name,
             f"{row.makespan_s:.4g}",
-            _times(row.speedup),
+            *(_times(getattr(row, speedup)) for speedup in SPEEDUPS),
             f"{row.gap:.1%}",
             f"{row.exchange_share:.1%}",
             f"{row.idle_share:.1%}",
             f"{row.padding_share:.1%}",
             str(row.micro_batches),
-            f"{row.planning_ms:,.0f} ms",
+            f"{row.planning_ms:,.0f}",
             style="bold" if row.planner == "auto" else None,
         )
     auto = next(row for row in rows if row.planner == "auto")
-    static = next((row for row in rows if row.planner == "static" and row.makespan_s), None)
-    table.add_row("no plan can pass", f"{auto.tight_bound_s:.4g}", _bound(static), f"{auto.unavoidable_gap:.1%}", style="dim")
+    bounds = [_bound(next((row for row in rows if row.planner == planner), None)) for planner in SPEEDUPS.values()]
+    table.add_row("no plan can pass", f"{auto.tight_bound_s:.4g}", *bounds, f"{auto.unavoidable_gap:.1%}", style="dim")
     return table
 
 
@@ -104,8 +116,11 @@ def _memory(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _bound(static: Row | None) -> str:
-    return "" if static is None else _times((static.makespan_s or 0) / (static.tight_bound_s or 1))
+def _bound(baseline: Row | None) -> str:
+    """How many times as fast as a baseline no plan can be."""
+    if baseline is None or baseline.makespan_s is None:
+        return ""
+    return _times(baseline.makespan_s / (baseline.tight_bound_s or 1))
 
 
 def _times(speedup: float | None) -> str:

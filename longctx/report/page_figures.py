@@ -14,13 +14,14 @@ from matplotlib.patches import Patch
 
 from longctx.planning.plan import Plan
 from longctx.planning.timeline import timeline
-from longctx.report.compare import TITLES, Row
+from longctx.report.compare import SPEEDUPS, TITLES, Row
 from longctx.report.degrees import by_class, class_name, colour
 from longctx.report.plots import FIXED, INK, QUIET, WAIT, draw_timeline
 
 PLANNER_COLOURS = {
     "auto": "#1f5c99",
     "bins": "#3f8fc5",
+    "fixed-static": "#3c4650",
     "static": "#6d7a86",
     "plain-static": "#a9b4bd",
     "megatron-main": "#cf4b3e",
@@ -31,6 +32,7 @@ PLANNER_COLOURS = {
 MARKERS = {
     "auto": "o",
     "bins": "s",
+    "fixed-static": "|",
     "static": "_",
     "plain-static": "x",
     "megatron-main": "v",
@@ -43,22 +45,21 @@ BOUND = "#2f7d4f"
 STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "longctx", "font.family": "sans-serif", "font.size": 10}
 
 
-def speedup_bars(rows: Sequence[Row], bound: float) -> str:
-    """Speedup of every planner over the best static degree as bars, and the speedup that no plan can pass as a line."""
-    shown = [row for row in rows if row.speedup is not None]
+def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
+    """This speedup of every planner as bars, and the one that no plan can pass as a line."""
+    shown = {row.planner: value for row in rows if (value := getattr(row, speedup)) is not None}
     figure, axes = _figure(9.2, 0.42 * len(shown) + 1.15)
-    for y, row in enumerate(shown):
-        value = row.speedup or 0
-        axes.barh(y, value, height=0.64, color=PLANNER_COLOURS[row.planner], zorder=2)
+    for y, (planner, value) in enumerate(shown.items()):
+        axes.barh(y, value, height=0.64, color=PLANNER_COLOURS[planner], zorder=2)
         _label(axes, f"{value:.2f}×", value, y, -7, color="white", fontweight="bold")
-    axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
+    axes.set_yticks(range(len(shown)), [TITLES[planner] for planner in shown])
     axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
     axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     _label(axes, f"no plan can pass {bound:.2f}×", bound, -0.82, -6, color=BOUND, fontsize=9, bbox=white)
     axes.set_ylim(len(shown) - 0.5, -1.15)
-    axes.set_xlim(0, max(bound, *(row.speedup or 0 for row in shown)) * 1.12)
-    axes.set_xlabel("speedup over the best static degree")
+    axes.set_xlim(0, max(bound, *shown.values()) * 1.12)
+    axes.set_xlabel(f"speedup over {TITLES[SPEEDUPS[speedup]]}")
     axes.grid(axis="x", color=GRID)
     return _svg(figure)
 

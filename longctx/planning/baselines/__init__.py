@@ -1,8 +1,9 @@
 """Baselines: how other systems would plan the same documents, each turned into a checked `Plan` and scored by the same cost.
 
 What is compared is scheduling alone: every baseline gets our ring attention, our exchange and our packing of a rank's
-documents into one micro-batch. `BASELINES` says of each what is its authors' and what is our reading. Static plans at every
-degree, the baseline that everyone knows, come from `make_plan(mode="static")`.
+documents into one micro-batch. `BASELINES` says of each what is its authors' and what is our reading. They plan a step from its
+documents alone; fixed static, the baseline that everyone knows, also needs the degree of the whole data set. Static plans at
+every degree come from `make_plan(mode="static")`.
 """
 
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.baselines.bytescale import place_bytescale
+from longctx.planning.baselines.fixed_static import check_fixed_degree, place_fixed_static
 from longctx.planning.baselines.flexsp import place_flexsp
 from longctx.planning.baselines.megatron_dev import place_megatron_dev
 from longctx.planning.baselines.megatron_main import MissingBaseline, load_scheduler, place_megatron_main
@@ -21,7 +23,7 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import check_lengths, check_settings
 
-__all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline"]
+__all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
 
 Place = Callable[[HardwareProfile, Integers, int, int], Assignment]
 """(profile, lengths, ranks, tokens_per_rank) → where every document stands. Raises PlanError if the system cannot hold them."""
@@ -88,10 +90,40 @@ def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_r
     began = time.perf_counter()
     assignment = BASELINES[name].place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
+    return _plan("auto", name, assignment, sizes, ranks, tokens_per_rank, profile, planning_ms)
+
+
+def plan_fixed_static(
+    lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile, degree: int
+) -> Plan:
+    """Plans the documents, in the order in which they were drawn, at the one degree of their data set (see `fixed_static`).
+
+    Raises PlanError for malformed input, and if the degree does not divide the ranks or does not hold every document.
+    """
+    check_settings(ranks, tokens_per_rank, "static", degree, None, None)
+    sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
+    check_fixed_degree(degree, int(sizes.max()), ranks, tokens_per_rank)
+    began = time.perf_counter()
+    assignment = place_fixed_static(sizes, ranks, tokens_per_rank, degree)
+    planning_ms = (time.perf_counter() - began) * 1e3
+    return _plan("static", f"static:{degree}", assignment, sizes, ranks, tokens_per_rank, profile, planning_ms)
+
+
+def _plan(
+    mode: str,
+    winner: str,
+    assignment: Assignment,
+    sizes: Integers,
+    ranks: int,
+    tokens_per_rank: int,
+    profile: HardwareProfile,
+    planning_ms: float,
+) -> Plan:
+    """Scores and checks what a baseline placed."""
     result = score(profile, sizes, assignment, ranks)
     plan = Plan(
-        mode="auto",
-        winner=name,
+        mode=mode,
+        winner=winner,
         ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
