@@ -345,6 +345,7 @@ def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pyt
     assert "a folder" in refusal(capsys, "--out", str(tmp_path))
     assert "there is no folder" in refusal(capsys, "--out", str(tmp_path / "none" / "my.yaml"))
     assert "no hardware profile 'h1000'" in refusal(capsys, "--base", "h1000")
+    assert "a profile is measured without a pipeline" in refusal(capsys, "--parallel.pipeline_parallel_size=2")
     assert "--longest is 0.0" in refusal(capsys, "--longest=0")
     assert "did you mean batch.tokens_per_rank?" in refusal(capsys, "--batch.tokens_per_rnk=5")
     assert "no configuration file" in refusal(capsys, str(tmp_path / "none.yaml"))
@@ -387,7 +388,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
     """All ranks refine alike, step n + 2 is planned with what was known after step n, and the losses stay those of the run."""
-    settings = ["batch.tokens_per_rank=750", "context.two_level_exchange=false"]  # as H100 says
+    as_given = tmp_path / "given.yaml"  # names no model, so nothing is scaled
+    as_given.write_text(yaml.safe_dump(H100.to_dict()))
+    settings = ["batch.tokens_per_rank=750", f"context.profile={as_given}", "context.two_level_exchange=false"]  # as H100 says
     answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)
     assert answers[0][1:] == answers[1][1:]
     metrics, planned, refined = answers[0]
