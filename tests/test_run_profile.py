@@ -1,5 +1,6 @@
 """The profile of a run: chosen by the device, scaled to model and split, never taken for another model's without a word."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
+from longctx.planning.planner import make_plan
 from longctx.planning.profile import SHIPPED, HardwareProfile, ProfileError
 from longctx.planning.scaling import RankWork, scale
 from longctx.training.fit import changed, cheapest_change, choices, heaviest
 from longctx.training.memory import estimate
-from longctx.training.run_profile import ProfilesDiffer, read_described, run_profile
+from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
 
@@ -297,6 +299,42 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
     available = need(changed(config, [("train.recompute", recompute)])) - 1
     change = cheapest_change(shape, config, opened, 8, available, fused=False)
     assert change is not None and need(changed(config, change.items())) <= available
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; taken as it is for that model"),
+        (["--model", "1b"], "scaled to 1b: linear × 0.1"),
+        (["--pipeline-ranks", "4"], "scaled to that model in a pipeline: linear × 0.2"),
+    ],
+)
+def test_planning_without_a_run_says_whose_times_it_takes(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3000\n500\n")
+    common = ["plan", "--lengths", str(lengths), "--ranks", "4", "--tokens-per-rank", "1024", *arguments]
+    assert main(common) == 0
+    assert said in capsys.readouterr().out
+    assert main([*common, "--json"]) == 0
+    told = capsys.readouterr()
+    assert said in told.err
+    assert (HardwareProfile.from_dict(json.loads(told.out)["profile"]) == H100) == (not arguments)
+    assert main([*common, "--pipeline-ranks", "40"]) == 2
+    assert "40 stages" in capsys.readouterr().err
+
+
+def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("30000\n500\n")
+    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to 1b: linear × 0.1" in told.err
+    step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
+    scaled = preset_profile("h100-nvlink-ib", "1b").profile
+    plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
+    assert step == pytest.approx(plan.makespan_s)
 
 
 def test_the_same_work_is_the_same_profile() -> None:

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, add_exchange_levels, read_lengths
+from longctx.commands.plan import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PROFILE,
+    PROFILE_HELP,
+    add_exchange_levels,
+    read_lengths,
+    with_levels,
+)
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.mixes import mix_names
@@ -37,7 +44,6 @@ DEFAULT_STEPS = 3
 MANY_GPUS = 256
 """A step of these has so many documents that one is enough to compare splits."""
 DEFAULT_TOKENS_PER_RANK = 16384
-DEFAULT_PROFILE = "h100-nvlink-ib"
 BFLOAT16_BYTES = 2
 DETAILED = 64
 """The number of ranks that is shown in detail, or the nearest one given."""
@@ -73,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         choices=PRESETS,
-        help="show K and V that a rank gathers in bytes: of one layer of this preset, in bfloat16",
+        help="scale the profile to this preset (default: the profile's own model), and show K and V that a rank gathers in "
+        "bytes: of one layer, in bfloat16",
     )
     parser.add_argument(
         "--long-documents",
@@ -118,14 +125,15 @@ def run(arguments: argparse.Namespace) -> int:
     compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
     if arguments.measure is not None:
         return compare_measure.run(arguments)
-    from longctx.planning.profile import HardwareProfile
     from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
     from longctx.report.compare_steps import make_cases, sweeps
+    from longctx.training.run_profile import preset_profile
 
     for path in (arguments.html, arguments.csv):
         if path is not None and not path.absolute().parent.is_dir():
             raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-    profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
+    named = preset_profile(arguments.profile, arguments.model)
+    profile = with_levels(named.profile, arguments.exchange_levels)
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
     source = _source(arguments, long_documents)
     budget = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
@@ -140,7 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.csv:
         _write_csv(rows, arguments.csv)
     if arguments.html:
-        _write_page(arguments, profile, source, means, here, plans, changed)
+        _write_page(arguments, named.name, profile, source, means, here, plans, changed)
+    print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"version": 1, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
@@ -230,6 +239,7 @@ def _write_csv(rows: Sequence["Row"], path: Path) -> None:
 
 def _write_page(
     arguments: argparse.Namespace,
+    profile_name: str,
     profile: "HardwareProfile",
     source: "Source",
     means: Sequence["Row"],
@@ -242,7 +252,7 @@ def _write_page(
 
     comparison = Comparison(
         source=source.words,
-        profile_name=str(arguments.profile),
+        profile_name=profile_name,
         profile=profile,
         ranks=here[0].ranks,
         tokens_per_rank=here[0].tokens_per_rank,
