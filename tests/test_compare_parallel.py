@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from longctx.cli import main
 from longctx.config import Config, check, load
@@ -50,6 +51,21 @@ def test_the_known_model_unsplit_keeps_its_constants() -> None:
     profile = profile_of(H100, EIGHT_B, ALONE)
     assert profile.linear_s_per_token == pytest.approx(H100.profile.linear_s_per_token)
     assert replace(profile, linear_s_per_token=H100.profile.linear_s_per_token) == replace(H100.profile, step_s=0.0)
+
+
+def test_a_machine_is_known_by_the_model_that_its_profile_names(tmp_path: Path) -> None:
+    """And by what it costs unsplit and without recomputation, if the profile was measured with them."""
+    shape = PRESETS["1b"].model_copy(update={"vocab_size": 1000})
+    split = replace(ALONE, tensor=2, recompute="full")
+    described = {"model": shape.model_dump(), "dtype": "bfloat16", "device": "cuda", "recompute": "full"}
+    given = {**profile_of(H100, shape, split).to_dict(), "launch_s": 0.1, "step_s": 0.2}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**given, "measured": {**described, "tensor_parallel_size": 2}}))
+    found = Machine.load(str(path), 989, 80)
+    assert found.model == shape
+    expected = profile_of(H100, shape, ALONE)
+    for name in ("linear_s_per_token", "attention_s_per_token2", "kv_bytes_per_token", "ranks_per_node"):
+        assert getattr(found.profile, name) == pytest.approx(getattr(expected, name)), name
 
 
 def test_recomputation_costs_a_forward_but_for_its_last_matrix() -> None:
@@ -315,6 +331,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps does not go with --parallel"),
         (["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
         (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and > 0"),
+        (
+            ["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
+            "profile cpu-2core is of float32, and splits are those of runs in bfloat16",
+        ),
         (["--parallel", "8", "--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
         (["--parallel", "8", "--mix", "wlb_128k", "--csv", "missing/x.csv"], "there is no folder missing"),
         (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb goes with --parallel"),

@@ -382,6 +382,13 @@ def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pyt
     assert not dist.is_initialized()
 
 
+def test_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It crashed on every rank but the first: they have no embedding."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = refusal(capsys, "--parallel.pipeline_parallel_size=2")
+    assert "parallel.pipeline_parallel_size is 2: a profile is measured without a pipeline, and training scales it" in said
+
+
 @pytest.mark.usefixtures("no_group_left")
 def test_too_few_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "--out", str(tmp_path / "my.yaml"), "--batch.tokens_per_rank=32")
@@ -418,7 +425,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
     """All ranks refine alike, step n + 2 is planned with what was known after step n, and the losses stay those of the run."""
-    settings = ["batch.tokens_per_rank=750"]
+    as_given = tmp_path / "given.yaml"  # names no model, so nothing is scaled
+    as_given.write_text(yaml.safe_dump(H100.to_dict()))
+    settings = ["batch.tokens_per_rank=750", f"context.profile={as_given}"]
     answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)
     assert answers[0][1:] == answers[1][1:]
     metrics, planned, refined = answers[0]

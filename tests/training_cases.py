@@ -45,7 +45,7 @@ SMALL = [
     "optimizer.learning_rate=0.01",
     "checkpoint.every=4",
     "log.tensorboard=false",
-    "context.profile=h100-nvlink-ib",
+    f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
 ]
 
 

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.plan import DEFAULT_MICRO_BATCHES, PROFILE_HELP, add_exchange_levels, read_lengths
+from longctx.commands.plan import (
+    DEFAULT_MICRO_BATCHES,
+    DEFAULT_PROFILE,
+    PROFILE_HELP,
+    add_exchange_levels,
+    read_lengths,
+    with_levels,
+)
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.mixes import mix_names
@@ -38,7 +45,6 @@ DEFAULT_STEPS = 3
 MANY_GPUS = 256
 """A step of these has so many documents that one is enough to compare splits."""
 DEFAULT_TOKENS_PER_RANK = 16384
-DEFAULT_PROFILE = "h100-nvlink-ib"
 BFLOAT16_BYTES = 2
 DETAILED = 64
 """The number of ranks that is shown in detail, or the nearest one given."""
@@ -81,7 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         choices=PRESETS,
-        help="show K and V that a rank gathers in bytes: of one layer of this preset, in bfloat16",
+        help="scale the profile to this preset (default: the profile's own model), and show K and V that a rank gathers in "
+        "bytes: of one layer, in bfloat16",
     )
     parser.add_argument(
         "--long-documents",
@@ -141,11 +148,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from longctx.planning.profile import HardwareProfile
     from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
     from longctx.report.compare_steps import steps_drawn, sweeps
+    from longctx.training.run_profile import preset_profile
 
-    profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
+    named = preset_profile(arguments.profile, arguments.model)
+    profile = with_levels(named.profile, arguments.exchange_levels)
     source, cases, changed = _cases(arguments, profile)
     title = f"{source.words}; {steps_drawn(cases)}"
     detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
@@ -158,7 +166,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.csv:
         _write_csv(rows, arguments.csv)
     if arguments.html:
-        _write_page(arguments, profile, title, means, here, plans, changed)
+        _write_page(arguments, named.name, profile, title, means, here, plans, changed)
+    print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
@@ -270,6 +279,7 @@ def _write_csv(rows: Sequence["Row"], path: Path) -> None:
 
 def _write_page(
     arguments: argparse.Namespace,
+    profile_name: str,
     profile: "HardwareProfile",
     title: str,
     means: Sequence["Row"],
@@ -283,7 +293,7 @@ def _write_page(
 
     comparison = Comparison(
         source=title,
-        profile_name=str(arguments.profile),
+        profile_name=profile_name,
         profile=profile,
         ranks=here[0].ranks,
         tokens_per_rank=here[0].tokens_per_rank,

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.measured import measure
+    from longctx.training.run_profile import run_profile
     from longctx.training.setup import join_run
 
     out: Path | None = arguments.out
@@ -93,6 +95,8 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     mesh.check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     groups = join_run(config, launch, device)
+    if show:
+        print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)
     measured = measure(
         config,
         groups,

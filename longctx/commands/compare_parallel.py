@@ -25,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --parallel",
         f"--model is the model (default: {DEFAULT_MODEL}), and settings such as --model.num_hidden_layers 80 change its sizes; "
-        "--profile is that of the 8B model, unsplit; --tokens-per-rank is one number to take, not powers of two to try",
+        "--profile is of the model that it names, else of the 8B one, unsplit; "
+        "--tokens-per-rank is one number to take, not powers of two to try",
     )
     group.add_argument(
         "--parallel",

@@ -33,6 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.mesh import choose_device
     from longctx.training.fit import choices, heaviest
     from longctx.training.memory import estimate
+    from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks
     config = load(arguments.config, arguments.overrides, world_size=ranks)
@@ -48,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
     print_memory(f"{shape.parameters() / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
+    print(*run_profile(config, ranks, shape.vocab_size).lines, sep="\n")
     return 0
 
 

@@ -2,15 +2,21 @@
 
 import argparse
 import json
-from dataclasses import asdict
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from longctx.errors import UserError
+from longctx.model.presets import PRESETS
 from longctx.planning.pipeline import SCHEDULES, Pipeline
-from longctx.planning.profile import shipped_profiles
+from longctx.planning.profile import HardwareProfile, shipped_profiles
 
 SUMMARY = "Plan one step from document lengths, without training"
-PROFILE_HELP = f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())}"
+DEFAULT_PROFILE = "h100-nvlink-ib"
+PROFILE_HELP = (
+    f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())} (default: {DEFAULT_PROFILE}, whatever "
+    "this machine is)"
+)
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
@@ -27,6 +33,11 @@ def add_exchange_levels(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def with_levels(profile: HardwareProfile, levels: int | None) -> HardwareProfile:
+    """The profile with what --exchange-levels says, if anything."""
+    return profile if levels is None else replace(profile, exchange_levels=levels)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
@@ -37,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
-    parser.add_argument("--profile", default="h100-nvlink-ib", help=PROFILE_HELP)
+    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
+    parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
     add_exchange_levels(parser)
     parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
     parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
@@ -50,7 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-remote-tokens", type=int, metavar="R", help="most tokens of other ranks held at once; gives the exchange stages"
     )
-    pipeline = parser.add_argument_group("in a pipeline", "the profile is then that of one rank's layers, --ranks the domain")
+    pipeline = parser.add_argument_group(
+        "in a pipeline",
+        "--ranks is the domain; a profile that names its model is scaled to the slowest rank's layers, another one "
+        "is that of one rank's layers",
+    )
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
@@ -74,13 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.bins import derived_bins
     from longctx.planning.bound import tight_bound_s
     from longctx.planning.planner import make_plan
-    from longctx.planning.profile import HardwareProfile
+    from longctx.planning.request import check_settings
     from longctx.report.bins import fill_bins, print_bins
+    from longctx.training.run_profile import preset_profile
 
     if arguments.png and arguments.png.suffix not in PICTURES:
         raise UserError(f"--png is {arguments.png}: its name must end in {', '.join(PICTURES)}")
-    profile = HardwareProfile.load(arguments.profile, arguments.exchange_levels)
+    pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule)
     lengths, source = _lengths(arguments)
+    check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
+    planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
+    profile = with_levels(planned.profile, arguments.exchange_levels)
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
@@ -90,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         degree=arguments.degree,
         bins=arguments.bins,
         max_remote_tokens=arguments.max_remote_tokens,
-        pipeline=Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule),
+        pipeline=pipeline,
     )
     bins = None
     if plan.mode == "bins":
@@ -99,6 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         from longctx.report.plots import save_plan
 
         save_plan(plan, arguments.png)
+    print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         more = {} if bins is None else {"bins": [asdict(row) for row in bins]}
         print(json.dumps({**plan.to_json(), "tight_bound_s": tight_bound_s(plan), **more}))

@@ -18,7 +18,6 @@ SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
 VOCABULARY = 4096
 """Entries of the embedding unless model.vocab_size says otherwise: as many as `longctx prepare` makes unless told otherwise."""
-BASES = {"cpu": "cpu-2core", "cuda": "h100-nvlink-ib"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base",
         metavar="PROFILE",
         help="profile that gives what cannot be measured, such as the network on one process "
-        f"(default: {BASES['cpu']} on a CPU, {BASES['cuda']} on GPUs)",
+        "(default: the one that training takes on this device, see context.profile)",
     )
     parser.add_argument(
         "--longest",
@@ -60,18 +59,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    import torch
+
     from longctx.parallel import mesh
     from longctx.planning.profile import HardwareProfile
     from longctx.training.profiling import measure
+    from longctx.training.run_profile import default_profile
     from longctx.training.setup import join_run
 
     launch = mesh.Launch.read()
     # The profile that the settings name may be the very one that is to be made.
-    settings = [*arguments.overrides, f"context.profile={BASES['cpu']}"]
+    settings = [*arguments.overrides, "context.profile=null"]
     config = load(arguments.config, settings, world_size=launch.world_size)
+    if config.pipeline.ranks > 1:
+        raise UserError(
+            f"parallel.pipeline_parallel_size is {config.pipeline.ranks}: a profile is measured without a pipeline, and "
+            "training scales it to the layers of a rank: leave it out"
+        )
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
-    base = arguments.base or BASES[device.type]
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    base = arguments.base or default_profile(device.type, gpu)
     HardwareProfile.load(base)
     if not arguments.longest > 0:
         raise UserError(f"--longest is {arguments.longest}: a measurement takes some time, such as 1 second")

@@ -119,6 +119,7 @@ def _train(
 ) -> int:
     from longctx.parallel import mesh
     from longctx.training.run_folder import only_run_in
+    from longctx.training.run_profile import ProfilesDiffer, run_profile
     from longctx.training.setup import join_run
     from longctx.training.trace import Tracer
     from longctx.training.trainer import NonFiniteLoss, Trainer
@@ -131,11 +132,12 @@ def _train(
             if traced is not None:
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
-                print(_first_line(trainer, store, found), flush=True)
+                profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
+                print(_first_line(trainer, store, found), *profile.lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
-            # What one rank alone meets, it alone can tell; a loss that is not finite is known to all.
-            if launch.rank == 0 or not isinstance(error, NonFiniteLoss):
+            # What one rank alone meets, it alone can tell; these two are known to all.
+            if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer)):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
         except RuntimeError as error:

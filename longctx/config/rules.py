@@ -38,7 +38,8 @@ def _files(config: Config) -> Iterator[Problem]:
     if tokenizer is not None and not tokenizer.is_file():
         yield Problem("data.tokenizer", str(tokenizer), "there is no such file", "check the path, or leave it out")
     try:
-        HardwareProfile.load(config.context.profile)
+        if config.context.profile is not None:
+            HardwareProfile.load(config.context.profile)
     except (ProfileError, OSError) as error:
         yield Problem("context.profile", config.context.profile, str(error), "mend the file, or name a shipped profile")
 

@@ -107,7 +107,12 @@ class ContextSection(Section):
     bins: dict[int, int] | None = Field(
         None, description="the table of mode bins, {longest length: degree, ...} (null: derived from the profile)"
     )
-    profile: str = Field("cpu-2core", description="constants of the cost model: a shipped name, or a YAML or JSON file")
+    profile: str | None = Field(
+        None,
+        description="constants of the cost model: a shipped name, or a YAML or JSON file; what it describes is scaled to the "
+        "model and split of the run (null: by the device, cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on "
+        "other GPUs)",
+    )
     recalibrate: bool = Field(
         False,
         description="refine the profile's linear, attention and launch times by the measured times of the last steps; plans "

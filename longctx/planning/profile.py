@@ -106,7 +106,7 @@ class HardwareProfile:
     def from_dict(cls, values: Mapping[str, Any], source: str = "hardware profile") -> "HardwareProfile":
         """Builds a profile from plain data. Raises ProfileError naming `source` and every constant that is wrong or missing."""
         known = {field.name for field in fields(cls)}
-        values = {key: value for key, value in values.items() if key not in ("name", "about", "measured")}
+        values = {key: value for key, value in values.items() if key not in ("name", "about", "describes", "measured")}
         missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in values)
         unknown = sorted(set(values) - known)
         if missing or unknown:
@@ -123,24 +123,30 @@ class HardwareProfile:
     @classmethod
     def load(cls, name_or_path: str | Path, exchange_levels: int | None = None) -> "HardwareProfile":
         """Reads a shipped profile by name (`h100-nvlink-ib`) or a YAML/JSON file; `exchange_levels` replaces its own."""
-        shipped = SHIPPED / f"{name_or_path}.yaml"
-        path = shipped if shipped.is_file() else Path(name_or_path)
-        if not path.is_file():
-            names = ", ".join(shipped_profiles())
-            raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
-        try:
-            values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
-        if not isinstance(values, dict):
-            held = "nothing" if values is None else type(values).__name__
-            raise ProfileError(f"{path} holds {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
+        path, values = read_profile(name_or_path)
         own = {} if exchange_levels is None else {"exchange_levels": exchange_levels}
         return cls.from_dict({**values, **own}, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back."""
         return {**asdict(self), "attention_efficiency": [list(row) for row in self.attention_efficiency]}
+
+
+def read_profile(name_or_path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a profile, shipped or not, and all that it says: also what it describes, and how it was measured."""
+    shipped = SHIPPED / f"{name_or_path}.yaml"
+    path = shipped if shipped.is_file() else Path(name_or_path)
+    if not path.is_file():
+        names = ", ".join(shipped_profiles())
+        raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
+    if not isinstance(values, dict):
+        held = "nothing" if values is None else type(values).__name__
+        raise ProfileError(f"{path} holds {held}: must be a mapping of constants, as in `linear_s_per_token: 8.9e-5`")
+    return path, values
 
 
 def shipped_profiles() -> list[str]:

@@ -12,6 +12,7 @@ from longctx.parallel.mesh import choose_device
 from longctx.planning.plan import Plan
 from longctx.training.loads import loads
 from longctx.training.memory import estimate
+from longctx.training.run_profile import run_profile
 from longctx.training.setup import check_vocabulary, make_planner
 
 STEPS = 5
@@ -44,8 +45,8 @@ def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[l
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
     """Plans the first steps of a run on `ranks` processes."""
-    domain = config.domain(ranks)
-    configured, static = make_planner(config, domain), make_planner(config, domain, static=True)
+    domain, profile = config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile
+    configured, static = make_planner(config, domain, profile), make_planner(config, domain, profile, static=True)
     return [PlannedStep(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]
 
 
@@ -55,10 +56,12 @@ def dry_run(config: Config, ranks: int) -> None:
     shape = config.model.shape(store.tokenizer.vocab_size)
     check_vocabulary(config, shape)
     print(
-        f"dry run on {ranks} ranks, profile {config.context.profile}\n"
+        f"dry run on {ranks} ranks\n"
         f"model      {shape.parameters() / 1e9:.3f}B parameters\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
-        f"from {config.data.store}"
+        f"from {config.data.store}",
+        *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
+        sep="\n",
     )
     planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     print(

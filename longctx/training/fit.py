@@ -18,6 +18,7 @@ from longctx.model.presets import ModelShape
 from longctx.training.dry_run import step_lengths
 from longctx.training.loads import full_loads, loads
 from longctx.training.memory import Load, Memory, estimate, fits
+from longctx.training.run_profile import run_profile
 from longctx.training.setup import make_planner
 
 PLANNED_STEPS = 2
@@ -55,7 +56,7 @@ def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
     """What the first steps of a run ask of its ranks; without a store, what a full rank with the longest document asks."""
     if store is None:
         return list(full_loads(config, ranks))
-    planner = make_planner(config, config.domain(ranks))
+    planner = make_planner(config, config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile)
     steps = step_lengths(config, store, ranks, min(PLANNED_STEPS, config.train.steps))
     return list(loads((planner(lengths) for lengths in steps), config))
 
@@ -88,15 +89,12 @@ def choices(shape: ModelShape, config: Config, store: Store | None, worlds: Iter
     for ranks in worlds:
         if not allowed(config, ranks):
             continue
-        candidates = heaviest(config, store, ranks)
         for recompute in ("none", "selective", "full"):
             for keep_kv in (False, True):
+                times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
+                candidates = heaviest(changed(config, times.items()), store, ranks)
                 for reshard_after in ("block", "micro_batch", "step"):
-                    values = {
-                        "train.recompute": recompute,
-                        "context.keep_kv": keep_kv,
-                        "parallel.reshard_after": reshard_after,
-                    }
+                    values = {**times, "parallel.reshard_after": reshard_after}
                     tried = changed(config, values.items())
                     if allowed(tried, ranks):
                         yield {**values, "ranks": ranks}, estimate(shape, tried, ranks, candidates, fused=fused)
@@ -110,13 +108,15 @@ def cheapest_change(
     One setting if one is enough, the cheapest that is. Else the set whose dearest change is the cheapest; among equals the next
     one decides, so nothing in it could be left out.
     """
-    planned: dict[tuple[int | None, bool], Sequence[Load]] = {}
+    planned: dict[tuple[object, ...], Sequence[Load]] = {}
     for change in _sets(savings(config)):
         tried = changed(config, change.items())
-        exchange = tried.context.max_remote_tokens, tried.context.two_level_exchange
-        if exchange not in planned:  # loads depend on nothing else that changes
-            planned[exchange] = heaviest(tried, store, ranks)
-        if fits(shape, tried, ranks, planned[exchange], available, fused=fused) and allowed(tried, ranks):
+        context = tried.context
+        # Loads depend on nothing else that changes: on the last two by the times that documents are planned with.
+        key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
+        if key not in planned:
+            planned[key] = heaviest(tried, store, ranks)
+        if fits(shape, tried, ranks, planned[key], available, fused=fused) and allowed(tried, ranks):
             return change
     return None
 

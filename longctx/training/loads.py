@@ -16,6 +16,7 @@ from longctx.planning.plan import Placement, Plan
 from longctx.planning.profile import HardwareProfile
 from longctx.planning.request import least_degrees
 from longctx.training.memory import Load
+from longctx.training.run_profile import run_profile
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -45,7 +46,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         lengths=(longest_document(degree, budget),),
         micro_batches=((Placement(0, 0, degree),),),
         stages=(1 if most is None else max(1, min(degree - 1, -(-remote // most))),),
-        profile=profile or HardwareProfile.load(context.profile),
+        profile=profile or run_profile(config, ranks).profile,
         makespan_s=0.0,
         lower_bound_s=0.0,
         exposed_share=0.0,

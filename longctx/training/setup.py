@@ -28,6 +28,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 from longctx.training.clock import StepClock
+from longctx.training.run_profile import run_profile
 
 
 def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
@@ -70,14 +71,13 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transfor
 
 
 def make_planner(
-    config: Config, ranks: int, *, static: bool = False, profile: HardwareProfile | None = None
+    config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False
 ) -> Callable[[Sequence[int]], Plan]:
     """The planner that `config.context` describes, for a domain of `ranks`; or that of the best static degree.
 
-    `profile` replaces the one that is configured.
+    `profile` is that of the run's model and split: see `run_profile`.
     """
     context = config.context
-    profile = HardwareProfile.load(context.profile) if profile is None else profile
     return partial(
         make_plan,
         ranks=ranks,
@@ -92,12 +92,13 @@ def make_planner(
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
-    """The loader of this rank."""
+    """The loader of this rank. Raises ProfilesDiffer unless all ranks plan by the same profile."""
+    profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
     return Loader(
         store,
         rank=mesh.rank,
         ranks=mesh.ranks,
-        planner=make_planner(config, mesh.ranks),
+        planner=make_planner(config, mesh.ranks, profile),
         global_tokens=config.batch.global_tokens,
         seed=config.train.seed,
         max_length=max_length,

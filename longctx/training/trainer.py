@@ -23,7 +23,6 @@ from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
-from longctx.planning.profile import HardwareProfile
 from longctx.planning.refine import Refinement
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
@@ -32,6 +31,7 @@ from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from longctx.training.run_profile import run_profile
 from longctx.training.setup import build_loader, build_model, make_attention, make_planner
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
@@ -81,7 +81,7 @@ class Trainer:
         loader = build_loader(store, config, mesh, max_length)
         trainer = cls(config, mesh, model, optimizer, loader, pipeline, stop=stop or StopSignal())
         if config.context.recalibrate:
-            trainer.refinement = Refinement(HardwareProfile.load(config.context.profile))
+            trainer.refinement = Refinement(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
             trainer._load(resume_from)
         if mesh.world_rank == 0:
@@ -200,7 +200,7 @@ class Trainer:
         """
         slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
         profile = refinement.after(batch.plan, slowest)
-        self.loader.planner = make_planner(self.config, self.mesh.ranks, profile=profile)
+        self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""

@@ -38,9 +38,15 @@ def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
     return FORWARD_AND_BACKWARD * (weights * sum(lengths) + attention * sum(length * length for length in lengths))
 
 
+def gpu_kind(device_name: str) -> str | None:
+    """The kind of GPU that a device of this name is, as in `PEAK_FLOPS`; None if it is not there."""
+    return next((kind for kind in PEAK_FLOPS if re.search(rf"\b{kind}\b", device_name)), None)
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """What a device of this name can do in a second; None if it is not in the table."""
-    for name, (bfloat16, float32) in PEAK_FLOPS.items():
-        if re.search(rf"\b{name}\b", device_name):
-            return bfloat16 if dtype == "bfloat16" else float32
-    return None
+    kind = gpu_kind(device_name)
+    if kind is None:
+        return None
+    bfloat16, float32 = PEAK_FLOPS[kind]
+    return bfloat16 if dtype == "bfloat16" else float32

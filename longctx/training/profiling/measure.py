@@ -148,6 +148,8 @@ def measure(
         "device": mesh.device.type,
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
+        "keep_kv": config.context.keep_kv,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "kernel": config.context.kernel,
         "tokens_per_rank": tokens,
         "max_remote_tokens": config.context.max_remote_tokens,

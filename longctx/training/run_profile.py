@@ -1,0 +1,245 @@
+"""The profile of a run: the one that is named, or that goes with the device, scaled to the run's model and split; and in words
+what was done, so that nobody plans by the constants of another model without knowing it.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from longctx.config import Config
+from longctx.errors import UserError
+from longctx.model.presets import PRESETS, ModelShape
+from longctx.parallel.mesh import Mesh, choose_device
+from longctx.planning.calibrate import kv_bytes_per_token
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.profile import HardwareProfile, ProfileError, read_profile
+from longctx.planning.scaling import RankWork, arithmetic_said, scale
+from longctx.training.memory import blocks_of_ranks
+from longctx.training.utilisation import gpu_kind
+
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+REPEATED_ATTENTION = 4.5 / 3.5
+"""Backward of attention takes 2.5 times its forward."""
+COLLECTIVES = 4
+"""Of tensor parallelism, in a block and a direction: before and after attention, before and after the MLP."""
+
+
+class Described(BaseModel):
+    """What the constants of a file are those of: its section `describes`, or what `longctx profile` wrote under `measured`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: ModelShape
+    dtype: Literal["bfloat16", "float32"]
+    device: Literal["cpu", "cuda"]
+    gpu: str | None = None
+    cpu: str | None = None
+    recompute: Literal["none", "selective", "full"] = "none"
+    keep_kv: bool = False
+    tensor_parallel_size: int = Field(1, ge=1)
+
+    @property
+    def work(self) -> RankWork:
+        return work_of(self.model, self.dtype, recompute=self.recompute, keep_kv=self.keep_kv, tensor=self.tensor_parallel_size)
+
+    def __str__(self) -> str:
+        split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
+        anew = f", recompute {self.recompute}" * (self.recompute != "none")
+        where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
+        return f"{_short(self.model.parameters())} parameters in {self.dtype} on {where}{anew}{split}"
+
+
+def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
+    """A profile and what it says of itself; None if it names no model. Raises ProfileError if the two contradict each other."""
+    path, values = read_profile(name_or_path)
+    profile = HardwareProfile.from_dict(values, source=str(path))
+    section = "describes" if "describes" in values else "measured"
+    said = values.get(section)
+    if section == "measured":
+        said = {name: said[name] for name in Described.model_fields if name in said} if isinstance(said, dict) else {}
+        if "model" not in said:
+            return profile, None
+    try:
+        described = Described.model_validate(said)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ProfileError(f"{path}: `{section}` does not say what the profile is of: {wrong}") from error
+    if described.model.vocab_size is None:
+        raise ProfileError(f"{path}: `{section}` has a model without vocab_size, which linear_s_per_token counts: give it")
+    if profile.kv_bytes_per_token != described.work.kv_bytes:
+        raise ProfileError(
+            f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, and what stands under `{section}` (model, dtype, "
+            "recompute, keep_kv, tensor_parallel_size; if left out: none, false, 1) exchanges "
+            f"{described.work.kv_bytes:,}: mend what is wrong, or measure again"
+        )
+    return profile, described
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def work_of(
+    shape: ModelShape,
+    dtype: str,
+    *,
+    recompute: str = "none",
+    keep_kv: bool = False,
+    tensor: int = 1,
+    pipeline: Pipeline = NO_PIPELINE,
+    tokens_per_rank: int = 1,
+    gpus: int = 1,
+) -> RankWork:
+    """What the slowest pipeline rank does for a token. The shape has a vocabulary; `tokens_per_rank` decides where stages end.
+
+    Computed anew are a block's parameters but for the last matrix of its MLP: torch stops once it has what was to be kept. Of
+    tensor parallelism there are 4 collectives a block in forward, 4 in backward and 3 in a repeated forward, each of which
+    brings a rank (tp - 1)/tp of [tokens, hidden]; those of embedding and head are left out. Every stage receives [tokens,
+    hidden] / tp in forward and in backward. Raises ProfileError if the tensor ranks cannot share the heads.
+    """
+    if shape.num_key_value_heads % tensor:
+        raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {shape.num_key_value_heads} kv heads")
+    layers, head = _slowest_rank(shape, pipeline, tokens_per_rank)
+    in_blocks = layers * shape.block_parameters
+    computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
+    if recompute != "none":
+        computed += (in_blocks - layers * shape.hidden_size * shape.intermediate_size) / 3
+        collectives += COLLECTIVES - 1
+    element, again = ELEMENT_BYTES[dtype], recompute == "full"
+    hidden_bytes = shape.hidden_size * element
+    heads = layers * shape.num_attention_heads * shape.head_dim / tensor
+    kv_heads, passes = shape.num_key_value_heads // tensor, 3 + again - keep_kv
+    return RankWork(
+        layers=layers,
+        weights=(in_blocks + head) / tensor,
+        computed=computed / tensor,
+        attention=heads * (REPEATED_ATTENTION if again else 1.0),
+        kv_bytes=kv_bytes_per_token(layers, kv_heads, shape.head_dim, element, passes),
+        tensor=tensor,
+        tensor_bytes=layers * collectives * hidden_bytes * (tensor - 1) / tensor,
+        pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
+        gpus=gpus if pipeline.ranks > 1 else 1,
+    )
+
+
+def _slowest_rank(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, int]:
+    """Blocks and parameters of the head on the pipeline rank with most work: the last one has the head."""
+    *others, last = blocks_of_ranks(shape, pipeline, tokens_per_rank)
+    block, head = shape.block_cost(keys=tokens_per_rank // 2), shape.vocabulary_parameters  # as stages are cut
+    most = max(others, default=0)
+    return (last, head) if last * block + head >= most * block else (most, 0)
+
+
+@dataclass(frozen=True)
+class RunProfile:
+    """A profile for a run, where it comes from, and in `lines` what was done to it and why it may be wrong."""
+
+    name: str
+    profile: HardwareProfile
+    lines: tuple[str, ...]
+
+    def agreed(self, mesh: Mesh) -> HardwareProfile:
+        """The profile. Raises ProfilesDiffer on every rank of the run unless all of them have the same one."""
+        everyones = mesh.gather_objects((self.name, self.profile))
+        others = [rank for rank, (_, profile) in enumerate(everyones) if profile != everyones[0][1]]
+        if others:
+            raise ProfilesDiffer(
+                f"rank 0 would plan by the profile {everyones[0][0]}, and ranks {others} by {everyones[others[0]][0]}, or "
+                "by another of that name: give context.profile, and all nodes the same file"
+            )
+        return self.profile
+
+
+class ProfilesDiffer(UserError):
+    """Ranks have different profiles, and would make different plans. Known to all of them."""
+
+
+def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
+    """The profile that a run of `ranks` processes plans by, on the device that this process would take or has.
+
+    `vocab_size`: of the store's tokenizer; if neither that nor model.vocab_size is known, that of the profile's model is taken.
+    """
+    device, gpu = choose_device(config.train.device, 0).type, None
+    if device == "cuda" and torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    name = config.context.profile or default_profile(device, gpu)
+    profile, described = read_described(name)
+    if described is None:
+        return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of this run",))
+    shape = config.model.sizes() if vocab_size is None else config.model.shape(vocab_size)
+    wanted = work_of(
+        _with_vocabulary(shape, described),
+        config.train.dtype,
+        recompute=config.train.recompute,
+        keep_kv=config.context.keep_kv,
+        tensor=config.parallel.tensor_parallel_size,
+        pipeline=config.pipeline,
+        tokens_per_rank=config.batch.tokens_per_rank,
+        gpus=ranks,
+    )
+    found = _scaled(name, profile, described, wanted, "this run")
+    return replace(found, lines=(*found.lines, *_doubts(name, described, device, gpu, config.train.dtype)))
+
+
+def preset_profile(
+    name: str, preset: str | None = None, pipeline: Pipeline = NO_PIPELINE, domain: int = 1, tokens_per_rank: int = 1
+) -> RunProfile:
+    """The profile for planning without a run: of a preset with all else as in the profile (None: of the profile's model)."""
+    profile, described = read_described(name)
+    if described is None:
+        return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of what is planned",))
+    shape = described.model if preset is None else _with_vocabulary(PRESETS[preset], described)
+    if pipeline.stages > shape.num_hidden_layers:
+        raise UserError(
+            f"a pipeline of {pipeline.stages} stages, and {preset or 'the model of ' + name} has {shape.num_hidden_layers} "
+            "layers: take fewer pipeline ranks or chunks, or another --model"
+        )
+    wanted = work_of(
+        shape,
+        described.dtype,
+        recompute=described.recompute,
+        keep_kv=described.keep_kv,
+        tensor=described.tensor_parallel_size,
+        pipeline=pipeline,
+        tokens_per_rank=tokens_per_rank,
+        gpus=domain * pipeline.ranks * described.tensor_parallel_size,
+    )
+    what = (preset or "that model") + " in a pipeline" * (pipeline.ranks > 1)
+    found = _scaled(name, profile, described, wanted, what)
+    return found if found.profile == profile else replace(found, name=f"{name}, scaled to {what}")
+
+
+def default_profile(device: str, gpu: str | None = None) -> str:
+    """The profile that goes with a device of this type, and of this name if it is a GPU that can be asked."""
+    if device != "cuda":
+        return "cpu-2core"
+    kind = gpu_kind(gpu or "") or ""
+    return "h200-nvlink-ib" if kind.startswith("H200") else "h100-nvlink-ib"
+
+
+def _with_vocabulary(shape: ModelShape, described: Described) -> ModelShape:
+    return shape if shape.vocab_size is not None else shape.model_copy(update={"vocab_size": described.model.vocab_size})
+
+
+def _scaled(name: str, profile: HardwareProfile, described: Described, wanted: RankWork, what: str) -> RunProfile:
+    try:
+        scaled = scale(profile, described.work, wanted)
+    except ProfileError as error:
+        raise ProfileError(f"profile {name}: {error}") from None
+    said = arithmetic_said(profile, scaled, described.work, wanted)
+    done = f"scaled to {what}: {said}" if said else f"taken as it is for {what}"
+    return RunProfile(name, scaled, (f"profile {name}, of {described}; {done}",))
+
+
+def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str) -> list[str]:
+    """Why times by this profile may be far off: speeds are not scaled."""
+    doubts, mend = [], "no speed is scaled, so predicted times mean little: measure one with `longctx profile`"
+    if described.device != device:
+        doubts.append(f"profile {name} is of device {described.device}, and this run is on {device}")
+    elif described.gpu and gpu and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu):
+        doubts.append(f"profile {name} is of {described.gpu}, and this run is on {gpu}")
+    if described.dtype != dtype:
+        doubts.append(f"profile {name} is of {described.dtype}, and this run computes in {dtype}")
+    return [f"warning: {doubt}; {mend}" for doubt in doubts]

@@ -1,0 +1,343 @@
+"""The profile of a run: chosen by the device, scaled to model and split, never taken for another model's without a word."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from longctx.cli import main
+from longctx.config import Config, load
+from longctx.data.store import Store
+from longctx.parallel.mesh import make_groups
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import SHIPPED, HardwareProfile, ProfileError
+from longctx.planning.scaling import RankWork, scale
+from longctx.training.fit import changed, cheapest_change, choices, heaviest
+from longctx.training.memory import estimate
+from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
+from tests.training_cases import SMALL, make_store, start
+from tests.workers import Workers
+
+CPU, H100, H200 = (HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"))
+EIGHT_B = ["model.preset=8b", "model.vocab_size=128256", "train.dtype=bfloat16", "train.device=cuda"]
+TINY = ["model.preset=tiny", "model.vocab_size=4096", "train.device=cpu"]
+
+
+def of(settings: list[str], ranks: int = 1) -> HardwareProfile:
+    config = load(None, settings)
+    return run_profile(config, ranks, config.model.vocab_size).profile
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        (None, CPU),
+        ("NVIDIA H100 80GB HBM3", H100),
+        ("NVIDIA H200", H200),
+        ("NVIDIA H200 NVL", H200),
+        ("NVIDIA A100-SXM4-80GB", H100),
+    ],
+)
+def test_the_profile_follows_the_device(monkeypatch: pytest.MonkeyPatch, gpu: str | None, expected: HardwareProfile) -> None:
+    """An 8B model on a GPU is planned by the profile of one, as it is, and `tiny` on a CPU by that of two cores."""
+    if gpu is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        settings = [*TINY, "train.device=auto"]
+    else:
+        fake_gpu(monkeypatch, gpu)
+        settings = [*EIGHT_B, "train.device=auto"]
+    assert of(settings) == expected
+    assert of([*EIGHT_B, "train.device=cpu"]).linear_s_per_token > 1000 * CPU.linear_s_per_token
+
+
+def test_a_gpu_that_is_not_here_is_taken_for_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For estimates and dry runs on another machine."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert of(EIGHT_B) == H100
+
+
+def test_every_constant_is_scaled_by_what_it_grows_with() -> None:
+    """From `tiny` to one layer of half the width, by hand."""
+    block = 64 * 32 * 2 * (2 + 1) + 3 * 64 * 128
+    tiny = 128 * 32 * 2 * (4 + 2) + 3 * 128 * 384
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    found = of(
+        [*(f"model.{name}={value}" for name, value in (sizes | heads).items()), "model.vocab_size=257", "train.device=cpu"]
+    )
+    assert found.linear_s_per_token == pytest.approx(CPU.linear_s_per_token * (block + 257 * 64) / (2 * tiny + 4096 * 128))
+    assert found.attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 * 1 * 2 / (2 * 4))
+    assert found.kv_bytes_per_token == 1 * 2 * 1 * 32 * 4 * 3
+    assert (found.latency_s, found.launch_s) == (CPU.latency_s / 2, CPU.launch_s / 2)
+    assert found.step_s == pytest.approx(CPU.step_s * (block + 257 * 64) / (2 * tiny + 4096 * 128))
+    for name in ("attention_efficiency", "overlap", "intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node"):
+        assert getattr(found, name) == getattr(CPU, name)
+
+
+def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
+    """To runs of the 8B model that differ from what h100-nvlink-ib describes in one setting, or in two."""
+    block, head = 4096 * 128 * 2 * 40 + 3 * 4096 * 14336, 128256 * 4096
+    anew = (32 * block + head + 32 * (block - 4096 * 14336) / 3) / (32 * block + head)
+    selective = of([*EIGHT_B, "train.recompute=selective"])
+    assert selective.linear_s_per_token == pytest.approx(H100.linear_s_per_token * anew)
+    assert replace(selective, linear_s_per_token=H100.linear_s_per_token) == H100
+    full = of([*EIGHT_B, "train.recompute=full"])
+    assert full.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 * 4.5 / 3.5)
+    assert full.kv_bytes_per_token == H100.kv_bytes_per_token * 4 / 3
+    assert of([*EIGHT_B, "context.keep_kv=true"]) == replace(H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2 // 3)
+    assert of([*EIGHT_B, "train.dtype=float32"]) == replace(H100, kv_bytes_per_token=H100.kv_bytes_per_token * 2)
+    tensor = of([*EIGHT_B, "parallel.tensor_parallel_size=4"], ranks=8)
+    assert tensor.linear_s_per_token == pytest.approx(H100.linear_s_per_token / 4 + 32 * 8 * 0.75 * 4096 * 2 / 300e9)
+    assert (tensor.kv_bytes_per_token, tensor.ranks_per_node) == (H100.kv_bytes_per_token / 4, 2)
+    pipeline = of([*EIGHT_B, "parallel.pipeline_parallel_size=2"], ranks=8)
+    assert pipeline.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 * 15 / 32), "17 blocks on the other"
+    assert pipeline.linear_s_per_token == pytest.approx(
+        H100.linear_s_per_token * (15 * block + head) / (32 * block + head) + 2 * 4096 * 2 / 300e9
+    )
+
+
+def measured(folder: Path, **changes: Any) -> str:
+    """A file as `longctx profile` writes it, of the 8B model, with some of what it says changed; None: left out."""
+    content = yaml.safe_load((SHIPPED / "h100-nvlink-ib.yaml").read_text("utf-8"))
+    said = {**content.pop("describes"), "gpu": "NVIDIA H100 80GB HBM3", "cores": 2, **changes.pop("said", {})}
+    said = {name: value for name, value in said.items() if value is not None}
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({**content, "measured": said, **changes}))
+    return f"context.profile={path}"
+
+
+def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> None:
+    """What its tensor ranks send is taken off before scaling, so that scaling there and back changes nothing."""
+    settings = [*EIGHT_B, "train.recompute=full", "parallel.tensor_parallel_size=4"]
+    split = of(settings, ranks=8)
+    said = {"recompute": "full", "tensor_parallel_size": 4}
+    mine = measured(tmp_path, said=said, **split.to_dict())
+    assert of([*settings, mine], ranks=8) == split
+    back = of([*EIGHT_B, mine])
+    for name in ("linear_s_per_token", "attention_s_per_token2", "kv_bytes_per_token", "ranks_per_node", "step_s"):
+        assert getattr(back, name) == pytest.approx(getattr(H100, name)), name
+    mine = measured(tmp_path, said=said, **{**split.to_dict(), "intra_node_bytes_per_s": 1.0})
+    with pytest.raises(
+        ProfileError, match=r"mine\.yaml: linear_s_per_token is .*tensor_parallel_size 4 alone .* cannot be scaled"
+    ):
+        of([*EIGHT_B, mine])
+
+
+def test_a_profile_that_names_no_model_is_taken_as_it_is(tmp_path: Path) -> None:
+    for number, more in enumerate(({}, {"measured": "by hand, on a Sunday"}, {"measured": {"dtype": "float32"}})):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump({**H100.to_dict(), **more}))
+        config = load(None, [*TINY, f"context.profile={path}"])
+        found = run_profile(config, 1, 4096)
+        assert found.profile == H100
+        assert found.lines == (f"profile {path}: it names no model, and is taken as that of this run",)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, and what stands under `measured` .* exchanges 196,608"),
+        ({"keep_kv": True}, "exchanges 262,144: mend what is wrong"),
+        ({"dtype": "float16"}, "`measured` does not say what the profile is of: dtype: "),
+        ({"device": None}, "does not say what the profile is of: device: Field required"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 kv heads"),
+    ],
+)
+def test_what_contradicts_its_model_is_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        of([*EIGHT_B, measured(tmp_path, said=said)])
+
+
+def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
+    described = read_described("h100-nvlink-ib")[1]
+    assert described is not None
+    with pytest.raises(ProfileError, match="a model without vocab_size"):
+        of([*EIGHT_B, measured(tmp_path, said={"model": described.model.model_dump(exclude={"vocab_size"})})])
+
+
+def test_what_is_done_is_said() -> None:
+    same, smaller = (run_profile(load(None, [*TINY, *more]), 1, 4096).lines for more in ([], ["model.num_hidden_layers=1"]))
+    assert same == ("profile cpu-2core, of 0.918M parameters in float32 on AMD EPYC; taken as it is for this run",)
+    (line,) = smaller
+    assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed for a token); attention × 0.5 (" in line
+    assert "K and V × 0.5 (3,072 → 1,536 bytes a token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu", "doubt"),
+    [
+        (
+            ["train.device=cpu", "context.profile=h100-nvlink-ib"],
+            None,
+            "h100-nvlink-ib is of device cuda, and this run is on cpu",
+        ),
+        (["context.profile=cpu-2core"], None, "cpu-2core is of device cpu, and this run is on cuda"),
+        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is of H100, and this run is on NVIDIA A100-SXM4-80GB"),
+        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is of bfloat16, and this run computes in float32"),
+        ([], "NVIDIA H100 80GB HBM3", None),
+    ],
+)
+def test_speeds_that_are_not_scaled_are_doubted(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], gpu: str | None, doubt: str | None
+) -> None:
+    if gpu is not None:
+        fake_gpu(monkeypatch, gpu)
+    _, *warnings = run_profile(load(None, [*EIGHT_B, *settings]), 1, 128256).lines
+    assert bool(warnings) == (doubt is not None)
+    assert all(line.startswith("warning: ") and "`longctx profile`" in line for line in warnings)
+    assert doubt is None or doubt in warnings[0]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+def profile_of_rank(settings: list[str], h200: int | None) -> HardwareProfile | str:
+    """The profile that all ranks agree on, or why not; rank number `h200` has another GPU than the rest."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake_gpu(patch, "NVIDIA H200" if dist.get_rank() == h200 else "NVIDIA H100 80GB HBM3")
+        found = run_profile(load(None, settings), dist.get_world_size(), 128256)
+    mesh = make_groups(torch.device("cpu"), timeout_s=30)
+    try:
+        return found.agreed(mesh)
+    except ProfilesDiffer as error:
+        return str(error)
+
+
+def test_ranks_agree_on_the_profile_or_are_refused(workers: Workers) -> None:
+    assert workers.run(profile_of_rank, 2, EIGHT_B, None) == [H100] * 2
+    said = workers.run(profile_of_rank, 2, EIGHT_B, 1)
+    words = "rank 0 would plan by the profile h100-nvlink-ib, and ranks [1] by h200-nvlink-ib"
+    assert said[0] == said[1] and words in str(said[0])
+    assert workers.run(profile_of_rank, 2, [*EIGHT_B, "context.profile=h200-nvlink-ib"], 1) == [H200] * 2
+
+
+def planned_by(store: Path, run: Path, other: str) -> Any:
+    """What the loader of a real run plans by, where rank 1 is given another file than rank 0."""
+    profile = "cpu-2core" if dist.get_rank() == 0 else other
+    try:
+        trainer = start(store, run, [f"context.profile={profile}", "train.device=cpu", "context.two_level_exchange=false"])
+    except ProfilesDiffer as error:
+        return str(error)
+    with trainer.loader:
+        return next(trainer.loader).plan.profile
+
+
+def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store: Path, tmp_path: Path) -> None:
+    found = workers.run(planned_by, 2, store, tmp_path, "cpu-2core")
+    assert found[0] == found[1]
+    assert found[0].kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 * 3
+    assert found[0].attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 / 4)
+    assert all("ranks [1] by h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib"))
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group_left")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train"],
+        ["train", "--dry-run"],
+        ["estimate"],
+        ["compare", "--modes=auto,static", "--steps=1", "--warmup=0", "--measure"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_says_what_it_predicts_with(
+    command: list[str], store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=1", "optimizer.warmup_steps=0"]
+    settings += ["batch.tokens_per_rank=1500", "context.profile=h100-nvlink-ib"]
+    file = tmp_path / "run.yaml"
+    file.write_text("train: {device: cpu}\n")
+    assert main([*command, str(file), *(f"--{setting}" for setting in settings)]) == 0
+    captured = capsys.readouterr()
+    said = captured.err if "compare" in command else captured.out
+    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to this run: linear × " in said
+    assert "warning: profile h100-nvlink-ib is of device cuda, and this run is on cpu; no speed is scaled" in said
+
+
+@pytest.mark.parametrize("budget", [1024])
+def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, budget: int) -> None:
+    """Recomputation and kept K and V change the times that documents are planned with, so degrees, so what a rank holds."""
+    common = [f"data.store={store}", f"batch.tokens_per_rank={budget}", "data.max_length=1500", "batch.global_tokens=8000"]
+    small = ["model.preset=small", "train.device=cpu", *common]
+    opened, shape = Store.open(store), load(None, small).model.shape(257)
+    for row, memory in choices(shape, load(None, small, world_size=8), opened, (8,), fused=False):
+        own = load(None, [*small, *(f"{name}={value}" for name, value in row.items() if name != "ranks")], world_size=8)
+        assert memory == estimate(shape, own, 8, heaviest(own, opened, 8), fused=False)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) -> None:
+    """A byte less than recomputation needs is not enough for it, whatever the plans without it would need."""
+    common = [f"data.store={store}", "batch.tokens_per_rank=1024", "data.max_length=1500", "batch.global_tokens=8000"]
+    config = load(None, ["model.preset=small", "train.device=cpu", *common], world_size=8)
+    opened, shape = Store.open(store), config.model.shape(257)
+
+    def need(tried: Config) -> int:
+        return estimate(shape, tried, 8, heaviest(tried, opened, 8), fused=False).total
+
+    available = need(changed(config, [("train.recompute", recompute)])) - 1
+    change = cheapest_change(shape, config, opened, 8, available, fused=False)
+    assert change is not None and need(changed(config, change.items())) <= available
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; taken as it is for that model"),
+        (["--model", "1b"], "scaled to 1b: linear × 0.1"),
+        (["--pipeline-ranks", "4"], "scaled to that model in a pipeline: linear × 0.2"),
+    ],
+)
+def test_planning_without_a_run_says_whose_times_it_takes(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("3000\n500\n")
+    common = ["plan", "--lengths", str(lengths), "--ranks", "4", "--tokens-per-rank", "1024", *arguments]
+    assert main(common) == 0
+    assert said in capsys.readouterr().out
+    assert main([*common, "--json"]) == 0
+    told = capsys.readouterr()
+    assert said in told.err
+    assert (HardwareProfile.from_dict(json.loads(told.out)["profile"]) == H100) == (not arguments)
+    assert main([*common, "--pipeline-ranks", "40"]) == 2
+    assert "40 stages" in capsys.readouterr().err
+
+
+def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("30000\n500\n")
+    assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to 1b: linear × 0.1" in told.err
+    step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
+    scaled = preset_profile("h100-nvlink-ib", "1b").profile
+    plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)
+    assert step == pytest.approx(plan.makespan_s)
+
+
+def test_the_same_work_is_the_same_profile() -> None:
+    work = RankWork(layers=3, weights=7.0, computed=7.0, attention=11.0, kv_bytes=393216)
+    assert scale(H100, work, replace(work)) is H100
+    assert Config().context.profile is None, "else no device would be asked"
