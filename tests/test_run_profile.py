@@ -1,6 +1,7 @@
 """The profile of a run: chosen by the device, scaled to model and split, never taken for another model's without a word."""
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -244,13 +245,16 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
 
 
 @pytest.fixture
-def no_group_left() -> Iterator[None]:
+def as_before() -> Iterator[None]:
+    """A run in this process leaves a group and takes SIGTERM for itself."""
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     yield
+    signal.signal(signal.SIGTERM, on_sigterm)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("no_group_left")
+@pytest.mark.usefixtures("as_before")
 @pytest.mark.parametrize(
     "command",
     [
