@@ -114,7 +114,9 @@ def backward(
     number = -1
     returning: list[Iterator[None]] = []
     for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
-        remote = None if received is None else torch.zeros_like(received)
+        # Several calls may add to a row: that is done in float32 as well. Else rows are only carried, as they will be sent.
+        dtype = this.sum_dtype if any(part.again for part in calls) else k.dtype
+        remote = None if received is None else torch.zeros_like(received, dtype=dtype)
         for part in calls:
             gradients = this.kernel.backward(
                 dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
@@ -127,7 +129,7 @@ def backward(
                 sums[1] += gradients[1]
                 sums[2] += gradients[2]
             else:
-                packed = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1)
+                packed = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1).to(remote.dtype)
                 if part.again:
                     remote.index_add_(0, part.rows, packed)
                 else:
@@ -135,7 +137,7 @@ def backward(
         if remote is not None:
             # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
             number += 1
-            returning = _advanced([this.give_back(number, remote, *sums[1:]), *returning])
+            returning = _advanced([this.give_back(number, remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     while returning:
         returning = _advanced(returning)

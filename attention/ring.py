@@ -3,7 +3,13 @@
 A call on local keys, then for every exchange stage calls on received keys, as few whatever the degrees are (design §5);
 partial results are merged by log-sum-exp in float32. Backward repeats the calls with the final merged output and log-sum-exp,
 fetches K and V again or has kept them, and returns the gradients of remote rows to their owners, who add them in a fixed order:
-two runs are bit-identical. The scheme is that of Ring Attention (Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
+two runs are bit-identical.
+
+In bfloat16 and float16 the errors of out, dq, dk and dv, against float64, have at most twice the norm of those that the same
+kernel makes on one device, as measured over random documents. What comes on top is rounding: of each part that a kernel gives
+in the compute dtype, and of gradients on the way to their owners. A single number may lose more digits than that, where parts
+of it nearly cancel, or where one device happens to hit it exactly. The scheme is that of Ring Attention (Liu et al., 2023)
+with the placement of Llama 3 (§3.3.2).
 """
 
 from collections.abc import Callable

@@ -2,6 +2,7 @@
 
     torchrun --nproc-per-node 4 bench/attention_cpu.py                  # one causal document of 16,384 tokens: a minute or two
     torchrun --nproc-per-node 4 bench/attention_cpu.py --tokens 4096
+    torchrun --nproc-per-node 8 bench/attention_cpu.py --precision 300  # errors in bfloat16 instead, over random documents
 
 One thread a process. CPU time (all threads, the communication's too) and not wall clock, because ranks share cores; the least
 of some repetitions, ring and single in turn. Prints JSON, and writes it with --out.
@@ -11,19 +12,23 @@ import argparse
 import json
 import os
 import platform
+import random
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from longctx.attention import RingAttention
+from longctx.attention import Mask, RingAttention, reference_attention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import cpu
 from longctx.attention.segments import packed_causal
+from longctx.planning.layout import rank_layout
+from longctx.planning.plan import Placement, Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 
@@ -45,10 +50,18 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--precision", type=int, metavar="CASES")
+    parser.add_argument("--kernel", default="cpu", help="of --precision")
     parser.add_argument("--out", type=Path)
     a = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if a.precision:
+        errors = [precision(random.Random(case), a.kernel) for case in range(a.precision)]
+        if dist.get_rank() == 0:
+            write({"cases": a.precision, "kernel": a.kernel, "ring_over_single": spread(errors)}, a.out)
+        dist.destroy_process_group()
+        return
     rank, ranks = dist.get_rank(), dist.get_world_size()
     profile = HardwareProfile.load("cpu-2core")
     plan = make_plan([a.tokens], ranks=ranks, tokens_per_rank=a.tokens, profile=profile, mode="static", degree=ranks)
@@ -92,14 +105,20 @@ def main() -> None:
             "ratio": round(together / alone, 3),
             "bytes_sent": int(bytes_sent),
             "bytes_by_formula": passes if a.tokens % (2 * ranks) == 0 else None,
-            "date": f"{datetime.now(UTC):%Y-%m-%d}",
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         }
-        print(json.dumps(report, indent=1))
-        if a.out:
-            a.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write(report, a.out)
     dist.destroy_process_group()
+
+
+def write(report: dict[str, Any], out: Path | None) -> None:
+    report |= {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+    }
+    print(json.dumps(report, indent=1))
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def summed(work: Callable[[], None]) -> float:
@@ -110,6 +129,62 @@ def summed(work: Callable[[], None]) -> float:
     spent = torch.tensor(time.process_time() - before, dtype=torch.float64)
     dist.all_reduce(spent)
     return float(spent)
+
+
+MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm": torch.linalg.vector_norm,
+    "largest": lambda x: x.abs().max(),
+}
+
+
+def precision(draw: random.Random, kernel: str) -> dict[str, float]:
+    """Errors against float64 of a random micro-batch in bfloat16, over those of the same kernel on whole documents."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    longest = draw.choice([20, 150, 600])
+    lengths = [draw.randint(2, longest) for _ in range(draw.randint(1, 4))]
+    degrees = [draw.randint(min(ranks, 2), ranks), *(draw.randint(1, ranks) for _ in lengths[1:])]
+    rings = [Placement(d, draw.randint(0, ranks - degree), degree) for d, degree in enumerate(degrees)]
+    whole = [Placement(d, 0, 1) for d in range(len(lengths))]
+    kv_heads, head_dim, stages = draw.randint(1, 3), draw.choice([8, 16, 32, 64, 128]), draw.randint(1, 7)
+    heads, per_node = kv_heads * draw.randint(1, 3), draw.choice([None, None, 2, 3, 4])
+    mask = draw.choice([Mask(), Mask(), Mask(causal=False), Mask(window=draw.randint(8, longest))])
+    generator = torch.Generator().manual_seed(draw.randint(0, 2**31))
+    shapes = [(sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16() for shape in shapes]
+
+    def attend(placements: list[Placement], **options: Any) -> list[torch.Tensor]:
+        plan = SimpleNamespace(ranks=ranks, lengths=lengths, micro_batches=(placements,), stages=(stages,))
+        layout = rank_layout(cast(Plan, plan), 0, rank)  # it has all that is read of a plan
+        spans = [(sum(lengths[: s.document]), span) for s in layout.shards for span in (s.head, s.tail)]
+        rows = torch.tensor([start + i for start, span in spans for i in range(*span)], dtype=torch.int64)
+        q, k, v, dout = (x[rows] for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = RingAttention(layout, mask=mask, kernel=kernel, **options)(q, k, v)
+        results = [torch.zeros(x.shape, dtype=torch.float64) for x in (inputs[3], *inputs[:3])]
+        for result, part in zip(results, (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True):
+            result[rows] = part.double()
+            dist.all_reduce(result)
+        return results
+
+    ring, single = attend(rings, ranks_per_node=per_node), attend(whole)
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    out = reference_attention(*leaves, lengths, mask=mask)
+    exact = out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
+    return {
+        f"{name}, {tensor}": float(measure(r - e) / measure(s - e))
+        for name, measure in MEASURES.items()
+        for tensor, r, s, e in zip(("out", "dq", "dk", "dv"), ring, single, exact, strict=True)
+    }
+
+
+def spread(errors: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Median, 99th percentile and greatest of each ratio."""
+    table = {}
+    for name in errors[0]:
+        ratios = torch.tensor([case[name] for case in errors], dtype=torch.float64)
+        median, high = ratios.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
+        table[name] = {"median": round(median, 2), "p99": round(high, 2), "most": round(float(ratios.max()), 2)}
+    return table
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ never yield a special token, whatever a user has typed.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -50,19 +51,27 @@ def parse_messages(value: Any) -> tuple[Message, ...]:
 
 
 class Template:
-    """The template for one tokenizer, its markers encoded once."""
+    """The template for one tokenizer, its markers encoded once, when there is a conversation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._head = {role: tokenizer.encode_markup(f"<|im_start|>{role}\n") for role in ROLES}
-        self._stop = tokenizer.encode_markup("<|im_end|>")
-        self._newline = tokenizer.encode_markup("\n")
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _markers(self) -> tuple[dict[str, TokenArray], TokenArray, TokenArray]:
+        """The head of a message by role, its end, and the line break behind it."""
+        encode = self._tokenizer.encode_markup
+        return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
 
     def join(self, messages: Sequence[Message], contents: Sequence[TokenArray]) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
-        """Joins the encoded `contents` of `messages`. Returns tokens and, of the same length, which of them are targets."""
+        """Joins the encoded `contents` of `messages`. Returns tokens and, of the same length, which of them are targets.
+
+        Raises TokenizerError if the tokenizer lacks characters of the markers: roles could not be told apart.
+        """
+        heads, stop, newline = self._markers
         parts: list[TokenArray] = []
         learnt: list[bool] = []
         for message, content in zip(messages, contents, strict=True):
             assistant = message.role == "assistant"
-            parts += [self._head[message.role], content, self._stop, self._newline]
+            parts += [heads[message.role], content, stop, newline]
             learnt += [False, assistant, assistant, False]
         return np.concatenate(parts), np.repeat(learnt, [len(part) for part in parts])

@@ -21,7 +21,7 @@ from typing import Any
 
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Skipped
 from longctx.data.store import TOKENIZER, VERSION, Manifest, StoreError, is_store
-from longctx.data.tokenizer import Tokenizer
+from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
     JOURNAL,
     PART_TOKENS,
@@ -69,7 +69,8 @@ def prepare(
         overwrite: replace a store at `out` that answers another request. Anything that is not a store is never replaced.
 
     Raises:
-        CorpusError, TokenizerError: the source or the tokenizer is at fault.
+        CorpusError, TokenizerError: the source or the tokenizer is at fault, or the two do not fit: more than half of the
+            characters that are not white space would be lost. If fewer are lost, the manifest says how many.
         StoreError: something else stands at `out`, or another process is preparing it.
     """
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
@@ -99,6 +100,8 @@ def prepare(
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
         manifest = _manifest(folder, corpus, used, parts, skipped, request=request, fingerprint=fingerprint)
+        if 2 * manifest.lost_characters > manifest.characters:
+            raise TokenizerError(f"{manifest.loss}; more than half of the text must be left: {ANOTHER_TOKENIZER}")
         manifest.save(folder)
         _put_in_place(folder, out)
         for name in NOTES:
@@ -117,6 +120,7 @@ def _manifest(
     fingerprint: str,
 ) -> Manifest:
     longest = max(parts, key=lambda part: part.longest_length)
+    lossiest = max(parts, key=lambda part: part.lossiest_characters)
     return Manifest(
         request=request,
         fingerprint=fingerprint,
@@ -133,6 +137,11 @@ def _manifest(
         vocab_size=tokenizer.vocab_size,
         end_of_document_token=tokenizer.end_of_document_token,
         files={file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name not in NOTES},
+        characters=sum(part.characters for part in parts),
+        lost_characters=sum(part.lost_characters for part in parts),
+        lossy_documents=sum(part.lossy_documents for part in parts),
+        lossiest_name=lossiest.lossiest_name,
+        lossiest_characters=lossiest.lossiest_characters,
     )
 
 

@@ -51,6 +51,9 @@ class Manifest:
         empty_documents: left out because they had no text.
         skipped_files: left out because they were not UTF-8 text; `skipped_names` are the first of them.
         tokenizer_fingerprint, vocab_size, end_of_document_token: the tokenizer's.
+        characters: of the text, without white space; 0 if the tokenizer holds every character, and none had to be counted.
+        lost_characters: how many of these no token stands for, in `lossy_documents` documents.
+        lossiest_name, lossiest_characters: the document that lost most, and how many.
         files: bytes of every other file of the store.
     """
 
@@ -71,6 +74,23 @@ class Manifest:
     files: dict[str, int]
     format: str = FORMAT
     version: int = VERSION
+    characters: int = 0
+    lost_characters: int = 0
+    lossy_documents: int = 0
+    lossiest_name: str = ""
+    lossiest_characters: int = 0
+
+    @property
+    def loss(self) -> str:
+        """What the tokenizer lost, in a sentence; empty if nothing."""
+        if not self.lost_characters:
+            return ""
+        return (
+            f"the tokenizer lacks {self.lost_characters:,} of {self.characters:,} characters of the text "
+            f"({self.lost_characters / self.characters:.2%}, white space not counted), in {self.lossy_documents:,} of "
+            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are left out, or "
+            "an unknown token stands for them"
+        )
 
     def save(self, folder: Path) -> None:
         (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")

@@ -12,13 +12,14 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
+from longctx.data.lost import LostText
 from longctx.errors import UserError
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -26,12 +27,22 @@ TokenArray = npt.NDArray[np.integer[Any]]
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
 """End-of-document tokens looked for in a given tokenizer.json, in this order."""
+ANOTHER_TOKENIZER = "take one that holds every character, such as --tokenizer bpe or bytes, or one with byte fallback"
 LARGEST_VOCABULARY = (1 << 31) - 1
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 
 
 class TokenizerError(UserError):
     """A tokenizer that cannot be trained, read or used."""
+
+
+class Encoded(NamedTuple):
+    """Token ids of a text. `characters`: how many it has that are not white space, counted only if the tokenizer can lose any;
+    `lost`: how many of these no token stands for."""
+
+    tokens: TokenArray
+    characters: int = 0
+    lost: int = 0
 
 
 class Tokenizer:
@@ -61,7 +72,9 @@ class Tokenizer:
                 "(--end-of-document TOKEN)"
             )
         self.end_of_document = vocabulary[self.end_of_document_token]
-        self.is_bytes = _is_bytes(json.loads(text))
+        content = json.loads(text)
+        self.is_bytes = _is_bytes(content)
+        self._lost = LostText(self._inner, content, _byte_characters())
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
@@ -120,27 +133,45 @@ class Tokenizer:
 
     def encode(self, text: str) -> TokenArray:
         """Token ids `[tokens]` of a text, without special tokens."""
-        return self.encode_batch([text], workers=1)[0]
+        return self.encode_batch([text], workers=1)[0].tokens
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[TokenArray]:
-        """Token ids of several texts, tokenised in `workers` threads (None: one per core)."""
+    def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[Encoded]:
+        """Several texts, tokenised in `workers` threads (None: one per core). Raises TokenizerError for one that it cannot."""
         if self.is_bytes:
-            return [np.frombuffer(text.encode(), np.uint8).astype(self.dtype) for text in texts]
+            return [Encoded(np.frombuffer(text.encode(), np.uint8).astype(self.dtype)) for text in texts]
         # One text a call: the library's own pool can be sized only by an environment variable. It lets go of Python's lock.
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
             return list(threads.map(self._encode_one, texts))
 
-    def _encode_one(self, text: str) -> TokenArray:
-        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, self.dtype)
+    def _encode_one(self, text: str) -> Encoded:
+        try:
+            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(
+                f"the tokenizer cannot encode a text that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
+            ) from error
+        tokens = np.array(encoding.ids, self.dtype)
+        return Encoded(tokens, *self._lost.count(text, tokens)) if self._lost.possible else Encoded(tokens)
 
     def encode_markup(self, text: str) -> TokenArray:
-        """Token ids of a text of ours, in which special tokens of the vocabulary are meant as such."""
+        """Token ids of a text of ours, in which special tokens of the vocabulary are meant as such.
+
+        Raises TokenizerError if it lacks characters of the text.
+        """
         self._inner.encode_special_tokens = False
         try:
-            return np.array(self._inner.encode(text, add_special_tokens=False).ids, self.dtype)
+            encoded = self._encode_one(text)
         finally:
             self._inner.encode_special_tokens = True
+        lost = encoded.lost
+        if lost and self._lost.unknown is None:  # characters were looked up one by one: special tokens have none
+            plain = text
+            for special in self._inner.get_added_tokens_decoder().values():
+                plain = plain.replace(special.content, "")
+            lost = self._encode_one(plain).lost
+        if lost:
+            raise TokenizerError(f"the tokenizer lacks characters of {text!r}, a mark of conversations: {ANOTHER_TOKENIZER}")
+        return encoded.tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids; special tokens appear by name."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +29,13 @@ Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of it that is done (0 … 1)."""
 
 
-Row = tuple[TokenArray, npt.NDArray[np.bool_] | None]
-"""Tokens of a document, and which of them may be targets; None: all."""
+class Row(NamedTuple):
+    """Tokens of a document, which of them may be targets (None: all), and the counts of `Encoded` over its texts."""
+
+    tokens: TokenArray
+    trained: npt.NDArray[np.bool_] | None
+    characters: int
+    lost: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Part:
     trained_tokens: int
     longest_name: str
     longest_length: int
+    characters: int = 0  # from here on as in `Manifest`; older journals lack them
+    lost_characters: int = 0
+    lossy_documents: int = 0
+    lossiest_name: str = ""
+    lossiest_characters: int = 0
 
 
 def write_parts(
@@ -121,20 +131,24 @@ class _PartWriter:
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self._documents = self.tokens = self._trained_tokens = self._longest_length = 0
         self._source_bytes = 0.0
-        self._longest_name = ""
+        self._longest_name = self._lossiest_name = ""
+        self._characters = self._lost_characters = self._lossy_documents = self._lossiest_characters = 0
 
     def write(self, documents: Sequence[Document], rows: Sequence[Row]) -> None:
-        lengths = np.array([len(tokens) for tokens, _ in rows], np.int64)
-        targets = np.array([len(tokens) - 1 if mask is None else mask[1:].sum() for tokens, mask in rows], np.int64)
+        lengths = np.array([len(row.tokens) for row in rows], np.int64)
+        masks = [row.trained for row in rows]
+        targets = np.array(
+            [n - 1 if mask is None else mask[1:].sum() for n, mask in zip(lengths, masks, strict=True)], np.int64
+        )
         columns = [
             pyarrow.array([document.name for document in documents]),
-            pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([tokens for tokens, _ in rows])),
+            pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([row.tokens for row in rows])),
             pyarrow.array(lengths),
             pyarrow.array(targets),
             pyarrow.ListArray.from_arrays(
-                _offsets([0 if mask is None else len(mask) for _, mask in rows]),
-                np.concatenate([mask for _, mask in rows if mask is not None] or [np.zeros(0, np.bool_)]),
-                mask=pyarrow.array([mask is None for _, mask in rows]),
+                _offsets([0 if mask is None else len(mask) for mask in masks]),
+                np.concatenate([mask for mask in masks if mask is not None] or [np.zeros(0, np.bool_)]),
+                mask=pyarrow.array([mask is None for mask in masks]),
             ),
         ]
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
@@ -144,6 +158,12 @@ class _PartWriter:
         self._source_bytes += sum(document.source_bytes for document in documents)
         if (longest := int(lengths.max())) > self._longest_length:
             self._longest_length, self._longest_name = longest, documents[int(lengths.argmax())].name
+        lost = np.array([row.lost for row in rows], np.int64)
+        self._characters += sum(row.characters for row in rows)
+        self._lost_characters += int(lost.sum())
+        self._lossy_documents += int((lost > 0).sum())
+        if (most := int(lost.max())) > self._lossiest_characters:
+            self._lossiest_characters, self._lossiest_name = most, documents[int(lost.argmax())].name
 
     def finish(self) -> Part:
         self._stream.close()
@@ -157,6 +177,11 @@ class _PartWriter:
             trained_tokens=self._trained_tokens,
             longest_name=self._longest_name,
             longest_length=self._longest_length,
+            characters=self._characters,
+            lost_characters=self._lost_characters,
+            lossy_documents=self._lossy_documents,
+            lossiest_name=self._lossiest_name,
+            lossiest_characters=self._lossiest_characters,
         )
 
 
@@ -166,11 +191,13 @@ def _encode(documents: Sequence[Document], tokenizer: Tokenizer, template: Templ
     end = np.array([tokenizer.end_of_document], tokenizer.dtype)
     rows: list[Row] = []
     for document in documents:
+        texts = list(islice(encoded, len(document.texts)))
+        counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
         if document.text is not None:
-            rows.append((np.concatenate([next(encoded), end]), None))
+            rows.append(Row(np.concatenate([texts[0].tokens, end]), None, *counts))
         else:
-            tokens, mask = template.join(document.messages, [next(encoded) for _ in document.messages])
-            rows.append((np.concatenate([tokens, end]), np.append(mask, False)))
+            tokens, mask = template.join(document.messages, [text.tokens for text in texts])
+            rows.append(Row(np.concatenate([tokens, end]), np.append(mask, False), *counts))
     return rows
 
 

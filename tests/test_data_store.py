@@ -253,6 +253,44 @@ def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
     assert Store.open(tmp_path / "out").read(0, 0, 4)[0].tolist() == [1, 69_999, 65_536, 70_000]
 
 
+def letters(folder: Path, unknown: str | None) -> str:
+    """A tokenizer.json of the letters a to z alone."""
+    from tokenizers import Tokenizer as TokenizerJson
+    from tokenizers import models
+
+    vocabulary = {chr(97 + number): number for number in range(26)} | {"</s>": 26, "<unk>": 27}
+    TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown, fuse_unk=True)).save(str(folder / "letters.json"))
+    return str(folder / "letters.json")
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], unknown: str | None) -> None:
+    texts = ["plain words", "Grüße", "日本" * 5 + "more plain words", "the end"]
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": text} for text in texts])
+    command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", letters(tmp_path, unknown)]
+    for made in (True, False):
+        assert main([*command, "--json"]) == 0
+        printed = capsys.readouterr()
+        summary = json.loads(printed.out)
+        assert (summary["made"], summary["characters"], summary["lost_characters"]) == (made, 45, 13)
+        assert "warning: the tokenizer lacks 13 of 45 characters of the text (28.89%" in printed.err
+        assert "in 2 of 4 documents, most in s.jsonl:3 (10)" in printed.err and "--tokenizer bpe or bytes" in printed.err
+    for tokenizer in ("bpe", "bytes"):
+        assert main([*command[:-1], tokenizer, "--overwrite"]) == 0
+        assert not capsys.readouterr().err
+        assert Store.open(tmp_path / "out").manifest.loss == ""
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_text_that_is_mostly_lost_is_refused(tmp_path: Path, unknown: str | None) -> None:
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "日" * 980}, {"text": "plain words"}])))
+    with pytest.raises(
+        TokenizerError, match=r"lacks 980 of 990 characters .*more than half of the text must be left: take one"
+    ):
+        prepare(source, tmp_path / "out", tokenizer=letters(tmp_path, unknown))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["letters.json", "s.jsonl"]
+
+
 # --- interruption
 
 KILLED = """

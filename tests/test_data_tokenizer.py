@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
-from tokenizers import models
+from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.chat import Template, parse_messages
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint
@@ -27,6 +28,12 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.end_of_document not in tokens
     assert tokens.dtype == np.uint16
     assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+
+
+@pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
+@given(text=st.text())
+def test_bytes_lose_nothing(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.encode_batch([text])[0][1:] == (0, 0)
 
 
 @given(text=st.text())
@@ -85,6 +92,65 @@ def test_given_tokenizer_json(tmp_path: Path) -> None:
         Tokenizer.load(file, "end")
 
 
+def tokenizer_of(model: models.Model, pre_tokenizer: Any = None, normalizer: Any = None) -> Tokenizer:
+    inner = TokenizerJson(model)
+    if pre_tokenizer is not None:
+        inner.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        inner.normalizer = normalizer
+    return Tokenizer(inner.to_str(), "</s>")
+
+
+LETTERS = {letter: number for number, letter in enumerate("abcdeÃ▁")} | {"</s>": 7, "<unk>": 8}
+HEX = {f"<0x{byte:02X}>": 9 + byte for byte in range(256)}
+PIECES: list[tuple[str, float]] = [("<unk>", 0.0), *((piece, -1.0) for piece in LETTERS if piece != "<unk>")]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "characters", "lost"),
+    [
+        # One unknown token for all of a text, for a word, or for each character; white space is not counted.
+        (tokenizer_of(models.WordLevel(LETTERS, unk_token="<unk>")), "abc déf ü" * 100, 700, 700),
+        (tokenizer_of(models.WordLevel(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace()), "a fün b\n日本 c", 8, 5),
+        (tokenizer_of(models.WordPiece(LETTERS, unk_token="<unk>"), pre_tokenizers.Whitespace()), "a fün b", 5, 3),
+        (tokenizer_of(models.BPE(LETTERS, [], unk_token="<unk>")), "abc déf", 6, 2),
+        (tokenizer_of(models.BPE(LETTERS, [], unk_token="<unk>", fuse_unk=True)), "abc日本語 ed", 8, 3),
+        (tokenizer_of(models.Unigram(PIECES, 0, False), pre_tokenizers.Metaspace()), "abxx cz", 6, 3),
+        # Without an unknown token BPE says nothing; its offsets are then wrong.
+        (tokenizer_of(models.BPE(LETTERS, []), pre_tokenizers.Metaspace()), "日日ab f cé", 7, 4),
+        (tokenizer_of(models.BPE(LETTERS, [])), "日本" * 50, 100, 100),
+        (tokenizer_of(models.BPE({"</s>": 0, "a</w>": 1, "b": 2}, [], end_of_word_suffix="</w>")), "bac", 3, 1),
+        (tokenizer_of(models.BPE(LETTERS, []), normalizer=normalizers.NFKC()), "ａｂ ｚ", 3, 1),
+        # Half of a character is no character: ü is the bytes Ã and ¼.
+        (tokenizer_of(models.BPE(LETTERS, []), pre_tokenizers.ByteLevel(add_prefix_space=False)), "aübc", 4, 1),
+        (tokenizer_of(models.BPE(LETTERS | HEX, [], byte_fallback=True)), "abc日本", 0, 0),
+        (tokenizer_of(models.BPE(LETTERS | {"<0xC3>": 9}, [], byte_fallback=True)), "abÃü", 4, 1),
+        (tokenizer_of(models.BPE(LETTERS | {"<0xC3>": 9}, [], unk_token="<unk>", byte_fallback=True)), "abÃü", 4, 1),
+    ],
+)
+def test_lost_characters_are_counted(tokenizer: Tokenizer, text: str, characters: int, lost: int) -> None:
+    assert tokenizer.encode_batch([text, ""], workers=2)[0][1:] == (characters, lost)
+    assert tokenizer.encode_batch([""])[0][1:] == (0, 0)
+
+
+def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
+    with pytest.raises(TokenizerError, match=r"begins with 'ab': .*UNK.*--tokenizer bpe or bytes"):
+        tokenizer_of(models.WordLevel({"a": 0, "</s>": 1})).encode("ab")
+
+
+@pytest.mark.parametrize("unknown", ["<unk>", None])
+def test_conversations_need_their_markers(unknown: str | None) -> None:
+    """Roles that come out as unknown tokens, or not at all, could not be told apart."""
+    vocabulary = LETTERS | {letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")}
+    inner = TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown))
+    messages = parse_messages(CONVERSATION)
+    contents = [np.zeros(1, np.uint16)] * len(messages)
+    with pytest.raises(TokenizerError, match=r"lacks characters of '<\|im_start\|>system.n', a mark of conversations"):
+        Template(Tokenizer(inner.to_str(), "</s>")).join(messages, contents)
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    assert len(Template(Tokenizer(inner.to_str(), "</s>")).join(messages, contents)[0]) > len(messages)
+
+
 def test_fingerprint_ignores_formatting_padding_and_truncation() -> None:
     content = json.loads(BPE._text)
     assert fingerprint(json.dumps(content, indent=7)) == BPE.fingerprint
@@ -107,7 +173,8 @@ def test_unusable_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
     messages = parse_messages(CONVERSATION)
-    tokens, trained = Template(tokenizer).join(messages, tokenizer.encode_batch([m.content for m in messages]))
+    contents = [text.tokens for text in tokenizer.encode_batch([message.content for message in messages])]
+    tokens, trained = Template(tokenizer).join(messages, contents)
     expected = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
     assert tokenizer.decode(tokens) == expected
     learnt = "".join(f"{m.content}<|im_end|>" for m in messages if m.role == "assistant")
@@ -119,7 +186,8 @@ def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = Tokenizer(inner.to_str())
     messages = parse_messages(CONVERSATION)
-    tokens, trained = Template(tokenizer).join(messages, tokenizer.encode_batch([m.content for m in messages]))
+    contents = [text.tokens for text in tokenizer.encode_batch([message.content for message in messages])]
+    tokens, trained = Template(tokenizer).join(messages, contents)
     stop = tokenizer.encode_markup("<|im_end|>")
     assert len(stop) == 1
     assert (tokens == stop).sum() == len(messages)  # the user's own "<|im_end|>" is only text

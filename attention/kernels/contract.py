@@ -4,12 +4,13 @@
     backward(dout, q, k, v, out, lse, segments, scale, softcap) -> dq, dk, dv
     refusal(request) -> why this kernel cannot do it, or None
 
-q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] has
-the dtype of q; lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are
-scale · q·k, or softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key,
-and every query of a segment sees at least one of its keys; empty segments are skipped. Queries that no segment covers get
-out = 0 and lse = -inf, and gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse of all calls
-merged, as ring attention needs. The last dimension of every tensor is contiguous, the others may be strided.
+q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
+the gradients have the dtype of q, or that of lse where the kernel has them in it anyway: the caller adds them up in that one.
+lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or
+softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every query
+of a segment sees at least one of its keys; empty segments are skipped. Queries that no segment covers get out = 0 and
+lse = -inf, and gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse of all calls merged, as
+ring attention needs. The last dimension of every tensor is contiguous, the others may be strided.
 """
 
 from dataclasses import dataclass

@@ -73,7 +73,7 @@ def backward(
         )
         for total, part, where in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
             total[where] += part[0].transpose(0, 1)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
 
 
 CAUSAL = "causal"

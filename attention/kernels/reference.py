@@ -26,7 +26,8 @@ def forward(
         probabilities = (scores - total.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
         out[rows] = torch.einsum("hqk,khd->qhd", probabilities, v64[keys])
         lse[rows] = total.T
-    return out.to(q.dtype), lse if q.dtype == torch.float64 else lse.float()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return out.to(dtype), lse.to(dtype)
 
 
 def backward(
@@ -55,7 +56,7 @@ def backward(
         dscores = probabilities * (dprobabilities - delta[rows].T.unsqueeze(-1)) * slope
         dq[rows] += torch.einsum("hqk,khd->qhd", dscores, k64[keys])
         dk[keys] += torch.einsum("hqk,qhd->khd", dscores, q64[rows])
-    return dq.to(q.dtype), _reduce(dk, k).to(k.dtype), _reduce(dv, v).to(v.dtype)
+    return dq.to(lse.dtype), _reduce(dk, k).to(lse.dtype), _reduce(dv, v).to(lse.dtype)
 
 
 def _scores(

@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.corpus import open_corpus
     from longctx.data.prepare import prepare
+    from longctx.data.tokenizer import ANOTHER_TOKENIZER
     from longctx.errors import UserError
 
     if arguments.workers is not None and arguments.workers < 1:
@@ -72,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({**summary, **asdict(prepared.manifest)}, indent=2))
     else:
         print(_describe(arguments.out, prepared, seconds))
+    if prepared.manifest.loss:
+        print(f"longctx prepare: warning: {prepared.manifest.loss}; {ANOTHER_TOKENIZER}", file=sys.stderr)
     return 0
 
 
