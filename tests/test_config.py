@@ -195,6 +195,18 @@ def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
         (["parallel.tensor_parallel_size=2", "train.compile=true"], 2, "train.compile", "give tensor_parallel_size 1"),
         (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "give 500 or 502"),
         (["parallel.tensor_parallel_size=2", "train.mlp_tile_tokens=64"], 2, "train.mlp_tile_tokens", "split no matrices"),
+        (
+            ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4", "model.intermediate_size=9"],
+            4,
+            "model.intermediate_size",
+            "give 8 or 10",
+        ),
+        (
+            ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4", "model.intermediate_size=3"],
+            4,
+            "model.intermediate_size",
+            "give 4",
+        ),
         (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "give 3, or leave it out for 6"),
     ],
 )

@@ -80,9 +80,11 @@ def start(store: Path, run: Path, settings: list[str], *, resume: bool = False, 
     return Trainer.start(config, mesh, Store.open(store), checkpoint.newest(run)[0] if resume else None)
 
 
-def train(store: Path, run: Path, settings: list[str], steps: int = 10, resume: bool = False) -> list[StepMetrics]:
+def train(
+    store: Path, run: Path, settings: list[str], steps: int = 10, resume: bool = False, timeout_s: float = 30.0
+) -> list[StepMetrics]:
     """Metrics of the next `steps` steps."""
-    trainer = start(store, run, settings, resume=resume)
+    trainer = start(store, run, settings, resume=resume, timeout_s=timeout_s)
     with trainer.loader:
         return [trainer.step() for _ in range(steps)]
 

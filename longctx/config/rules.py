@@ -129,6 +129,12 @@ def _tensor(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _head_exchange(config, shape.num_key_value_heads // size)
+    if leaves_one_without(shape.intermediate_size, size):
+        share = -(-shape.intermediate_size // size)
+        below, above = (share - 1) * size, share * (size - 1) + 1
+        rule = f"each of {size} tensor ranks takes {share} columns of the MLP, and the last ones would have none"
+        fix = f"give {below} or {above}" if below else f"give {above}"
+        yield Problem("model.intermediate_size", shape.intermediate_size, rule, fix, ("parallel.tensor_parallel_size",))
     if size > 1 and config.train.compile:
         rule = "torch.compile cannot trace tensor parallelism over a number of tokens that changes"
         fix = "leave it out, or give tensor_parallel_size 1"
@@ -140,6 +146,11 @@ def _tensor(config: Config) -> Iterator[Problem]:
         fix = f"give {below} or {below + multiple}" if below else f"give {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
+
+
+def leaves_one_without(size: int, ranks: int) -> bool:
+    """Whether equal shares of `size`, rounded up, leave nothing for the last of so many ranks. FSDP cannot shard that."""
+    return -(-size // ranks) * (ranks - 1) >= size
 
 
 def _head_exchange(config: Config, kv_heads: int) -> Iterator[Problem]:

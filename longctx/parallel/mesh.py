@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.errors import UserError
 
-AXES = ("pp", "dp_cp", "tp")
+AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
 """The axes that `dp_cp` is made of where a part of it holds a copy of the weights."""
 
@@ -52,6 +52,7 @@ class Mesh:
         domain: one-dimensional mesh over the ranks that share data and context parallelism (`dp_cp`).
         weights: the mesh over the same ranks that parameters are sharded over: the domain, or (replicas, shards).
         tensor: one-dimensional mesh over the ranks that share every weight matrix, and so hold the same tokens (`tp`).
+        copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: communicator of its own for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints.
         pipeline: the ranks whose stages make up the model, in order; None without a pipeline.
@@ -62,6 +63,7 @@ class Mesh:
     domain: DeviceMesh
     weights: DeviceMesh
     tensor: DeviceMesh
+    copies: DeviceMesh
     exchange: dist.ProcessGroup
     control: dist.ProcessGroup
     pipeline: dist.ProcessGroup | None = None
@@ -177,26 +179,28 @@ def make_groups(
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)
     shards = ranks if shard_ranks is None else shard_ranks
+    # Ranks of a tensor axis are neighbours; that axis comes before the domain's, as a weight is split over it first.
+    numbers = torch.arange(pipeline * ranks * tensor).view(pipeline, ranks, tensor).transpose(1, 2)
     if shards == ranks:
-        whole = init_device_mesh(device.type, (pipeline, ranks, tensor), mesh_dim_names=AXES)
+        whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
         domain = weights = whole["dp_cp"]
+        copies = whole["tp", "dp_cp"]
     else:
-        sizes = (pipeline, ranks // shards, shards, tensor)
-        whole = init_device_mesh(device.type, sizes, mesh_dim_names=(AXES[0], *COPIES, AXES[2]))
-        weights = whole[COPIES]
-        domain = weights._flatten(AXES[1])
+        axes = (*AXES[:2], *COPIES)
+        whole = DeviceMesh(device.type, numbers.unflatten(2, (-1, shards)), mesh_dim_names=axes)
+        weights, copies = whole[COPIES], whole[axes[1:]]
+        domain = weights._flatten(AXES[2])
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         dist.distributed_c10d._set_pg_timeout(timeout, axis)  # meshes give their groups a default of many minutes
     # The domain's own group may be the world's, so the exchange gets another.
-    numbers = whole.mesh.reshape(pipeline, ranks, tensor)
-    exchange = _my_group(numbers.permute(0, 2, 1).reshape(-1, ranks), timeout)
+    exchange = _my_group(numbers.reshape(-1, ranks), timeout)
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
     stages = ends = None
     if pipeline > 1:
-        columns = numbers.permute(1, 2, 0).reshape(-1, pipeline)
+        columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
         stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], exchange, control, stages, ends)
+    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends)
     _warm_up(mesh)
     return mesh
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.transformer import Transformer
 
@@ -18,12 +18,15 @@ from longctx.model.transformer import Transformer
 def shard(
     model: Transformer,
     weights: DeviceMesh,
+    copies: DeviceMesh,
     dtype: torch.dtype,
     reshard_after: str = "block",
     stages: Sequence[nn.Module] | None = None,
     offload_optimizer: bool = False,
 ) -> None:
     """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
+
+    `copies` is that mesh behind the one of tensor parallelism.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
     norms are summed over tensor ranks in `dtype` if they are reduced in the backward that made them.) Inputs of blocks are left
@@ -45,6 +48,29 @@ def shard(
         if stages is not None and reshard_after == "block":
             # Before every backward torch's pipelines say False: all blocks of a stage would stay gathered from then on.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
+        _describe_as_split(root, copies)
+
+
+@torch.no_grad()
+def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
+    """Says of weights that tensor parallelism has split how they are sharded: what each tensor rank has, over the domain.
+
+    FSDP has its own words for it, the other way round, which are wrong wherever a size is not divisible; by them first values
+    are handed out and checkpoints are written. It takes those of the parameter that it finds in a module.
+    """
+    described: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            assert isinstance(weight, DTensor)
+            if weight.device_mesh.ndim < copies.ndim:
+                continue  # no tensor parallelism
+            if weight not in described:  # a tied embedding has two names
+                *sharded, tensor = weight.placements
+                placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
+                local, shape, stride = weight.to_local(), weight.shape, weight.stride()
+                made = DTensor.from_local(local, copies, placements, run_check=False, shape=shape, stride=stride)
+                described[weight] = nn.Parameter(made)
+            setattr(module, name, described[weight])
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

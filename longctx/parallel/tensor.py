@@ -41,8 +41,8 @@ BLOCK: dict[str, ParallelStyle] = {
     "self_attn.o_proj": RowwiseParallel(output_layouts=Shard(0)),
     "post_attention_layernorm": SequenceParallel(sequence_dim=0),
     "mlp": _gather_tokens(inputs=1),
-    "mlp.gate_proj": ColwiseParallel(),
-    "mlp.up_proj": ColwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(use_local_output=False),
+    "mlp.up_proj": ColwiseParallel(use_local_output=False),
     "mlp.down_proj": RowwiseParallel(output_layouts=Shard(0)),
 }
 """The modules of a block."""

@@ -10,6 +10,7 @@ import torch
 
 from longctx.attention import HybridAttention, RingAttention, packed_attention
 from longctx.config import Config
+from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
 from longctx.data.store import Store
 from longctx.errors import UserError
@@ -64,7 +65,7 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transfor
     stages = [Stage(model, index, splits[index]) for index in mine] if pipeline.ranks > 1 else None
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
-    shard(model, mesh.weights, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
+    shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
@@ -111,13 +112,10 @@ def check_vocabulary(config: Config, shape: ModelShape) -> None:
     """Raises UserError if tensor parallelism leaves a rank without an entry of the vocabulary."""
     assert shape.vocab_size is not None
     ranks, entries = config.parallel.tensor_parallel_size, shape.vocab_size
-
-    def leaves_none(ranks: int) -> bool:
-        return -(-entries // ranks) * (ranks - 1) >= entries
-
-    if leaves_none(ranks):
+    if leaves_one_without(entries, ranks):
         share = -(-entries // ranks)
-        fewer = (n for n in range(ranks, 0, -1) if shape.num_key_value_heads % n == 0 and not leaves_none(n))
+        divisors = (n for n in range(ranks, 0, -1) if shape.num_key_value_heads % n == 0)
+        fewer = (n for n in divisors if not leaves_one_without(entries, n))
         raise UserError(
             f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and so "
             f"many ranks leave one without any: give {next(fewer)}, or model.vocab_size {ranks * share}"

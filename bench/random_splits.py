@@ -1,0 +1,287 @@
+"""Random splits of the trainer against one process: models and documents of odd sizes, and every setting that splits or orders.
+
+    python -m bench.random_splits                        # 200 cases of seed 0; goes on where an earlier run stopped
+    python -m bench.random_splits --seed 7 --cases 50
+    python -m bench.random_splits --seed 0 --only 17     # one case again, with all its settings
+
+A case draws a model, documents, up to eight processes (tensor ranks, pipeline, domain), a planning mode with its budget, and
+what is recomputed, resharded, reduced, kept, exchanged and compiled. What the rules on settings refuse is counted and drawn
+anew. The rest trains a few float32 steps; tokens are those of one process, losses to 1e-5 relative and gradient norms to 1e-4.
+Every case depends on seed and number alone. Writes OUT.csv, a row for each case, and OUT.md; exits with 1 if a case failed.
+"""
+
+import argparse
+import csv
+import math
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+import yaml
+
+from longctx.config import ConfigError, load
+from longctx.errors import UserError
+from longctx.planning.layout import longest_document
+from longctx.training.metrics import StepMetrics
+from longctx.training.setup import check_vocabulary
+from tests.training_cases import SMALL, make_store, train
+from tests.workers import Workers
+
+LOSS, GRADIENT_NORM = 1e-5, 1e-4
+"""Greatest relative errors."""
+STEPS = 3
+PROCESSES = 8
+BYTES = 257
+"""Entries of the stores' vocabulary."""
+PROFILE = "h100-nvlink-ib"
+COLUMNS = (
+    *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds", "refused"),
+    *("torch", "python", "cores", "date", "lengths", "settings"),
+)
+
+Settings = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: the split and the single process have the settings `common`; lengths are those of documents in bytes."""
+
+    world: int
+    lengths: tuple[int, ...]
+    ranks_per_node: int
+    common: Settings
+    split: Settings
+
+    def refused_by(self) -> list[str]:
+        """The settings that break a rule, and what the trainer itself refuses before the start."""
+        try:
+            config = load(None, [*SMALL, "data.store=store", *overrides(self.common | self.split)], world_size=self.world)
+            check_vocabulary(config, config.model.shape(BYTES))
+        except ConfigError as error:
+            return sorted({problem.key for problem in error.problems}) or [str(error)]
+        except UserError:
+            return ["model.vocab_size"]
+        return []
+
+    def text(self) -> str:
+        return "; ".join(overrides(self.common | self.split | {"ranks_per_node": self.ranks_per_node}))
+
+
+def overrides(settings: Settings) -> list[str]:
+    def text(value: object) -> str:
+        return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
+
+    return [f"{key}={text(value)}" for key, value in settings.items()]
+
+
+def draw(seed: int, number: int) -> tuple[Case, Counter[str]]:
+    """The case of this number, and how many before it each rule refused."""
+    rng, refused = random.Random(f"{seed}/{number}"), Counter[str]()
+    while broken := (case := draw_any(rng)).refused_by():
+        refused.update(broken)
+    return case, refused
+
+
+def draw_any(rng: random.Random) -> Case:
+    """A case that rules may refuse."""
+    tensor = rng.choice([1, 1, 2, 2, 4])
+    pipeline = rng.choice([ranks for ranks in (1, 1, 1, 2, 2, 3) if tensor * ranks <= PROCESSES])
+    domain = rng.randint(1, min(6, PROCESSES // (tensor * pipeline)))
+    lengths = tuple(rng.randint(2, rng.choice([60, 300, 700])) for _ in range(4))
+    longest = max(2, rng.choice([max(lengths) + 1, rng.randint(max(lengths) // 2, max(lengths) + 1)]))
+    schedule = rng.choice(["gpipe", "1f1b", "interleaved", "zero-bubble"]) if pipeline > 1 else "1f1b"
+    chunks = rng.randint(1, 3) if schedule in ("interleaved", "zero-bubble") else 1
+    kv_heads = rng.choice([1, 2, 3, 4, 4, 8])
+    common: Settings = {
+        "model.hidden_size": rng.randint(3, 48),
+        "model.intermediate_size": rng.randint(2, 100),
+        "model.num_hidden_layers": pipeline * chunks + rng.randint(0, 2),
+        "model.num_attention_heads": kv_heads * rng.choice([1, 2, 3]),
+        "model.num_key_value_heads": kv_heads,
+        "model.head_dim": rng.choice([2, 4, 6, 8, 14]),
+        "model.vocab_size": rng.choice([BYTES, rng.randint(BYTES, 400)]),
+        "model.tie_word_embeddings": rng.random() < 0.5,
+        "data.max_length": longest,
+        "data.long_documents": rng.choice(["split", "split", "drop"]) if longest >= min(lengths) + 1 else "split",
+        "batch.global_tokens": rng.randint(200, 2500),
+        "train.seed": rng.randrange(1000),
+    }
+    split: Settings = {
+        "parallel.tensor_parallel_size": tensor,
+        "parallel.pipeline_parallel_size": pipeline,
+        "parallel.pipeline_schedule": schedule,
+        "parallel.pipeline_chunks": chunks,
+        "parallel.shard_ranks": rng.choice([None, None, rng.randint(1, domain)]),
+        "parallel.reshard_after": rng.choice(["block", "micro_batch", "step"]),
+        "parallel.reduce_after": rng.choice(["step", "step", "micro_batch"]),
+        "train.recompute": rng.choice(["none", "selective", "full"]),
+        "train.mlp_tile_tokens": rng.choice([None, None, None, rng.randint(1, 200)]),
+        "train.compile": rng.random() < 0.1,
+        "context.keep_kv": rng.random() < 0.3,
+        "context.two_level_exchange": rng.random() < 0.7,
+        "context.max_remote_tokens": rng.choice([None, rng.randint(1, 300)]),
+        "context.head_exchange": rng.choice([1, 1, "auto", rng.randint(1, 4)]),
+        "context.kernel": rng.choice(["auto", "auto", "reference"]),
+        **draw_plan(rng, domain, longest, tensor),
+    }
+    return Case(tensor * pipeline * domain, lengths, rng.choice([1, 2, 3, 8]), common, split)
+
+
+def draw_plan(rng: random.Random, domain: int, longest: int, tensor: int) -> Settings:
+    """A mode, and a budget between what holds the longest document and what holds it on one rank."""
+    mode, pad = rng.choice(["static", "bins", "auto"]), rng.choice([1, 1, 1, 2, 3, 16])
+    degree = rng.randint(1, domain)
+    needed = next(tokens for tokens in range(1, longest + 1) if longest_document(degree, tokens) >= longest)
+    multiple = math.lcm(pad, tensor)
+    budget = -(-rng.randint(needed, longest + 1) // multiple) * multiple
+    settings: Settings = {"context.mode": mode, "batch.tokens_per_rank": budget, "batch.pad_to_multiple_of": pad}
+    if mode == "static":
+        settings["context.degree"] = rng.choice([degree, rng.randint(1, domain), None])
+    if mode == "bins" and rng.random() < 0.8:
+        degrees = sorted([*rng.sample(range(1, domain + 1), rng.randint(1, domain)), degree])
+        limits = [*sorted(rng.sample(range(1, longest), min(len(degrees), longest) - 1)), longest]
+        settings["context.bins"] = dict(zip(limits, degrees[-len(limits) :], strict=True))
+    return settings
+
+
+def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, float]:
+    """The greatest relative errors of loss and gradient norm. Raises AssertionError if the case crashes, or tokens differ."""
+    with tempfile.TemporaryDirectory(prefix="longctx-random-") as name:
+        folder = Path(name)
+        profile = yaml.safe_load((files("longctx.planning") / "profiles" / f"{PROFILE}.yaml").read_text())
+        (folder / "profile.yaml").write_text(yaml.safe_dump({**profile, "ranks_per_node": case.ranks_per_node}))
+        store = make_store(folder, case.lengths)
+        one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
+        found = []
+        for world, settings in ((1, case.common | one), (case.world, case.common | case.split)):
+            settings = {**settings, "context.profile": str(folder / "profile.yaml")}
+            run = folder / f"run-{len(found)}"
+            found.append(workers.run(train_anew, world, store, run, overrides(settings), timeout_s, timeout_s=timeout_s)[0])
+    alone, split = found
+    counts = [[(m.tokens, m.target_tokens) for m in steps] for steps in found]
+    assert counts[0] == counts[1], f"tokens and targets are {counts[1]}, and of one process {counts[0]}"
+    return error(split, alone, "loss"), error(split, alone, "grad_norm")
+
+
+def train_anew(store: Path, run: Path, settings: list[str], timeout_s: float) -> list[StepMetrics]:
+    """Without programs that an earlier case in this process compiled: torch gives up after some, and runs without."""
+    torch._dynamo.reset()
+    return train(store, run, settings, STEPS, timeout_s=timeout_s)
+
+
+def error(split: Iterable[StepMetrics], alone: Iterable[StepMetrics], name: str) -> float:
+    pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(split, alone, strict=True)]
+    return max(abs(mine - right) / (abs(right) or 1.0) for mine, right in pairs)
+
+
+def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict[str, str]:
+    """The row of a case; why it failed is printed."""
+    case, refused = draw(seed, number)
+    began, losses, norms = time.perf_counter(), math.nan, math.nan
+    try:
+        losses, norms = compare(case, workers, timeout_s)
+        result = "equal" if losses <= LOSS and norms <= GRADIENT_NORM else "different"
+    except AssertionError as failure:
+        result = "crashed"
+        print(failure, flush=True)
+    if result != "equal":
+        print(f"--seed {seed} --only {number}: {result}\n    lengths {case.lengths}; {case.text()}", flush=True)
+    values = {
+        "result": result,
+        "loss_error": f"{losses:.1e}",
+        "gradient_norm_error": f"{norms:.1e}",
+        "seconds": f"{time.perf_counter() - began:.1f}",
+        "refused": " ".join(f"{key}:{count}" for key, count in sorted(refused.items())),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "date": date.today(),
+        "lengths": " ".join(map(str, case.lengths)),
+        "settings": case.text(),
+    }
+    values |= {"seed": seed, "case": number, "world": case.world}
+    return {column: str(values[column]) for column in COLUMNS}
+
+
+def report(rows: list[dict[str, str]]) -> list[str]:
+    """The table in Markdown, and what it holds."""
+    bad = [row for row in rows if row["result"] != "equal"]
+    greatest = {
+        name: max((float(row[name]) for row in rows if row["result"] != "crashed"), default=0.0) for name in COLUMNS[4:6]
+    }
+    refused, values = Counter[str](), Counter[tuple[str, str]]()
+    for row in rows:
+        refused.update({key: int(count) for key, count in (item.rsplit(":", 1) for item in row["refused"].split())})
+        values.update((key, value) for key, value in (item.split("=", 1) for item in row["settings"].split("; ")))
+    shown = [key for key in dict(values) if len({value for name, value in values if name == key[0]}) <= 8]
+    counts = {
+        name: ", ".join(f"{value} {values[name, value]}" for key, value in sorted(shown) if key == name) for name, _ in shown
+    }
+    versions = sorted({f"torch {row['torch']}, Python {row['python']}, {row['cores']} cores, {row['date']}" for row in rows})
+    return [
+        f"{len(rows)} random splits of the trainer, {STEPS} float32 steps each, against one process: {len(bad)} failed. "
+        f"Greatest relative error of the loss: {greatest['loss_error']:.1e} ({LOSS:.0e} is allowed), of the gradient norm: "
+        f"{greatest['gradient_norm_error']:.1e} ({GRADIENT_NORM:.0e}). By `python -m bench.random_splits` "
+        f"({'; '.join(versions)}); the cases are in the CSV file beside this one, and `--seed S --only K` runs one again.",
+        "",
+        *(f"Failed: `--seed {row['seed']} --only {row['case']}` ({row['result']}): {row['settings']}\n" for row in bad),
+        "| setting | its values, and how many cases had them |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in counts.items()),
+        "",
+        "Drawn anew, because a rule refused them (a draw may break several):",
+        "",
+        "| setting refused | draws |",
+        "|---|---:|",
+        *(f"| {key} | {count} |" for key, count in refused.most_common()),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--only", type=int, help="one case, which goes into no table")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a message of a case is lost")
+    parser.add_argument("--out", type=Path, default=Path("bench/results/random-splits"))
+    options = parser.parse_args()
+    workers, table = Workers(), options.out.with_suffix(".csv")
+    try:
+        if options.only is not None:
+            print(draw(options.seed, options.only)[0])
+            row = run_case(options.seed, options.only, workers, options.timeout)
+            print({name: row[name] for name in COLUMNS[:7]})
+            return int(row["result"] != "equal")
+        rows: list[dict[str, str]] = []
+        if table.exists():
+            with table.open() as file:
+                rows = [row for row in csv.DictReader(file) if row["result"] == "equal"]
+        done = {(row["seed"], row["case"]) for row in rows}
+        for number in range(options.cases):
+            if (str(options.seed), str(number)) in done:
+                continue
+            rows.append(run_case(options.seed, number, workers, options.timeout))
+            print(*(rows[-1][name] for name in COLUMNS[:7]), flush=True)
+            rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(rows)
+            options.out.with_suffix(".md").write_text("\n".join(report(rows)) + "\n")
+    finally:
+        workers.stop()
+    return int(any(row["result"] != "equal" for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
