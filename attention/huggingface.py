@@ -1,50 +1,47 @@
-"""Ring attention for the models of `transformers`: `attn_implementation="longctx"`.
+"""Ring attention for the models of `transformers`.
 
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="longctx")
+    model = AutoModelForCausalLM.from_pretrained(name)
+    prepare(model)
     micro_batches, targets = pack_documents(plan, rank, documents)
     for batch in micro_batches:
-        model(**model_inputs(batch, targets)).loss.backward()
+        model(**model_inputs(model, batch, targets)).loss.backward()
 
 The layout travels as a keyword argument of the model, as the lengths of packed sequences do for flash-attn. So each micro-batch
 keeps its own, also when several are under way, and when gradient checkpointing runs a layer again in backward, where a
 context around the forward would be gone (and on a GPU the thread another one).
 
-No mask is ever built. What the layout cannot express, and layers that mix tokens in another way, are refused, never ignored.
+No mask is ever built. What the layout cannot express is refused, never ignored, and `prepare` refuses models in which tokens
+meet outside attention: docs/families.md says which of transformers' models are exact.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
+from longctx.attention.huggingface_check import HuggingFaceError, check_config, check_model, longest_exact
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
-from longctx.errors import UserError
 from longctx.planning.layout import Layout
 
 NAME = "longctx"
-LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Kinds of layers that work on packed documents; others (convolutions, linear attention, ..) would mix them."""
+_PREPARED: WeakSet[torch.nn.Module] = WeakSet()
 _HARMLESS = {
     "position_ids",  # already in q and k
     "cache_position",
     "use_cache",
     "deterministic",
     "output_hidden_states",
-    "output_router_logits",
     "return_dict",
     "logits_to_keep",
     "num_items_in_batch",
+    "labels",
     "shift_labels",
 }
 """Keyword arguments that reach the attention and mean nothing to it."""
-
-
-class HuggingFaceError(UserError):
-    """A model, or an argument of it, that ring attention cannot serve, or not exactly."""
 
 
 class PackedTokens(Protocol):
@@ -60,12 +57,35 @@ class PackedTokens(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
-def register() -> None:
-    """Makes `attn_implementation="longctx"` known to transformers, for `from_pretrained`, `from_config` and
-    `set_attn_implementation`, and for any model whose attention goes through transformers' attention interface.
+def prepare(model: Any) -> None:
+    """Makes ring attention the attention of a causal language model of transformers, and makes sure that it is exact.
 
-    Raises HuggingFaceError if transformers is not installed, or too old.
+    Comes after loading the weights, before or after sharding, and before wrappers such as DDP; then on every rank, because
+    the model runs on a few tokens. Raises HuggingFaceError, and leaves the model as it was, if its documents would see each
+    other, or its loss would depend on how they are split; or if transformers is not installed, or too old.
     """
+    _register()
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise HuggingFaceError(f"{name} is not a model of transformers: prepare the model that from_pretrained returned")
+    before = config._attn_implementation
+    try:
+        _check_configs(model)
+        model.set_attn_implementation(NAME)
+        if config._attn_implementation != NAME:
+            raise HuggingFaceError(
+                f"{name} computes its attention by itself, not through transformers' attention interface, so that it cannot be "
+                "replaced: use another model"
+            )
+        check_model(model)
+    except HuggingFaceError:
+        model.set_attn_implementation(before)
+        raise
+    _PREPARED.add(model)
+
+
+def _register() -> None:
+    """Makes the attention known to transformers by its name."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -77,7 +97,13 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, describe_mask)
 
 
+def _check_configs(model: Any) -> None:
+    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+        check_config(config)
+
+
 def model_inputs(
+    model: torch.nn.Module,
     batch: PackedTokens,
     target_tokens: int | None = None,
     *,
@@ -90,6 +116,7 @@ def model_inputs(
     """The keyword arguments of a model for one micro-batch.
 
     Args:
+        model: what they are for; `prepare` has seen it, or what it wraps.
         batch: this rank's share, from `pack_documents` or the `Loader` of longctx.data.
         target_tokens: targets of the whole step, over all ranks. `loss` of the model's output is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: no labels are
@@ -98,7 +125,9 @@ def model_inputs(
         device: where the model is.
 
     Every rank runs the model on every micro-batch, in the same order. A rank without tokens gets one token of padding.
+    Raises HuggingFaceError for a model that is not prepared, and for documents that are too long for its RoPE.
     """
+    _check_call(model, batch.layout)
     # Models cannot reshape zero tokens: a rank without any gets one of padding.
     missing = int(not len(batch.tokens))
     tokens, labels, positions = (
@@ -115,6 +144,27 @@ def model_inputs(
         # `labels` makes the model compute a loss, `shift_labels` are what it is computed of.
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
+
+
+def _check_call(model: torch.nn.Module, layout: Layout) -> None:
+    prepared: Any = next((module for module in model.modules() if module in _PREPARED), None)
+    if prepared is None:
+        raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) once before")
+    config = prepared.config.get_text_config()
+    if config._attn_implementation != NAME:
+        raise HuggingFaceError(
+            f"the attention of {type(prepared).__name__} is {config._attn_implementation!r} now, which would mix packed "
+            "documents: call prepare(model) again"
+        )
+    _check_configs(prepared)
+    limit = longest_exact(config)
+    longest = max((shard.length for shard in layout.shards), default=0)
+    if limit is not None and longest > limit[0]:
+        raise HuggingFaceError(
+            f"a document has {longest} tokens, and RoPE of type {limit[1]} changes its frequencies for rows of more than "
+            f"{limit[0]}, which are not the same on all ranks: split documents to that length, or set another rope_type, such "
+            "as yarn, in the model's config"
+        )
 
 
 class Rings:
@@ -162,12 +212,11 @@ def attend(
     """
     if ring_attention is None:
         raise HuggingFaceError(
-            "attention 'longctx' was called without a layout: call the model as model(**model_inputs(batch, ..)) of "
-            "longctx.attention.huggingface. If you did, this model does not hand keyword arguments on to its attention, and "
-            "cannot be used"
+            "attention 'longctx' was called without a layout: call the model as model(**model_inputs(model, batch, ..)) of "
+            "longctx.attention.huggingface. If prepare(model) says so, this model does not hand keyword arguments on to its "
+            "attention, and cannot be used"
         )
     name = type(module).__name__
-    _check_layer_types(getattr(module, "config", None))
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise HuggingFaceError(f"{name} is not causal: only causal language models are supported")
     if query.shape[0] != 1:
@@ -195,16 +244,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-def _check_layer_types(config: Any) -> None:
-    """Raises HuggingFaceError if the model has layers that would mix packed documents."""
-    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(LAYER_TYPES))
-    if unknown:
-        raise HuggingFaceError(
-            f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss the tokens of other "
-            f"ranks: only {' and '.join(LAYER_TYPES)} are supported"
-        )
-
-
 @dataclass(frozen=True)
 class CausalMask:
     """What a layer gets in place of a dense mask. It is no tensor, so a model that computes its attention itself fails.
@@ -215,14 +254,11 @@ class CausalMask:
     window: int | None = None
 
 
-def describe_mask(
-    *, config: Any, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any
-) -> CausalMask:
+def describe_mask(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> CausalMask:
     """The mask function that transformers calls before the first layer: says what the mask would be, without building it.
 
     Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window.
     """
-    _check_layer_types(config)
     if attention_mask is not None and not bool(attention_mask.all()):
         raise HuggingFaceError("attention_mask hides tokens: leave it out; packed documents have no padding between them")
     parts = list(_parts(mask_function))

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from sample_documents import read_documents, report
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from longctx.attention.huggingface import model_inputs, register
+from longctx.attention.huggingface import model_inputs, prepare
 from longctx.data.packing import pack_documents
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.profile import HardwareProfile
 
 
-def build_model(attention: str) -> PreTrainedModel:
+def build_model() -> PreTrainedModel:
     torch.manual_seed(0)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     config = AutoConfig.for_model("qwen3", vocab_size=256, num_attention_heads=4, num_key_value_heads=2, **size)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # or from_pretrained(name, ..)
+    return AutoModelForCausalLM.from_config(config)  # or from_pretrained(name, ..)
 
 
 def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, Plan]:
@@ -34,7 +34,7 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
     loss = torch.zeros(())
     for batch in micro_batches:
-        part = model(**model_inputs(batch, targets)).loss
+        part = model(**model_inputs(model, batch, targets)).loss
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
@@ -44,8 +44,8 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
 
 def main() -> None:
     dist.init_process_group("gloo")
-    register()
-    model = build_model("longctx")
+    model = build_model()
+    prepare(model)  # ring attention from here on, or an error that says why this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(10):
         loss, plan = forward_backward(model, read_documents(step))

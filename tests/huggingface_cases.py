@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from longctx.attention.huggingface import model_inputs, register
+from longctx.attention.huggingface import NAME, model_inputs, prepare
 from longctx.data.packing import pack_documents
 from longctx.planning.plan import Placement
 from tests.data_cases import placed_plan
@@ -56,13 +56,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def build_model(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
-    """A model of this type; its weights depend on the type alone and are large enough for attention to matter."""
+    """A model of this type, prepared if `attention` is "longctx"; its weights depend on the type alone and are large enough for
+    attention to matter."""
     config = AutoConfig.for_model(kind, **{**SIZE, **SPECIAL.get(kind, {}), **settings})
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    plain = "eager" if attention == NAME else attention
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=plain)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    if attention == NAME:
+        prepare(model)
     return model
 
 
@@ -87,13 +91,14 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
-def ring_step(kind: str, recompute: bool = False, sharded: bool = False) -> tuple[float, list[torch.Tensor]]:
+def ring_step(
+    kind: str, recompute: bool = False, sharded: bool = False, settings: dict[str, Any] | None = None
+) -> tuple[float, list[torch.Tensor]]:
     """On each rank: loss and gradients of all micro-batches, summed over the ranks.
 
     `recompute`: all forwards come before the first backward, which runs the layers again. `sharded`: by FSDP2.
     """
-    register()
-    model = build_model(kind, "longctx").train()
+    model = build_model(kind, "longctx", **settings or {}).train()
     if recompute:
         model.gradient_checkpointing_enable()
     if sharded:
@@ -102,7 +107,7 @@ def ring_step(kind: str, recompute: bool = False, sharded: bool = False) -> tupl
     micro_batches, targets = pack_documents(plan, dist.get_rank(), make_documents())
     parts = []
     for batch in micro_batches:
-        parts.append(model(**model_inputs(batch, targets)).loss)
+        parts.append(model(**model_inputs(model, batch, targets)).loss)
         if not recompute:
             parts[-1].backward()
     if recompute:

@@ -31,10 +31,12 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def build(name: str, example: ModuleType, attention: str) -> torch.nn.Module:
+def build(name: str, example: ModuleType, ring: bool) -> torch.nn.Module:
     if name == "huggingface_ring":
-        example.register()
-        return example.build_model(attention)
+        model = example.build_model()
+        if ring:
+            example.prepare(model)
+        return model
     torch.manual_seed(0)
     return example.Model()
 
@@ -42,7 +44,7 @@ def build(name: str, example: ModuleType, attention: str) -> torch.nn.Module:
 def ring_steps(name: str) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
     """On each rank: loss, gradients and degrees of the example's first two steps, with an update between them."""
     example = load(name)
-    model = build(name, example, "longctx")
+    model = build(name, example, ring=True)
     steps = []
     for step in range(2):
         loss, plan = example.forward_backward(model, example.read_documents(step))
@@ -75,7 +77,7 @@ def plain_loss(name: str, model: torch.nn.Module, document: torch.Tensor) -> tor
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_equals_one_unpacked_process(workers: Workers, name: str) -> None:
     example = load(name)
-    model = build(name, example, "sdpa")
+    model = build(name, example, ring=False)
     results: Any = workers.run(ring_steps, 2, name)
     for step in range(2):
         documents = example.read_documents(step)

@@ -7,17 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import masking_utils
 
-from longctx.attention.huggingface import (
-    CausalMask,
-    HuggingFaceError,
-    attend,
-    describe_mask,
-    model_inputs,
-    register,
-)
+from longctx.attention.huggingface import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.data.packing import pack_documents
 from longctx.planning.plan import Placement
 from tests.data_cases import placed_plan
@@ -25,11 +17,6 @@ from tests.huggingface_cases import LENGTHS, build_model, gradients, make_docume
 from tests.workers import Workers
 
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def _registered() -> None:
-    register()
 
 
 def assert_equal_to_unpacked(kind: str, results: list[tuple[float, list[torch.Tensor]]], plain: str = "sdpa") -> None:
@@ -75,10 +62,10 @@ def test_autocast_reaches_the_attention() -> None:
     """Rotated q and k are float32 then, and v is bfloat16."""
     model = build_model("llama", "longctx")
     with torch.autocast("cpu", torch.bfloat16):
-        packed = model(**one_document()).loss
+        packed = model(**one_document(model)).loss
         packed.backward()
         model.set_attn_implementation("sdpa")
-        ids = one_document()["input_ids"]
+        ids = make_documents((16,))[0].unsqueeze(0)
         plain = model(input_ids=ids, labels=ids, use_cache=False).loss
     assert packed.item() == pytest.approx(plain.item(), abs=0.02)
 
@@ -89,27 +76,27 @@ def test_a_model_can_change_to_it_and_back() -> None:
     loss, expected = unpacked(model, documents)
     expected = [gradient.clone() for gradient in expected]
     model.zero_grad()
-    model.set_attn_implementation("longctx")
+    prepare(model)
     everything = [[Placement(document, 0, 1) for document in range(len(documents))]]
     (batch,), targets = pack_documents(placed_plan(LENGTHS, 1, everything), 0, documents)
-    packed = model(**model_inputs(batch, targets)).loss
+    packed = model(**model_inputs(model, batch, targets)).loss
     packed.backward()
     assert packed.item() == pytest.approx(loss, abs=TOLERANCE)
     torch.testing.assert_close(gradients(model), expected, atol=TOLERANCE, rtol=0)
-    without_loss = model(**model_inputs(batch))
+    without_loss = model(**model_inputs(model, batch))
     assert without_loss.loss is None and without_loss.logits.shape[:2] == (1, sum(LENGTHS))
 
 
-def one_document(length: int = 16) -> dict[str, Any]:
-    """The inputs of one document on one rank."""
+def one_document(model: Any, length: int = 16) -> dict[str, Any]:
+    """The inputs of a prepared model for one document on one rank."""
     (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
-    return model_inputs(batch, targets)
+    return model_inputs(model, batch, targets)
 
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
     """A dense one of 131,072 tokens would take 16 GiB."""
-    config = transformers.LlamaConfig(num_hidden_layers=1, sliding_window=window, attn_implementation="longctx")
+    config = build_model("llama", "longctx", num_hidden_layers=1, sliding_window=window).config
     tokens = 131_072
     positions = torch.cat([torch.arange(100), torch.arange(tokens - 100)]).unsqueeze(0)
     create = masking_utils.create_sliding_window_causal_mask if window else masking_utils.create_causal_mask
@@ -118,10 +105,20 @@ def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
     assert mask == CausalMask(window)
 
 
+def test_dropout_in_attention_is_refused() -> None:
+    model = build_model("llama", "longctx", attention_dropout=0.1).train()
+    with pytest.raises(HuggingFaceError, match=r"asks for dropout of 0\.1 in attention"):
+        model(**one_document(model))
+
+
 def test_a_call_without_layout_says_what_to_pass() -> None:
     model = build_model("llama", "longctx")
     with pytest.raises(HuggingFaceError, match=r"called without a layout: call the model as model\(\*\*model_inputs"):
         model(input_ids=torch.zeros(1, 8, dtype=torch.int64))
+
+
+def one_ring() -> Any:
+    return one_document(build_model("llama", "longctx"))["ring_attention"]
 
 
 def some_layer(**attributes: Any) -> Any:
@@ -141,13 +138,13 @@ def some_layer(**attributes: Any) -> Any:
         ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, and its mask one of 8"),
         ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, and its mask one of None"),
         ({"module": some_layer(is_causal=False)}, "is not causal"),
-        ({"module": some_layer(config=SimpleNamespace(layer_types=["linear_attention"]))}, "layers of type linear_attention"),
+        ({"output_router_logits": True}, "gives its attention output_router_logits, of which"),
         ({"ring_attention": None}, "called without a layout"),
         ({"batch": 2}, "input_ids have batch size 2"),
     ],
 )
 def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
-    arguments = {"module": some_layer(), "ring_attention": one_document()["ring_attention"], "batch": 1, **arguments}
+    arguments = {"module": some_layer(), "ring_attention": one_ring(), "batch": 1, **arguments}
     shape = arguments.pop("batch"), 2, 16, 8
     query, key, value = (torch.randn(shape) for _ in range(3))
     with pytest.raises(HuggingFaceError, match=message):
@@ -156,7 +153,7 @@ def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], mess
 
 def test_harmless_arguments_pass() -> None:
     query, key, value = (torch.randn(1, 2, 16, 8) for _ in range(3))
-    ring = one_document()["ring_attention"]
+    ring = one_ring()
     out, weights = attend(
         some_layer(),
         query,
@@ -176,7 +173,7 @@ def test_harmless_arguments_pass() -> None:
 
 
 def describe(mask_function: Any, attention_mask: torch.Tensor | None = None) -> CausalMask:
-    return describe_mask(config=SimpleNamespace(), mask_function=mask_function, attention_mask=attention_mask)
+    return describe_mask(mask_function=mask_function, attention_mask=attention_mask)
 
 
 def test_masks_are_described_by_what_they_are_made_of() -> None:
@@ -206,31 +203,12 @@ def test_other_masks_are_refused(mask_function: Any, what: str) -> None:
 
 
 def test_padding_is_refused() -> None:
+    model = build_model("llama", "longctx")
     with pytest.raises(HuggingFaceError, match="attention_mask hides tokens"):
-        build_model("llama", "longctx")(**one_document(), attention_mask=torch.tensor([[0] + [1] * 15]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "message"),
-    [
-        ("qwen3_next", {"num_hidden_layers": 4}, "layers of type linear_attention"),
-        ("llama4_text", {}, "layers of type chunked_attention"),
-        ("llama", {"attention_dropout": 0.1}, "asks for dropout of 0.1 in attention"),
-        ("stablelm", {}, "does not hand keyword arguments on"),
-    ],
-)
-def test_models_that_it_cannot_serve_are_refused(kind: str, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(HuggingFaceError, match=message):
-        build_model(kind, "longctx", **settings)(**one_document())
-
-
-def test_a_model_that_attends_by_itself_does_not_run_unmasked() -> None:
-    """BLOOM takes any attn_implementation and uses none."""
-    with pytest.raises(TypeError, match="CausalMask"):
-        build_model("bloom", "longctx")(**one_document())
+        model(**one_document(model), attention_mask=torch.tensor([[0] + [1] * 15]))
 
 
 def test_without_transformers_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import register; register()"
+    code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import prepare; prepare(None)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode and "pip install 'longctx[huggingface]'" in process.stderr

@@ -1,0 +1,221 @@
+"""Whether a model of `transformers` is exact when documents are packed and split: asked of the model, not of a list of names.
+
+Ring attention is exact if nothing but attention mixes tokens, and if a token knows its place by its position alone. So the
+model runs on a few tokens of which each attends to itself. What every token then brings to attention, and its logits, may
+depend on this token and its position, and on nothing else in the row.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from longctx.errors import UserError
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Kinds of layers that work on packed documents; others (convolutions, linear attention, ..) would mix them."""
+TOKENS = 16
+REPLACED = [0, 3, 6, 10, 11, 15]
+"""Rows that change, and are no numbers, while their neighbours on both sides must stay what they were."""
+TARGETS = 1000
+"""What the loss is divided by; not the number of labels, so that a model that counts these is noticed."""
+
+
+class HuggingFaceError(UserError):
+    """A model, or an argument of it, that ring attention cannot serve, or not exactly."""
+
+
+def check_config(config: Any) -> None:
+    """Raises HuggingFaceError for settings by which packed or split documents would train otherwise than alone."""
+    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(LAYER_TYPES))
+    if unknown:
+        raise HuggingFaceError(
+            f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss the tokens of other "
+            f"ranks: only {' and '.join(LAYER_TYPES)} are supported"
+        )
+    if getattr(config, "output_router_logits", False):
+        raise HuggingFaceError(
+            "output_router_logits is set in the model's config: the auxiliary loss of a mixture counts the tokens of one rank "
+            "and micro-batch, so that it would depend on how documents are split. Set it to False"
+        )
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            raise HuggingFaceError(
+                f"{name} is {getattr(config, name)} in the model's config: each rank would leave out other layers. Set it to 0"
+            )
+
+
+def longest_exact(config: Any) -> tuple[int, str] | None:
+    """The longest document that RoPE treats alike on all ranks, in tokens, and the type of RoPE; None if any length will do.
+
+    `dynamic` and `longrope` choose their frequencies by the longest position in the row, here in what one rank holds. Up to
+    this length they never change them. With a fixed `alpha` (HunYuan) `dynamic` is not dynamic.
+    """
+    found = [
+        (rope.get("original_max_position_embeddings") or _original(config), kind)
+        if kind == "longrope"
+        else (config.max_position_embeddings, kind)
+        for rope in _ropes(config)
+        if (kind := str(rope.get("rope_type", rope.get("type")))) == "longrope" or ("dynamic" in kind and not rope.get("alpha"))
+    ]
+    return min(found, default=None)
+
+
+def _original(config: Any) -> int:
+    return int(getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Parameters of RoPE; some models have one set for each type of layer. `rope_scaling` is the older name."""
+    ropes = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    inside = [value for rope in ropes if isinstance(rope, dict) for value in rope.values() if isinstance(value, dict)]
+    return [rope for rope in ropes if isinstance(rope, dict)] + inside
+
+
+def check_model(model: Any) -> None:
+    """Raises HuggingFaceError unless tokens meet in attention alone, and the loss is the sum over the given labels.
+
+    Runs the model five times on 16 tokens, without gradients; on every rank if it is sharded.
+    """
+    name = type(model).__name__
+    probe = _Probe(model)
+    ids, places = probe.tokens(), torch.arange(TOKENS)
+    with torch.no_grad(), _evaluating(model):
+        alone = probe.rows(ids, places)
+        if len(alone) == 1:
+            raise HuggingFaceError(
+                f"{name} never calls the attention of transformers' attention interface, so that documents in one row would "
+                "see each other: use a model of which all layers attend through it"
+            )
+        others, positions = ids.clone(), places.clone()
+        others[REPLACED], positions[REPLACED] = ids[1], 0
+        replaced = probe.rows(others, positions, poisoned=True)
+        kept = [row for row in range(TOKENS) if row not in REPLACED]
+        if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
+            raise HuggingFaceError(
+                f"{name} mixes tokens outside the attention of transformers' attention interface (attention of its own, a "
+                "convolution, a recurrence, ..), so that documents in one row would see each other: it cannot be used"
+            )
+        same = probe.rows(ids[:1].expand(TOKENS), torch.full((TOKENS,), 5))
+        if probe.differ(same, [rows[:1].expand_as(rows) for rows in same]):
+            raise HuggingFaceError(
+                f"{name} takes the place of a token from where it lies in the row, not from position_ids, which differ in "
+                "packed documents: it cannot be used"
+            )
+        if probe.differ(alone, probe.rows(ids, None)):
+            raise HuggingFaceError(
+                f"{name} does not count positions as 0, 1, 2, .. when position_ids are left out, so that packed documents "
+                "would get other positions than alone: it cannot be used"
+            )
+        _check_loss(name, probe, ids, alone[-1])
+
+
+def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Tensor) -> None:
+    labels = (7 * ids + 3) % logits.shape[1]
+    labels[::5] = -100
+    given = {"labels": labels.unsqueeze(0), "shift_labels": labels.unsqueeze(0), "num_items_in_batch": TARGETS}
+    loss = probe.forward(ids, torch.arange(TOKENS), **given).loss
+    expected = F.cross_entropy(logits.float(), labels, reduction="sum", ignore_index=-100) / TARGETS
+    if loss is None or not torch.allclose(loss.float(), expected, rtol=1e-3 if probe.tolerance < 0.01 else 1e-2, atol=0):
+        found = "no loss" if loss is None else f"{float(loss):.3g} instead of {float(expected):.3g}"
+        raise HuggingFaceError(
+            f"{name} does not compute its loss as the sum over shift_labels divided by num_items_in_batch ({found}), so that "
+            "it would depend on how documents are split: it cannot be used"
+        )
+
+
+class _Probe:
+    """Runs a model on tokens of which each attends to itself alone."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise HuggingFaceError(f"{type(model).__name__} has no weights yet, but lies on the device meta: load them first")
+        self.embedding = model.get_input_embeddings()
+        parameter = next(self.embedding.parameters())
+        self.device = parameter.device
+        # Rounding may differ from row to row, and in 16 bits change the experts that a token goes to.
+        self.tolerance = 1e-3 if parameter.dtype in (torch.float32, torch.float64) else 0.1
+
+    def tokens(self) -> torch.Tensor:
+        """Different tokens [TOKENS], none of which the config gives a meaning, such as that of an image."""
+        config = self.model.config.get_text_config()
+        special = {*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict())}
+        ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
+        return torch.tensor(ordinary, device=self.device)[torch.linspace(0, len(ordinary) - 1, TOKENS).long()]
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
+        """Output of the model. Raises HuggingFaceError for whatever it raises."""
+        if positions is not None:
+            arguments["position_ids"] = positions.to(self.device).unsqueeze(0)
+        try:
+            return self.model(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
+        except HuggingFaceError:
+            raise
+        except Exception as error:  # whatever a model does with inputs that it was not written for
+            text = " ".join(str(error).split())[:160]
+            raise HuggingFaceError(
+                f"{type(self.model).__name__} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
+                f"{text}): it wants a mask, a cache or inputs that do not exist here, so it cannot be used"
+            ) from error
+
+    def rows(self, ids: torch.Tensor, positions: torch.Tensor | None, poisoned: bool = False) -> list[torch.Tensor]:
+        """What each token brings to each call of attention, and its logits at the end: [TOKENS, ..] each.
+
+        `poisoned`: the embeddings of REPLACED are no numbers, which a weight of zero does not hide.
+        """
+        alone = Alone()
+        handle = self.embedding.register_forward_hook(_poison) if poisoned else None
+        try:
+            logits = getattr(self.forward(ids, positions, ring_attention=alone), "logits", None)
+        finally:
+            if handle is not None:
+                handle.remove()
+        if logits is None or logits.shape[:2] != (1, TOKENS):
+            raise HuggingFaceError(f"{type(self.model).__name__} gives no logits for every token: use a causal language model")
+        return [*alone.seen, logits[0]]
+
+    def differ(self, some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+        return len(some) != len(others) or any(
+            not bool(((one - other).norm(dim=1) <= self.tolerance * one.norm(dim=1) + 1e-12).all())  # a NaN differs
+            for one, other in zip((rows.float() for rows in some), (rows.float() for rows in others), strict=True)
+        )
+
+
+class Alone:
+    """Stands in for the rings of a micro-batch: every token attends to itself alone, and what it brings is kept in `seen`."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def of(self, *_: Any) -> "Alone":
+        return self
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        self.seen.append(torch.cat([tensor.flatten(1) for tensor in (q, k, v)], dim=1))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def _poison(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:
+    embedded = embedded.clone()
+    embedded[:, REPLACED] = torch.nan
+    return embedded
+
+
+def _token_ids(values: dict[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if name.endswith(("token_id", "token_index")):
+            yield from (token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

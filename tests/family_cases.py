@@ -1,0 +1,268 @@
+"""Every causal language model of the installed transformers, tiny: one step over two ranks against one unpacked process."""
+
+import warnings
+from dataclasses import MISSING, asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Placement
+from tests.data_cases import placed_plan
+from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents, unpacked
+
+FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Model type → class."""
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
+MIXING = 1e-2
+"""A tiny model whose gradients change by less, relatively, when its documents see each other proves nothing."""
+VOCABULARY = 72
+"""Documents use the first 64 tokens; the others are those with a meaning."""
+
+SMALL: dict[str, Any] = {
+    name: value
+    for value, names in {
+        32: "hidden_size n_embd d_model emb_dim dim_model embedding_size word_embed_proj_dim embedding_dim input_size",
+        48: "intermediate_size intermediate_size_mlp ffn_dim ffn_hidden_size n_inner d_ff d_inner dim_ff feed_forward_size "
+        "decoder_ffn_dim encoder_ffn_dim dff dense_intermediate_size",
+        16: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size shared_intermediate_size q_lora_rank "
+        "kv_lora_rank qk_nope_head_dim moe_shared_expert_intermediate_size sliding_window sliding_window_size "
+        "attention_window_size window_size local_attention keep_window_size adapter_rank lru_width mamba_d_state "
+        "ssm_state_size state_size hidden_size_per_layer_input index_block_size",
+        4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
+        "num_decoder_attention_heads num_encoder_attention_heads num_local_experts num_experts n_routed_experts "
+        "moe_num_experts index_n_heads num_query_groups",
+        2: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers num_decoder_layers "
+        "num_encoder_layers num_key_value_heads kv_n_heads num_kv_heads num_experts_per_tok num_experts_per_token moe_k "
+        "moe_topk moe_top_k top_k_experts num_layers_per_stack swa_num_key_value_heads",
+        8: "head_dim qk_rope_head_dim v_head_dim kv_channels d_kv d_head dim_head attention_head_dim attention_head_size "
+        "index_head_dim swa_head_dim rotary_dim",
+        1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts "
+        "first_k_dense_replace num_dense_layers",
+        VOCABULARY: "vocab_size decoder_vocab_size vocab_size_per_layer_input",
+        256: "max_position_embeddings n_positions max_seq_len n_ctx max_target_positions context_length",
+    }.items()
+    for name in names.split()
+}
+LATENT = ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa")
+LATENT += ("kimi_linear", "minicpm3", "youtu")
+"""Latent attention: as many key heads as query heads."""
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_HEADS = {"num_key_value_heads": 2, "head_dim": 8}
+SPECIAL: dict[str, dict[str, Any]] = {
+    **{kind: {"num_key_value_heads": 4} for kind in LATENT},
+    **dict.fromkeys(("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"), _HEADS),
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": 48,
+    },
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 2},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"], "local_attn_chunk_length": 1},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
+        "attention_head_dim": 16,
+        "attention_hidden_size": 64,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "attention_head_dim": 16},
+    "zaya": {**_HEADS, "num_experts_per_tok": 1},
+}
+"""What single model types need besides, to be consistent when small."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a model type. Errors are relative; `mixing` is what documents that see each other do to gradients."""
+
+    kind: str
+    text: str = ""
+    loss_error: float = 0.0
+    gradient_error: float = 0.0
+    mixing: float = 0.0
+
+
+def small_settings(config_class: Any) -> dict[str, Any]:
+    """Settings that make a model of this config tiny, and free of dropout."""
+    settings: dict[str, Any] = {}
+    tokens = iter(range(64, VOCABULARY))
+    for name, field in config_class.__dataclass_fields__.items():
+        default = field.default if field.default is not MISSING else None
+        if name in SMALL and default is not None:
+            settings[name] = SMALL[name]
+        elif isinstance(default, float) and ("drop" in name):
+            settings[name] = 0.0
+        elif name.endswith(("token_id", "token_index")) and isinstance(default, int):
+            settings[name] = next(tokens, VOCABULARY - 1)
+        elif name == "is_decoder":
+            settings[name] = True
+    return settings
+
+
+def make_config(kind: str) -> Any:
+    """The config of a tiny model that has every kind of layer of the type's default."""
+    config_class = CONFIG_MAPPING[kind]
+    settings = small_settings(config_class)
+    for name, inside in config_class.sub_configs.items():
+        inside = type(getattr(config_class(), name)) if inside is AutoConfig else inside
+        if hasattr(inside, "__dataclass_fields__"):
+            settings[name] = small_settings(inside)
+    fields = config_class.__dataclass_fields__
+    if "layer_types" in fields and len(kinds := dict.fromkeys(config_class().layer_types or ())) > 1:
+        settings["layer_types"] = list(kinds)[:2]
+    for name, value in SPECIAL.get(kind, {}).items():
+        settings[name] = {**settings.get(name, {}), **value} if name.endswith("_config") else value
+    return config_class(**settings)
+
+
+def build(kind: str, attention: str) -> PreTrainedModel:
+    """A model of this type, whose weights are large enough for attention to matter."""
+    torch.manual_seed(0)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation=attention).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model.train()
+
+
+def classify(kind: str) -> dict[str, Any]:
+    """On each rank: what becomes of this model type."""
+    warnings.filterwarnings("ignore")
+    return asdict(_classify(kind))
+
+
+def _classify(kind: str) -> Finding:
+    documents = make_documents()
+    try:
+        model = _build_plain(kind)
+        plain = model.config._attn_implementation
+        loss, expected = _step(model, documents)
+    except Exception as error:  # whatever is wrong with a model that has nothing to do with us
+        return Finding("not buildable", _text(error))
+    note = ""
+    if _step(model, documents)[0] != loss:
+        note = "compared in evaluation mode: routing is random in training"
+        model.eval()
+        loss, expected = _step(model, documents)
+    model.zero_grad()
+    try:
+        prepare(model)
+        ring_loss = ring_step(model, documents)
+    except HuggingFaceError as error:
+        return Finding("refused", str(error))
+    loss_error, gradient_error = abs(ring_loss - loss) / abs(loss), largest_error(gradients(model), expected)
+    exact = loss_error <= LOSS_TOLERANCE and gradient_error <= GRADIENT_TOLERANCE and router_loss_is_refused(model, documents)
+    model.set_attn_implementation(plain)
+    model.zero_grad()
+    unseparated(model, documents).backward()
+    mixing = largest_error(gradients(model), expected)
+    return Finding("exact" if exact else "WRONG", note, loss_error, gradient_error, mixing)
+
+
+def _build_plain(kind: str) -> PreTrainedModel:
+    """With eager attention, or what the model has instead."""
+    try:
+        return build(kind, "eager")
+    except ValueError as error:
+        try:
+            return build(kind, "sdpa")
+        except Exception:
+            raise error from None
+
+
+def _step(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
+    """Loss and gradients of one process that takes document after document."""
+    model.zero_grad()
+    loss, found = unpacked(model, documents)
+    return loss, [gradient.clone() for gradient in found]
+
+
+def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest relative error of a parameter's gradient; those below a thousandth of the largest count as that much."""
+    floor = 1e-3 * max(float(gradient.norm()) for gradient in expected)
+    errors = (
+        float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in zip(found, expected, strict=True)
+    )
+    return max(errors)
+
+
+def router_loss_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> bool:
+    """Whether asking for the auxiliary loss of a mixture in the call is an error; true of models that have none."""
+    if not hasattr(model.config.get_text_config(), "output_router_logits"):
+        return True
+    (batch,), targets = pack_documents(placed_plan(LENGTHS[:1], 1, [[Placement(0, 0, 1)]]), 0, documents[:1])
+    try:
+        with torch.no_grad():
+            plain, asked = (
+                model(**model_inputs(model, batch, targets), **extra).loss for extra in ({}, {"output_router_logits": True})
+            )
+    except HuggingFaceError:
+        return True
+    return bool(plain == asked)
+
+
+def ring_step(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
+    """Loss of a step over all ranks, and in the model its gradients."""
+    plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
+    micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
+    loss = torch.zeros(())
+    for batch in micro_batches:
+        part = model(**model_inputs(model, batch, targets)).loss
+        part.backward()
+        loss += part.detach()
+    dist.all_reduce(loss)
+    for parameter, gradient in zip(model.parameters(), gradients(model), strict=True):
+        dist.all_reduce(gradient)
+        parameter.grad = gradient
+    return loss.item()
+
+
+def unseparated(model: PreTrainedModel, documents: list[torch.Tensor]) -> torch.Tensor:
+    """The loss if all documents lie in one row and see each other: what a wrong integration would train on."""
+    labels = torch.cat([torch.cat([document[1:], torch.tensor([-100])]) for document in documents]).unsqueeze(0)
+    ids = torch.cat(documents).unsqueeze(0)
+    loss: torch.Tensor = model(
+        input_ids=ids,
+        position_ids=torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0),
+        attention_mask=torch.ones_like(ids),  # keeps transformers from finding the documents in the positions
+        labels=labels,
+        shift_labels=labels,
+        num_items_in_batch=sum(LENGTHS) - len(LENGTHS),
+        use_cache=False,
+    ).loss
+    return loss
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"

@@ -1,0 +1,211 @@
+"""What `prepare` and `model_inputs` refuse: whatever would make the result depend on how documents are packed and split."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+from longctx.attention import huggingface_check
+from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
+from longctx.attention.huggingface_check import longest_exact
+from longctx.data.packing import pack_documents
+from longctx.planning.plan import Placement
+from tests.data_cases import placed_plan
+from tests.family_cases import build
+from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, ring_step, shard, unpacked
+from tests.workers import Workers
+
+
+def one_document(model: Any, length: int = 16) -> dict[str, Any]:
+    (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
+    return model_inputs(model, batch, targets)
+
+
+OWN = "computes its attention by itself, not through transformers' attention interface"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        *((kind, OWN) for kind in ("bloom", "falcon", "gpt_neox_japanese", "gptj", "mpt", "mvp", "trocr", "xglm")),
+        *((kind, OWN) for kind in ("cpmant", "openai-gpt", "rwkv", "xlm", "xlnet")),
+        ("doge", r"does not run on packed tokens with attention 'longctx' \(AttributeError: 'CausalMask'"),
+        *((kind, "layers of type linear_attention") for kind in ("mamba", "falcon_mamba", "qwen3_next")),
+        ("llama4_text", "layers of type chunked_attention"),
+        ("xlstm", "never calls the attention of transformers' attention interface"),
+        ("stablelm", "does not hand keyword arguments on"),
+        ("roberta", "does not count positions as 0, 1, 2, .."),
+        ("whisper", "does not compute its loss as the sum over shift_labels"),
+    ],
+)
+def test_families_that_it_cannot_serve_are_refused_with_the_reason(kind: str, message: str) -> None:
+    model = build(kind, "eager")
+    with pytest.raises(HuggingFaceError, match=message):
+        prepare(model)
+    assert model.config._attn_implementation == "eager" and model.training
+    with pytest.raises(HuggingFaceError, match="is not prepared for packed documents: call prepare"):
+        one_document(model)
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba", "minimax_m3_vl_text", "qwen3_next"])
+def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(huggingface_check, "check_config", lambda config: None)
+    monkeypatch.setattr("longctx.attention.huggingface.check_config", lambda config: None)
+    with pytest.raises(HuggingFaceError, match=r"mixes tokens outside|never calls|gives its attention|does not run on packed"):
+        prepare(build(kind, "eager"))
+
+
+def test_a_sequence_to_sequence_model_is_refused() -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    with pytest.raises(HuggingFaceError, match="wants a mask made of bidirectional_mask_function"):
+        prepare(T5ForConditionalGeneration(T5Config(**sizes)))
+
+
+def test_a_model_without_head_is_refused() -> None:
+    with pytest.raises(HuggingFaceError, match="LlamaModel gives no logits for every token"):
+        prepare(build_model("llama", "sdpa").model)
+
+
+def test_what_is_no_model_of_transformers_is_refused() -> None:
+    with pytest.raises(HuggingFaceError, match="Linear is not a model of transformers"):
+        prepare(nn.Linear(2, 2))
+
+
+def with_previous_token(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    """A convolution whose second weight is still zero: only gradients would be wrong, in the first step."""
+    return out + 0.0 * out.roll(1, 1)
+
+
+def with_row_number(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 0.1 * torch.arange(out.shape[1]).unsqueeze(1).to(out.dtype)
+
+
+def with_mean_loss(_module: nn.Module, _inputs: Any, out: Any) -> Any:
+    out.loss = None if out.loss is None else out.loss + 0.01
+    return out
+
+
+@pytest.mark.parametrize(
+    ("place", "hook", "message"),
+    [
+        ("model.layers.0.mlp", with_previous_token, "mixes tokens outside the attention"),
+        ("model.embed_tokens", with_row_number, "from where it lies in the row"),
+        ("", with_mean_loss, "does not compute its loss as the sum"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_with_a_flaw_is_refused(place: str, hook: Any, message: str, dtype: torch.dtype) -> None:
+    model = build_model("llama", "sdpa").to(dtype)
+    model.get_submodule(place).register_forward_hook(hook)
+    with pytest.raises(HuggingFaceError, match=message):
+        prepare(model)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_rounding_is_no_flaw(kind: str) -> None:
+    model = build_model(kind, "eager", num_hidden_layers=8).to(torch.bfloat16).train()
+    before = [parameter.clone() for parameter in model.parameters()]
+    random_state = torch.random.get_rng_state()
+    prepare(model)
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert model.training and all(module.training for module in model.modules())
+    torch.testing.assert_close(list(model.parameters()), before, atol=0, rtol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = build_model("llama", "sdpa")
+    with pytest.raises(HuggingFaceError, match="lies on the device meta: load them first"):
+        prepare(model)
+
+
+def prepare_sharded() -> str:
+    model = build_model("llama", "sdpa")
+    shard(model)
+    prepare(model)
+    return str(model(**one_document(model)).loss.isfinite().item())
+
+
+def test_a_sharded_model_can_be_prepared(workers: Workers) -> None:
+    assert workers.run(prepare_sharded, 2) == ["True", "True"]
+
+
+def test_a_model_that_left_ring_attention_is_refused() -> None:
+    model = build_model("llama", "longctx")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(HuggingFaceError, match=r"the attention of LlamaForCausalLM is 'sdpa' now, which would mix"):
+        one_document(model)
+    prepare(model)
+    assert one_document(nn.Sequential(model))["ring_attention"]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe"])
+def test_the_auxiliary_loss_of_a_mixture_is_refused(kind: str) -> None:
+    model = build(kind, "eager")
+    prepare(model)
+    with pytest.raises(HuggingFaceError, match="gives its attention output_router_logits"):
+        model(**one_document(model), output_router_logits=True)
+    model.config.output_router_logits = True
+    for ask in (prepare, one_document):
+        with pytest.raises(HuggingFaceError, match=r"output_router_logits is set in the model's config: .* Set it to False"):
+            ask(model)
+
+
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    model = build("opt", "eager")
+    model.config.layerdrop = 0.1
+    with pytest.raises(HuggingFaceError, match=r"layerdrop is 0\.1 in the model's config"):
+        prepare(model)
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGEST = max(LENGTHS)
+
+
+def rope_settings(kind: str, limit: int) -> dict[str, Any]:
+    """RoPE of this type that is that of short documents up to `limit` tokens."""
+    if kind == "dynamic":
+        return {"rope_parameters": DYNAMIC, "max_position_embeddings": limit}
+    return {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": limit}, "max_position_embeddings": 4 * limit}
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_looks_at_the_row_is_exact_up_to_its_limit(workers: Workers, kind: str) -> None:
+    settings = rope_settings(kind, LONGEST)
+    model = build_model("llama", "sdpa", **settings)
+    loss, expected = unpacked(model, make_documents())
+    for ring_loss, ring_gradients in workers.run(ring_step, 2, "llama", False, False, settings):
+        assert ring_loss == pytest.approx(loss, abs=1e-5)
+        torch.testing.assert_close(ring_gradients, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_looks_at_the_row_is_refused_beyond_its_limit(kind: str) -> None:
+    """Also on a rank whose own positions are below it."""
+    settings = rope_settings(kind, LONGEST - 1)
+    model = build_model("llama", "longctx", **settings)
+    micro_batches, _ = pack_documents(placed_plan(LENGTHS, 2, PLACEMENTS), 1, make_documents())
+    message = (
+        f"a document has {LONGEST} tokens, and RoPE of type {kind} changes its frequencies for rows of more than {LONGEST - 1}"
+    )
+    assert model_inputs(model, micro_batches[0])
+    with pytest.raises(HuggingFaceError, match=message):
+        model_inputs(model, micro_batches[1])
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn"}}, None),
+        ({"rope_scaling": {"type": "dynamic"}}, (64, "dynamic")),
+        ({"rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0}}, None),
+        ({"rope_parameters": {"a": {"rope_type": "default"}, "b": {"rope_type": "longrope"}}}, (64, "longrope")),
+        ({"rope_scaling": {"rope_type": "longrope"}, "original_max_position_embeddings": 32}, (32, "longrope")),
+    ],
+)
+def test_the_limit_is_found_in_every_form_of_config(config: dict[str, Any], limit: Any) -> None:
+    assert longest_exact(type("Config", (), {"max_position_embeddings": 64, **config})) == limit
