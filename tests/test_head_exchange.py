@@ -20,7 +20,7 @@ def plan_of(length: int, ranks: int, profile: HardwareProfile = H100) -> Plan:
 
 def test_wide_rings_across_nodes_exchange_heads() -> None:
     """One document over 4 nodes, nothing hidden: 24 mates' keys come over the network, or those of 3."""
-    plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0))
+    plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
     assert choose_head_ranks(plan, 0, 32, 8) == 8
     assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
 

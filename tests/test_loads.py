@@ -93,8 +93,9 @@ def test_two_levels_hold_more_than_is_planned() -> None:
 
 
 def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
-    """On ranks of several nodes the cost model swaps heads: fewer keys are received."""
-    wide = ["model.preset=8b", "batch.tokens_per_rank=4096", "context.profile=h100-nvlink-ib"]
+    """Where keys go straight to ranks of several nodes, the cost model swaps heads: fewer keys are received."""
+    straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
+    wide = ["model.preset=8b", "batch.tokens_per_rank=4096", *straight]
     auto, plain = (
         max(full_loads(load(None, [*wide, f"context.head_exchange={value}"]), 64), key=lambda found: found.remote)
         for value in ("auto", 1)

@@ -166,6 +166,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         gpu = torch.cuda.get_device_name()
     name = config.context.profile or default_profile(device, gpu)
     profile, described = read_described(name)
+    profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
     if described is None:
         return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of this run",))
     shape = config.model.sizes() if vocab_size is None else config.model.shape(vocab_size)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -76,14 +75,14 @@ def make_planner(
 ) -> Callable[[Sequence[int]], Plan]:
     """The planner that `config.context` describes, for a domain of `ranks`; or that of the best static degree.
 
-    `profile` is that of the run's model and split: see `run_profile`.
+    `profile` is that of the run's model, split and exchange: see `run_profile`.
     """
     context = config.context
     return partial(
         make_plan,
         ranks=ranks,
         tokens_per_rank=config.batch.tokens_per_rank,
-        profile=replace(profile, exchange_levels=2 if context.two_level_exchange else 1),
+        profile=profile,
         mode="static" if static else context.mode,
         degree=None if static else context.degree,
         bins=None if static else context.bins,
