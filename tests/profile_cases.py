@@ -50,8 +50,9 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
     return measured.to_json(), measured.to_yaml()
 
 
-def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int | None], set[int], int]:
-    """What measuring gave RingAttention as `ranks_per_node`, how often a message went on, and the profile's exchange levels."""
+def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int | None], set[int], int, set[int]]:
+    """What measuring gave RingAttention as `ranks_per_node`, hops of its messages, the profile's exchange levels, and the
+    degrees at which overlap was measured."""
     given, hops = set(), set()
 
     class Watched(RingAttention):
@@ -62,7 +63,7 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
 
     with mock.patch("longctx.training.profiling.rig.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)
-    return given, hops, content["exchange_levels"]
+    return given, hops, content["exchange_levels"], {point["degree"] for point in content["points"] if "both" in point}
 
 
 def find_nodes(local_ranks: list[int]) -> str:

@@ -29,6 +29,7 @@ from longctx.report.compare import (
     compare_case,
     cut,
     mean_rows,
+    most_speedup,
     over_fixed_without_barriers,
     static_curve,
 )
@@ -152,6 +153,17 @@ def test_means_are_means(rows: dict[str, Row]) -> None:
     assert mean[0].documents == 65
     assert (mean[0].most_tokens, mean[0].remote_tokens) == (99_999, auto.remote_tokens), "memory must hold the most"
     assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
+
+
+def test_auto_never_passes_the_limit_of_means(rows: dict[str, Row]) -> None:
+    """A short step with a great speedup beside a long one with none: the ratio of their mean times is below auto's speedup."""
+    auto = replace(rows["auto"], makespan_s=1.0, tight_bound_s=1.0, speedup_over_fixed=9.0)
+    fixed = replace(rows["fixed-static"], makespan_s=9.0, tight_bound_s=1.0)
+    later = {"makespan_s": 20.0, "tight_bound_s": 20.0, "seed": 1}
+    means = mean_rows([auto, fixed, replace(auto, **later, speedup_over_fixed=1.0), replace(fixed, **later)])
+    reached = next(row for row in means if row.planner == "auto").speedup_over_fixed
+    assert reached == pytest.approx(3)
+    assert most_speedup(means, "speedup_over_fixed") == pytest.approx(reached)
 
 
 def from_file(long_documents: str, lengths: Sequence[int] = (40_000, 5), tokens: int = 1 << 20, steps: int = 3) -> Source:

@@ -101,7 +101,7 @@ def test_an_example_runs_under_torchrun(name: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", EXAMPLES / f"{name}.py"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stderr
-    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 5 on 1, 1 on 2$", process.stdout, re.M)
+    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", process.stdout, re.M)
     assert [int(step) for step, _ in lines] == list(range(10)), process.stdout
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
 

@@ -364,12 +364,14 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_exchange_that_is_measured_is_the_one_that_is_predicted(workers: Workers) -> None:
-    """Two nodes of two ranks: rows cross the network once a node and go on inside it, or straight if the settings say so."""
-    given, hops, levels = map(list, zip(*workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], []), strict=True))
-    assert given == [{2}] * 4 and levels == [2] * 4
+    """Two nodes of two ranks: rows cross the network once a node and go on inside it, or straight if the settings say so.
+    Overlap is measured on rings inside a node and across both."""
+    answers = workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], [])
+    given, hops, levels, degrees = map(list, zip(*answers, strict=True))
+    assert given == [{2}] * 4 and levels == [2] * 4 and degrees == [{2, 4}] * 4
     assert set.union(*hops) == {1, 2}
     straight = workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], ["context.two_level_exchange=false"])
-    assert straight == [({None}, {1}, 1)] * 4
+    assert straight == [({None}, {1}, 1, {2, 4})] * 4
 
 
 def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

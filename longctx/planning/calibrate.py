@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.cost import as_long_as, efficiency
+from longctx.planning.cost import efficiency, equivalent_length
 from longctx.planning.least_squares import nonnegative_least_squares
 from longctx.planning.profile import EfficiencyTable
 
@@ -84,7 +84,7 @@ def fit_attention(times: Sequence[AttentionTime]) -> AttentionFit:
 
     def residual(chosen: Sequence[AttentionTime], penalty: float) -> float:
         lengths, degrees = (np.array([getattr(time, name) for time in chosen], float) for name in ("length", "degree"))
-        found = efficiency(efficiencies, as_long_as(lengths, degrees, penalty)).tolist()
+        found = efficiency(efficiencies, equivalent_length(lengths, degrees, penalty)).tolist()
         modelled = [s_per_token2 * time.pairs / share for time, share in zip(chosen, found, strict=True)]
         return _residual(modelled, [time.seconds for time in chosen])
 

@@ -39,11 +39,11 @@ def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
     return result
 
 
-def as_long_as(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
-    """Length of the whole document that attention on split ones is as efficient as: s / (1 + κ (d - 1)).
+def equivalent_length(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
+    """Length of the whole document on which attention is as efficient as on a split one: s / (1 + κ (d - 1)).
 
-    A ring's calls are a chunk of queries by many keys. So they lose far less than a document as short as the chunk would, and
-    κ, the split penalty, is near 0 for kernels that fill the device with few queries, and near 1 for others.
+    A ring's calls are a chunk of queries by many keys. So they lose far less than a document as short as the chunk would. κ,
+    the split penalty, is near 0 for kernels that fill the device with few queries, larger for others.
     """
     result: Floats = lengths / (1 + split_penalty * (degrees - 1))
     return result
@@ -70,7 +70,7 @@ def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers)
 def _attention(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
     """Nanoseconds over the whole ring, unrounded."""
     s = lengths.astype(np.float64)
-    whole = as_long_as(s, degrees.astype(np.float64), profile.attention_split_penalty)
+    whole = equivalent_length(s, degrees.astype(np.float64), profile.attention_split_penalty)
     result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile.attention_efficiency, whole)
     return result
 

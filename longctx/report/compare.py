@@ -296,6 +296,18 @@ def _mean(rows: list[Row]) -> Row:
     return Row(**values)
 
 
+def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
+    """The speedup that no plan of the same documents can pass, from auto's and its distance to the tight bound.
+
+    So of means over steps, where speedups are geometric, it is never below what auto reaches.
+    """
+    auto = next(row for row in rows if row.planner == "auto")
+    reached = getattr(auto, speedup)
+    if reached is None or auto.makespan_s is None or not auto.tight_bound_s:
+        return None
+    return float(reached * auto.makespan_s / auto.tight_bound_s)
+
+
 def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
     """Speedup of auto over fixed static if that one's groups need not wait for each other between micro-batches."""
     by = {row.planner: row for row in rows}

@@ -5,7 +5,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from longctx.report.compare import PLANNERS, SPEEDUPS, TITLES, Row, degree_of, gibibytes, over_fixed_without_barriers
+from longctx.report.compare import (
+    PLANNERS,
+    SPEEDUPS,
+    TITLES,
+    Row,
+    degree_of,
+    gibibytes,
+    most_speedup,
+    over_fixed_without_barriers,
+)
 
 OVER = {
     "speedup_over_fixed": "speedup over fixed static, one degree for all steps",
@@ -70,8 +79,8 @@ def _speedups(rows: Sequence[Row], everywhere: Sequence[int], speedup: str) -> T
         cells = [_times(getattr(found[ranks], speedup)) if ranks in found else "" for ranks in everywhere]
         if any(cells):
             table.add_row(TITLES[planner], *cells, style="bold" if planner == "auto" else None)
-    bound = {row.ranks: row for row in rows if row.planner == SPEEDUPS[speedup]}
-    table.add_row("no plan can pass", *[_bound(bound.get(ranks)) for ranks in everywhere], style="dim")
+    bounds = [_times(most_speedup([row for row in rows if row.ranks == ranks], speedup)) for ranks in everywhere]
+    table.add_row("no plan can pass", *bounds, style="dim")
     return table
 
 
@@ -97,7 +106,7 @@ def _details(rows: Sequence[Row]) -> Table:
             style="bold" if row.planner == "auto" else None,
         )
     auto = next(row for row in rows if row.planner == "auto")
-    bounds = [_bound(next((row for row in rows if row.planner == planner), None)) for planner in SPEEDUPS.values()]
+    bounds = [_times(most_speedup(rows, speedup)) for speedup in SPEEDUPS]
     table.add_row("no plan can pass", f"{auto.tight_bound_s:.4g}", *bounds, f"{auto.unavoidable_gap:.1%}", style="dim")
     return table
 
@@ -114,13 +123,6 @@ def _memory(rows: Sequence[Row]) -> Table:
         cells += [gibibytes(row.remote_kv_bytes)] if in_bytes else []
         table.add_row(TITLES[row.planner], *cells, style="bold" if row.planner == "auto" else None)
     return table
-
-
-def _bound(baseline: Row | None) -> str:
-    """How many times as fast as a baseline no plan can be."""
-    if baseline is None or baseline.makespan_s is None:
-        return ""
-    return _times(baseline.makespan_s / (baseline.tight_bound_s or 1))
 
 
 def _times(speedup: float | None) -> str:

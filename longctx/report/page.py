@@ -10,7 +10,7 @@ from importlib.resources import files
 from longctx.planning.baselines import BASELINES
 from longctx.planning.bound import tight_bound_s
 from longctx.report import page_figures as figures
-from longctx.report.compare import SPEEDUPS, TITLES, Row, degree_of, gibibytes, over_fixed_without_barriers
+from longctx.report.compare import SPEEDUPS, TITLES, Row, degree_of, gibibytes, most_speedup, over_fixed_without_barriers
 from longctx.report.page_parts import (
     Comparison,
     degree_words,
@@ -140,7 +140,7 @@ def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> list[str]:
         if baseline is None:
             continue
         title, words = about[planner].split("|")
-        bound = (baseline.makespan_s or 0) / (baseline.tight_bound_s or 1)
+        bound = most_speedup(rows, speedup) or 0.0
         parts.append(
             figure(
                 figures.speedup_bars(rows, speedup, bound),
@@ -169,8 +169,7 @@ def _reference_table(rows: Sequence[Row], model: str | None) -> str:
         if row.makespan_s is not None
     )
     auto = next(row for row in rows if row.planner == "auto")
-    seconds = {row.planner: row.makespan_s for row in rows}
-    limits = [times(over / (auto.tight_bound_s or 1)) if (over := seconds.get(p)) else "" for p in SPEEDUPS.values()]
+    limits = [times(most) if (most := most_speedup(rows, speedup)) else "" for speedup in SPEEDUPS]
     body += (
         f"<tr class=bound><th>no plan can pass</th><td>{auto.tight_bound_s:.3g} s</td><td>{'</td><td>'.join(limits)}</td>"
         f"<td>{auto.unavoidable_gap:.1%}</td>{'<td></td>' * (8 if model else 7)}</tr>"

@@ -75,7 +75,7 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
     width = 2 * rig.kv_heads * rig.shape.head_dim
     most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
-    rows = [max(1, most // part) for part in (4096, 16, 4, 1)]
+    rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
     sizes = [count * width * rig.dtype.itemsize for count in rows]
     found, latencies = [], []
     for name, peers in links.items():

@@ -134,7 +134,7 @@ def measure_attention(rig: Rig) -> list[Measurement]:
             rate = seconds / times[-1].pairs
             points.append({"degree": degree, "length": length, "documents": documents, "seconds": times[-1].seconds})
             length *= 2
-    if not times:
+    if not any(time.degree == 1 for time in times):
         raise OutOfMemory(f"attention over {SHORTEST[1]} tokens needs more memory than the GPU has: free some")
     fit = fit_attention(times)
     longest = max(time.length for time in times if time.degree == 1)
