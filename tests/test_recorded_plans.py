@@ -1,0 +1,77 @@
+"""Plans of 200 drawn cases are those that were recorded: moving and renaming code must not move a document.
+
+A change of the cost model or the search that is meant to plan otherwise records anew, and says so in the changelog:
+
+    python -m tests.test_recorded_plans
+"""
+
+import hashlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longctx.planning.pipeline import Pipeline
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planner import make_plan
+from longctx.planning.profile import HardwareProfile
+
+RECORD = Path(__file__).parent / "recorded_plans.json"
+CASES = 200
+PIPELINES = (
+    Pipeline(),
+    Pipeline(),
+    Pipeline(2),
+    Pipeline(3, 1, "gpipe"),
+    Pipeline(2, 2, "interleaved"),
+    Pipeline(4, 2, "zero-bubble"),
+)
+PROFILES = ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
+
+
+def draw(case: int) -> dict[str, Any]:
+    """The arguments of `make_plan` in one case."""
+    rng = random.Random(f"plan {case}")
+    ranks, budget = rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 40, 64]), rng.choice([257, 1024, 4099, 16384])
+    longest = rng.randint(1 + budget // 8, 1 + ranks * (budget - 1) * 9 // 10)
+    lengths = [min(longest, 1 + rng.getrandbits(rng.randint(4, 13))) for _ in range(rng.randint(1, 12 * ranks))]
+    profile = HardwareProfile.load(rng.choice(PROFILES))
+    node, levels = rng.choice([2, 3, 8, profile.ranks_per_node]), rng.choice([1, 2])
+    mode = rng.choice(["auto", "auto", "bins", "static"])
+    return {
+        "lengths": [*lengths, longest],
+        "ranks": ranks,
+        "tokens_per_rank": budget,
+        "profile": replace(profile, ranks_per_node=node, exchange_levels=levels),
+        "mode": mode,
+        "degree": rng.choice([None, ranks]) if mode == "static" else None,
+        "bins": rng.choice([None, {budget // 2: 1, ranks * budget: ranks}]) if mode != "static" else None,
+        "max_remote_tokens": rng.choice([None, 2 * budget]),
+        "pipeline": rng.choice(PIPELINES),
+    }
+
+
+def outcome(case: int) -> list[Any]:
+    """What came of a case: winner, a digest of placements and stages, makespan and bound, or why it was refused."""
+    try:
+        plan: Plan = make_plan(**draw(case))
+    except PlanError as error:
+        return ["refused", hashlib.sha256(str(error).encode()).hexdigest()[:16]]
+    placements = [[(p.document, p.first_rank, p.degree, p.reversed) for p in mb] for mb in plan.micro_batches]
+    digest = hashlib.sha256(json.dumps([placements, plan.stages]).encode()).hexdigest()[:16]
+    shares = [plan.exposed_share, plan.idle_share, plan.bubble_share]
+    return [plan.winner, digest, plan.makespan_s, plan.lower_bound_s, *shares]
+
+
+def test_plans_are_those_that_were_recorded() -> None:
+    recorded = json.loads(RECORD.read_text("utf-8"))
+    assert len(recorded) == CASES
+    assert {row[0].partition(":")[0] for row in recorded} >= {"columns", "bins", "static"}
+    different = [case for case, row in enumerate(recorded) if outcome(case) != row]
+    assert not different, f"cases {different} are planned otherwise: see the head of this file"
+
+
+if __name__ == "__main__":
+    rows = ",\n".join(json.dumps(outcome(case)) for case in range(CASES))
+    RECORD.write_text(f"[\n{rows}\n]\n", "utf-8")
