@@ -8,19 +8,33 @@ through compilation without a guard on the micro-batch.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 
-from longctx.attention.exchange import Pending
+from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
-from longctx.attention.parts import Call
-from longctx.attention.schedule import Hop, Stage
+from longctx.attention.schedule import Hop, Schedule, Stage
+from longctx.attention.segment_builder import Call
 
-if TYPE_CHECKING:
-    from longctx.attention.ring import RingAttention
+
+class Ring(Protocol):
+    """Attention of one micro-batch, as `RingAttention` describes it."""
+
+    schedule: Schedule
+    exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
+    watch: Callable[[str], AbstractContextManager[object]]
+    group: dist.ProcessGroup | None
+    scale: float | None
+    softcap: float
+    kernel: str
+    keep_kv: bool
+    last: str
+
 
 _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -157,7 +171,7 @@ DONE = object()
 class _Pass:
     """One forward or backward pass of one layer on this rank: what it exchanges, and the keys that it then works on."""
 
-    def __init__(self, call: "RingAttention", layer: int, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, call: Ring, layer: int, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")

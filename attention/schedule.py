@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.parts import Call, Run, gathered_calls, local_calls, row_index
+from longctx.attention.segment_builder import Call, Run, gathered_calls, local_calls, row_index
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
 

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,9 @@ from longctx.attention import Mask, RingAttention, reference_attention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import cpu
 from longctx.attention.segments import packed_causal
-from longctx.planning.layout import rank_layout
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout, Placement
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 
 class Counting(Exchange):
@@ -153,8 +151,7 @@ def precision(draw: random.Random, kernel: str) -> dict[str, float]:
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16() for shape in shapes]
 
     def attend(placements: list[Placement], **options: Any) -> list[torch.Tensor]:
-        plan = SimpleNamespace(ranks=ranks, lengths=lengths, micro_batches=(placements,), stages=(stages,))
-        layout = rank_layout(cast(Plan, plan), 0, rank)  # it has all that is read of a plan
+        layout = Layout.of(placements, lengths, 0, rank, stages)
         spans = [(sum(lengths[: s.document]), span) for s in layout.shards for span in (s.head, s.tail)]
         rows = torch.tensor([start + i for start, span in spans for i in range(*span)], dtype=torch.int64)
         q, k, v, dout = (x[rows] for x in inputs)

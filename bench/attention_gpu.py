@@ -42,8 +42,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import matplotlib
 import torch
@@ -61,9 +60,8 @@ from longctx.attention.operator import NO_LAYER
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.segments import Segment, Segments, packed_causal, visible
 from longctx.model.rope import rope_tables, rotate
-from longctx.planning.calibrate import AttentionTime, fit_attention
-from longctx.planning.layout import Layout, rank_layout
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.calibration.fit import AttentionTime, fit_attention
+from longctx.planning.layout import Layout, Placement
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # after the choice of a backend that needs no screen
@@ -295,10 +293,9 @@ def runs(name: str, sizes: Sizes, device: torch.device) -> bool:
 # One process plays every rank.
 
 
-def layout_of(lengths: Sequence[int], placements: Sequence[Placement], ranks: int, rank: int, stages: int) -> Layout:
+def layout_of(lengths: Sequence[int], placements: Sequence[Placement], rank: int, stages: int) -> Layout:
     """A rank's layout of one micro-batch, which says that it is rank 0, as this process is; its ring indices are its own."""
-    plan = SimpleNamespace(ranks=ranks, lengths=tuple(lengths), micro_batches=(tuple(placements),), stages=(stages,))
-    return replace(rank_layout(cast(Plan, plan), 0, rank), rank=0)  # it has all that is read of a plan
+    return replace(Layout.of(placements, lengths, 0, rank, stages), rank=0)
 
 
 def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -375,7 +372,7 @@ def play(
 ) -> Tensors:
     """out, dq, dk, dv (float64) of ring attention in which this process is one rank after the other."""
     device = inputs[0].device
-    layouts = [layout_of(lengths, placements, ranks, rank, stages=2) for rank in range(ranks)]
+    layouts = [layout_of(lengths, placements, rank, stages=2) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
     rings = [RingAttention(layout, mask=mask, kernel=name, device=device, keep_kv=True) for layout in layouts]
     kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
@@ -474,7 +471,7 @@ def measure_cell(name: str, tokens: int, degree: int, documents: int, sizes: Siz
     length, scale = tokens * degree // documents, sizes.head_dim**-0.5
     stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
     lengths = [length] * documents
-    layout = layout_of(lengths, [Placement(d, 0, degree) for d in range(documents)], degree, degree // 2, stages)
+    layout = layout_of(lengths, [Placement(d, 0, degree) for d in range(documents)], degree // 2, stages)
     q, k, v, dout = random(layout.tokens, sizes, device)
     for x in (q, k, v):
         x.requires_grad_()

@@ -25,8 +25,8 @@ A node's link carries R times its ranks. Gathering of parameters (FSDP2) uses th
 more than in a large model with long micro-batches, equally for all modes.
 
 Documents. Pieces of the source of this Python's standard library, as bytes, their lengths drawn from a published mix
-(`longctx.planning.mixes`) divided by `--scale`. Attention outweighs all else from about 2,500 tokens on here and from 44,000 on
-for the 8B, so 1/16 of the lengths keeps the share of attention about right.
+(`longctx.comparison.mixes`) divided by `--scale`. Attention outweighs all else from about 2,500 tokens on here and from 44,000
+on for the 8B, so 1/16 of the lengths keeps the share of attention about right.
 """
 
 import argparse
@@ -53,10 +53,10 @@ from typing import Any
 
 import yaml
 
+from longctx.comparison.mixes import load_mix
 from longctx.model.presets import ModelShape
-from longctx.planning.calibrate import kv_bytes_per_token
+from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.layout import longest_document
-from longctx.planning.mixes import load_mix
 
 PREFIX = "longctx-bench-"
 """Of namespaces and control groups; the process's number follows."""

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from longctx.comparison.baselines import MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
-from longctx.planning.baselines import MissingBaseline, plan_baseline, plan_fixed_static
-from longctx.planning.pipeline import NO_PIPELINE
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.report.parallel_cost import Machine, Split, profile_of
 
 MEASURED_MS = {4: (195.269, 151.906), 8: (220.119, 155.850), 16: (226.775, 187.125)}
 MEASURED_MS |= {32: (286.206, 208.088), 64: (271.988, 181.912)}

@@ -27,10 +27,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from longctx.planning.layout import longest_document
-from longctx.planning.mixes import load_mix, mix_names
-from longctx.planning.profile import HardwareProfile
-from longctx.report.compare import (
+from longctx.comparison.mixes import load_mix, mix_names
+from longctx.comparison.modelled import (
     COLUMNS,
     PLANNERS,
     SPEEDUPS,
@@ -44,6 +42,8 @@ from longctx.report.compare import (
     most_speedup,
     over_fixed_without_barriers,
 )
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import longest_document
 
 TOKENS_PER_RANK = 16384
 SEEDS = 5

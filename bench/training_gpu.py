@@ -50,9 +50,9 @@ from longctx import __version__
 from longctx.attention.kernels import Request
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
+from longctx.memory.advisor import changed, heaviest
+from longctx.memory.model import Load, estimate
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.training.fit import changed, heaviest
-from longctx.training.memory import Load, estimate
 from longctx.training.utilisation import FORWARD_AND_BACKWARD, model_flops, peak_flops
 
 VOCABULARY = 4096

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
-from longctx.planning.layout import Layout, rank_layout
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Layout, Placement
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,8 @@ class Case:
     ranks_per_node: int | None = None
     head_ranks: int = 1
 
-    @property
-    def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
-        return (self.placements,)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return (self.exchange_stages,)
-
     def layout(self, rank: int) -> Layout:
-        return rank_layout(self, 0, rank)
+        return Layout.of(self.placements, self.lengths, 0, rank, self.exchange_stages)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v, dout of all documents, one after the other, in `dtype`."""

@@ -13,13 +13,13 @@ from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.config import load
 from longctx.data.packing import StepBatch
 from longctx.parallel.mesh import make_groups
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.refine import Refinement
+from longctx.planning.calibration.online_fit import Refinement
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.profiling import measure
+from longctx.profiling.communication import Nodes
+from longctx.profiling.rig import layout_of
+from longctx.profiling.stopwatch import Stopwatch
 from longctx.training.metrics import StepMetrics
-from longctx.training.profiling import measure
-from longctx.training.profiling.communication import Nodes
-from longctx.training.profiling.rig import layout_of
-from longctx.training.profiling.stopwatch import Stopwatch
 from tests.training_cases import start
 
 TINY = [
@@ -61,7 +61,7 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
             given.add(options["ranks_per_node"])
             hops.update(len(stage.hops) for stage in self.schedule.stages)
 
-    with mock.patch("longctx.training.profiling.rig.RingAttention", Watched):
+    with mock.patch("longctx.profiling.rig.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)
     return given, hops, content["exchange_levels"], {point["degree"] for point in content["points"] if "both" in point}
 

@@ -16,8 +16,7 @@ from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
-from longctx.planning.layout import head_span, tail_span
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
 from tests.workers import Workers
 

@@ -66,8 +66,8 @@ def test_rates_follow_from_the_h100() -> None:
 
 
 def test_documents_have_the_lengths_of_the_mix(tmp_path: Path) -> None:
+    from longctx.comparison.mixes import load_mix
     from longctx.data.store import Store
-    from longctx.planning.mixes import load_mix
 
     longest = cluster.make_store("magi_192k", 64, 1000, tmp_path)
     store = Store.open(tmp_path / "store")

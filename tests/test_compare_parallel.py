@@ -11,16 +11,16 @@ import pytest
 import yaml
 
 from longctx.cli import main
+from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, Outcome, memory_of, possible_splits, search
+from longctx.comparison.mixes import load_mix
 from longctx.config import Config, check, load
 from longctx.errors import UserError
+from longctx.memory.advisor import changed
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.planning.mixes import load_mix
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.parallel.pipeline import blocks_of_ranks
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planner import make_plan
-from longctx.report.parallel_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.report.parallel_search import TOO_LARGE, TOO_LONG, Found, Outcome, memory_of, possible_splits, search
-from longctx.training.fit import changed
-from longctx.training.memory import blocks_of_ranks
 from longctx.training.utilisation import model_flops
 
 H100 = Machine.load("h100-nvlink-ib")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.head_exchange import choose_head_ranks, exchanges_heads, micro_batch_ns
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.ulysses import choose_head_ranks, exchanges_heads, micro_batch_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

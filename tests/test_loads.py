@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from longctx.attention import HybridAttention, packed_attention
 from longctx.config import load
+from longctx.memory.loads import full_loads, micro_batch_loads
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.training.loads import full_loads, micro_batch_loads
 from tests.test_operator_memory import RING, Watching
 from tests.workers import Workers
 
@@ -37,7 +37,7 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, head_ranks: int, per_node
     layout = plan.layout(micro_batch, rank)
     with (
         mock.patch("longctx.attention.ring.InputCheck"),
-        mock.patch("longctx.attention.heads.InputCheck"),
+        mock.patch("longctx.attention.ulysses.InputCheck"),
     ):  # no ranks join here
         attention = packed_attention(layout, head_ranks, ranks_per_node=per_node)
     swapped = 0

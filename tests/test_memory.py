@@ -10,10 +10,7 @@ import pytest
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.data.store import Store
-from longctx.model.presets import ModelShape
-from longctx.training import fit
-from longctx.training.dry_run import plan_steps
-from longctx.training.fit import (
+from longctx.memory.advisor import (
     DoesNotFit,
     allowed,
     as_override,
@@ -24,8 +21,11 @@ from longctx.training.fit import (
     refuse_too_large,
     savings,
 )
-from longctx.training.loads import loads
-from longctx.training.memory import Load, Memory, estimate
+from longctx.memory.loads import loads
+from longctx.memory.model import Load, Memory, estimate
+from longctx.model.presets import ModelShape
+from longctx.training import fit
+from longctx.training.first_steps import plan_steps
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers

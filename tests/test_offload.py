@@ -8,8 +8,8 @@ from longctx.model.presets import PRESETS
 from longctx.model.transformer import Transformer
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 TOKENS = 96
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": 3})

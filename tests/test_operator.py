@@ -17,7 +17,7 @@ from longctx.model.rope import rope_tables
 from longctx.model.transformer import Transformer
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, apply_recompute
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 

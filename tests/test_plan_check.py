@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longctx.planning.check import check_plan
-from longctx.planning.plan import Placement, Plan, PlanError
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

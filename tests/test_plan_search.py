@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.comparison.baselines import plan_baseline
+from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER
-from longctx.planning.balance import balance
-from longctx.planning.baselines import plan_baseline
-from longctx.planning.groups import grouped_rings
-from longctx.planning.mixes import load_mix
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.shelves import Step
-from longctx.planning.stairs import Stairs
+from longctx.planning.planners.auto.local_search import balance
+from longctx.planning.planners.auto.packing import Step
+from longctx.planning.planners.auto.shared_rings import grouped_rings
+from longctx.planning.planners.auto.shortest_path import Stairs
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -22,7 +22,7 @@ from longctx.cli import main
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Transformer
 from longctx.planning.assignment import Assignment
-from longctx.planning.calibrate import (
+from longctx.planning.calibration.fit import (
     AttentionTime,
     OverlapTime,
     fit_attention,
@@ -30,15 +30,16 @@ from longctx.planning.calibrate import (
     fit_overlap,
     kv_bytes_per_token,
 )
-from longctx.planning.cost import NANOSECONDS, attention_ns, efficiency, score
-from longctx.planning.least_squares import nonnegative_least_squares
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.calibration.least_squares import nonnegative_least_squares
+from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, Refinement, refine
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency, score
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.refine import LEAST_STEPS, Observation, Refinement, refine
-from longctx.training.profiling.communication import Nodes
-from longctx.training.profiling.computation import no_attention
-from longctx.training.profiling.rig import layout_of
+from longctx.profiling.communication import Nodes
+from longctx.profiling.computation import no_attention
+from longctx.profiling.rig import layout_of
 from tests import profile_cases
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles

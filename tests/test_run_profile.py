@@ -15,12 +15,12 @@ import yaml
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store import Store
+from longctx.memory.advisor import changed, cheapest_change, choices, heaviest
+from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
+from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError
+from longctx.planning.cost.scaling import RankWork, scale
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import SHIPPED, HardwareProfile, ProfileError
-from longctx.planning.scaling import RankWork, scale
-from longctx.training.fit import changed, cheapest_change, choices, heaviest
-from longctx.training.memory import estimate
 from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers

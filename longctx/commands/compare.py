@@ -27,15 +27,15 @@ from longctx.commands.plan import (
     read_lengths,
     with_levels,
 )
+from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.mixes import mix_names
 
 if TYPE_CHECKING:
+    from longctx.comparison.modelled import Case, Row
+    from longctx.comparison.steps import Source
+    from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
-    from longctx.planning.profile import HardwareProfile
-    from longctx.report.compare import Case, Row
-    from longctx.report.compare_steps import Source
 
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
 OVERRIDES = True
@@ -148,8 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
-    from longctx.report.compare_steps import steps_drawn, sweeps
+    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
+    from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
     named = preset_profile(arguments.profile, arguments.model)
@@ -173,7 +173,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from longctx.report.compare_table import print_comparison
+        from longctx.comparison.table import print_comparison
 
         print_comparison(means, detailed, "; ".join([title, *changed]), Console())
     return 0
@@ -181,7 +181,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["Source", list["Case"], list[str]]:
     """The steps that are planned, where they come from, and what was done to documents that do not fit."""
-    from longctx.report.compare_steps import make_cases
+    from longctx.comparison.steps import make_cases
 
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
     source = _source(arguments, long_documents)
@@ -207,7 +207,7 @@ def _is_file(arguments: argparse.Namespace) -> bool:
 
 def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     """Where the lengths come from. Raises UserError for options that do not belong to it."""
-    from longctx.report.compare_steps import file_source, mix_source, store_source
+    from longctx.comparison.steps import file_source, mix_source, store_source
 
     kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
     belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
@@ -249,7 +249,7 @@ def _compare(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from longctx.report.compare import PLANNERS, TITLES, compare_case
+    from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
@@ -269,7 +269,7 @@ def _compare(
 
 
 def _write_csv(rows: Sequence["Row"], path: Path) -> None:
-    from longctx.report.compare import COLUMNS
+    from longctx.comparison.modelled import COLUMNS
 
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -287,9 +287,9 @@ def _write_page(
     plans: dict[str, "Plan"],
     changed: Sequence[str],
 ) -> None:
-    from longctx.report.compare import static_curve
-    from longctx.report.page import render
-    from longctx.report.page_parts import Comparison
+    from longctx.comparison.modelled import static_curve
+    from longctx.comparison.page.html import render
+    from longctx.comparison.page.parts import Comparison
 
     comparison = Comparison(
         source=title,
@@ -310,7 +310,7 @@ def _write_page(
 
 
 def _megatron_groups_s(case: "Case", profile: "HardwareProfile") -> float:
-    from longctx.planning.baselines.megatron_main import unsynchronised_s
+    from longctx.comparison.baselines.megatron_main import unsynchronised_s
 
     return unsynchronised_s(profile, case.lengths, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank)
 

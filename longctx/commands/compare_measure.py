@@ -11,7 +11,7 @@ from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.training.measured import MeasuredComparison
+    from longctx.comparison.measured import MeasuredComparison
 
 DEFAULT_STEPS = 10
 DEFAULT_WARMUP = 2
@@ -80,9 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredComparison":
+    from longctx.comparison.measured import measure
     from longctx.data.store import Store
     from longctx.parallel import mesh
-    from longctx.training.measured import measure
     from longctx.training.run_profile import run_profile
     from longctx.training.setup import join_run
 

@@ -13,9 +13,9 @@ from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
+    from longctx.comparison.layouts.search import Outcome
+    from longctx.comparison.steps import Source
     from longctx.model.presets import ModelShape
-    from longctx.report.compare_steps import Source
-    from longctx.report.parallel_search import Outcome
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
@@ -58,11 +58,11 @@ def refuse(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
+    from longctx.comparison.layouts.cost import Machine
+    from longctx.comparison.layouts.search import BUDGETS, search
+    from longctx.comparison.modelled import cut
     from longctx.planning.layout import longest_document
-    from longctx.planning.request import MOST_TOKENS, check_settings
-    from longctx.report.compare import cut
-    from longctx.report.parallel_cost import Machine
-    from longctx.report.parallel_search import BUDGETS, search
+    from longctx.planning.validation import MOST_TOKENS, check_settings
 
     gpus, budget = arguments.parallel, arguments.tokens_per_rank
     if arguments.csv is not None and not arguments.csv.absolute().parent.is_dir():
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
         return 0
     from rich.console import Console
 
-    from longctx.report.parallel_table import print_splits
+    from longctx.comparison.layouts.table import print_splits
 
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {shape.parameters() / 1e9:,.1f}B parameters, "
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
 
 
 def _shape(arguments: argparse.Namespace) -> "ModelShape":
-    from longctx.report.parallel_cost import LLAMA_3_VOCABULARY
+    from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY
 
     preset = f"model.preset={arguments.model or DEFAULT_MODEL}"
     model = load(None, [preset, *arguments.overrides]).model
@@ -125,7 +125,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _write_csv(outcome: "Outcome", path: Path) -> None:
-    from longctx.report.parallel_table import COLUMNS, row
+    from longctx.comparison.layouts.table import COLUMNS, row
 
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
@@ -136,7 +136,7 @@ def _write_csv(outcome: "Outcome", path: Path) -> None:
 def _to_json(
     outcome: "Outcome", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
 ) -> dict[str, Any]:
-    from longctx.report.parallel_table import counts, row
+    from longctx.comparison.layouts.table import counts, row
 
     best = [
         {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}

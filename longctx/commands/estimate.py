@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}: a run has at least one process")
+    from longctx.memory.advisor import choices, heaviest
+    from longctx.memory.model import estimate
     from longctx.parallel.mesh import choose_device
-    from longctx.training.fit import choices, heaviest
-    from longctx.training.memory import estimate
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = [{**settings, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    from longctx.report.memory import print_memory
+    from longctx.memory.table import print_memory
 
     source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
     print_memory(f"{shape.parameters() / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)

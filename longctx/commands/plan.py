@@ -8,8 +8,8 @@ from pathlib import Path
 
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.pipeline import SCHEDULES, Pipeline
-from longctx.planning.profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
 DEFAULT_PROFILE = "h100-nvlink-ib"
@@ -87,11 +87,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.planning.bins import derived_bins
-    from longctx.planning.bound import tight_bound_s
+    from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planner import make_plan
-    from longctx.planning.request import check_settings
-    from longctx.report.bins import fill_bins, print_bins
+    from longctx.planning.planners.bins import derived_bins
+    from longctx.planning.validation import check_settings
+    from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 
     if arguments.png and arguments.png.suffix not in PICTURES:
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.mode == "bins":
         bins = fill_bins(plan, arguments.bins or derived_bins(profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
-        from longctx.report.plots import save_plan
+        from longctx.plots.picture import save_plan
 
         save_plan(plan, arguments.png)
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
@@ -126,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from longctx.report.terminal import draw_plan
+        from longctx.plots.terminal import draw_plan
 
         console = Console()
         draw_plan(plan, console, source)

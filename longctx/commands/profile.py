@@ -12,7 +12,7 @@ from longctx.config import describe, load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.training.profiling import Measured
+    from longctx.profiling import Measured
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
@@ -62,8 +62,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     import torch
 
     from longctx.parallel import mesh
-    from longctx.planning.profile import HardwareProfile
-    from longctx.training.profiling import measure
+    from longctx.planning.cost.hardware_profile import HardwareProfile
+    from longctx.profiling import measure
     from longctx.training.run_profile import default_profile
     from longctx.training.setup import join_run
 

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     launch = Launch.read()
     if arguments.dry_run:
-        from longctx.training.dry_run import dry_run
+        from longctx.commands.dry_run import dry_run
 
         ranks = launch.world_size if arguments.ranks is None else arguments.ranks
         if ranks < 1:
@@ -82,8 +82,8 @@ def _prepare(
 
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.data.store import Store
+    from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
-    from longctx.training.fit import available_bytes, refuse_too_large
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_vocabulary
 

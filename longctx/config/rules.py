@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
+from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document
-from longctx.planning.profile import HardwareProfile, ProfileError
 
 
 def check(config: Config, *, world_size: int) -> None:

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
-from longctx.planning.pipeline import Pipeline
 
 LARGEST = 1 << 40
 """More tokens than any step or rank has; keeps costs within 64 bits."""

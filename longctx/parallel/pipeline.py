@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ from longctx.attention import HybridAttention, RingAttention
 from longctx.model.presets import ModelShape
 from longctx.model.transformer import Head, Transformer
 from longctx.parallel.mesh import Mesh
-from longctx.parallel.moments import Moment, now, seconds
 from longctx.parallel.sharding import accumulate_gradients
-from longctx.planning.pipeline import IN_CHUNKS, Pipeline
+from longctx.parallel.timing import Moment, now, seconds
+from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -73,6 +74,13 @@ def split_layers(shape: ModelShape, stages: int, keys: int) -> list[range]:
     slowest, _ = _best_split(costs, stages, max)
     _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
     return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+@cache
+def blocks_of_ranks(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, ...]:
+    """How many blocks every rank of a pipeline has, over all of its stages."""
+    splits = split_layers(shape, pipeline.stages, keys=tokens_per_rank // 2)
+    return tuple(sum(map(len, splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
 
 
 def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:

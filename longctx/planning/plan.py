@@ -13,34 +13,15 @@ from functools import cached_property
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.planning.layout import Layout, rank_layout
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.layout import Layout, Placement
 
 VERSION = 1
 
 
 class PlanError(UserError):
     """Lengths that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A document on the contiguous ranks `first_rank … first_rank + degree - 1` of the domain, inside one micro-batch."""
-
-    document: int
-    first_rank: int
-    degree: int
-    reversed: bool = False
-
-    @property
-    def ring(self) -> range:
-        return range(self.first_rank, self.first_rank + self.degree)
-
-    def ring_index(self, rank: int) -> int:
-        """Position of a rank in the ring; `reversed` counts from the other end."""
-        index = rank - self.first_rank
-        return self.degree - 1 - index if self.reversed else index
 
 
 @dataclass(frozen=True)
@@ -97,8 +78,12 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout(self, micro_batch: int, rank: int) -> Layout:
-        """Which tokens `rank` holds in `micro_batch`, and in which order."""
-        return rank_layout(self, micro_batch, rank)
+        """Which tokens `rank` holds in `micro_batch`, and in which order. Raises ValueError where there is no such."""
+        if not 0 <= micro_batch < len(self.micro_batches):
+            raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
+        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.stages[micro_batch])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`; `from_json` reads it back."""

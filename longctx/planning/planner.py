@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.bins import degrees_by_bins, derived_degrees
-from longctx.planning.check import check_plan
-from longctx.planning.columns import plan_columns
-from longctx.planning.cost import NANOSECONDS, bound_ns, lower_bound_ns, score
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, spread, tokens_on_ranks
+from longctx.planning.cost.bounds import bound_ns, lower_bound_ns
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.request import check_lengths, check_settings, least_degrees
-from longctx.planning.shelves import Step, even_out, fill, place_rings
-from longctx.planning.static import plan_static, static_bounds_ns
+from longctx.planning.planners.auto.packing import Step, even_out, fill, place_rings
+from longctx.planning.planners.auto.search import plan_columns
+from longctx.planning.planners.bins import degrees_by_bins, derived_degrees
+from longctx.planning.planners.static import plan_static, static_bounds_ns
+from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 BIN_ROUNDS = 64
 """Rounds of evening out a plan by bins."""

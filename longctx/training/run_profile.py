@@ -12,11 +12,11 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.mesh import Mesh, choose_device
-from longctx.planning.calibrate import kv_bytes_per_token
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.profile import HardwareProfile, ProfileError, read_profile
-from longctx.planning.scaling import RankWork, arithmetic_said, scale
-from longctx.training.memory import blocks_of_ranks
+from longctx.parallel.pipeline import blocks_of_ranks
+from longctx.planning.calibration.fit import kv_bytes_per_token
+from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.scaling import RankWork, arithmetic_said, scale
 from longctx.training.utilisation import gpu_kind
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}

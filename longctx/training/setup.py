@@ -22,11 +22,11 @@ from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
-from longctx.planning.head_exchange import choose_head_ranks
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.ulysses import choose_head_ranks
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 from longctx.training.clock import StepClock
 from longctx.training.run_profile import run_profile
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from longctx.attention import RingAttention
-from longctx.attention.copies import copy_to
+from longctx.attention.device import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
@@ -23,7 +23,7 @@ from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
-from longctx.planning.refine import Refinement
+from longctx.planning.calibration.online_fit import Refinement
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock

@@ -1,0 +1,255 @@
+"""Shelves: packs documents whose degrees are known into K micro-batches, each a shelf of N ranks.
+
+Three steps. Rings first, and with them whatever takes more than half a shelf: longest document first, each on the run of ranks
+that is least loaded so far. Then heights: how tall each shelf must become to take the rest, as if this were a fluid, within the
+token budget. Then the rest, longest first, each on the rank with most room under its shelf's height (list scheduling, Graham
+1969). The sum of the heights estimates the makespan before the last step: many layouts are compared, and few are filled.
+"""
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, spread
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import alone_ns
+from longctx.planning.planners.auto.local_search import balance
+
+FULL = NEVER // 2
+"""Load of a rank without the tokens for a document: more than any time, and another one can be added to it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is to be planned: the documents of a step, and what each would take on one rank alone (arrays [documents])."""
+
+    profile: HardwareProfile
+    lengths: Integers
+    ranks: int
+    tokens_per_rank: int
+    single_ns: Integers
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> "Step":
+        return cls(profile, lengths, ranks, tokens_per_rank, alone_ns(profile, lengths, np.ones_like(lengths)))
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """No plan has fewer: all tokens over all ranks' budgets."""
+        return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
+
+    def split(self, degrees: Integers) -> "Split":
+        """The documents on these degrees."""
+        time, tokens = self.single_ns.copy(), self.lengths.copy()
+        rings = np.flatnonzero(degrees > 1)
+        time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
+        tokens[rings] = largest_shards(self.lengths[rings], degrees[rings])
+        return Split(degrees, time, tokens)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents])."""
+
+    degree: Integers
+    time: Integers
+    tokens: Integers
+
+    @cached_property
+    def work(self) -> int:
+        """Nanoseconds of all documents on all their ranks."""
+        return int((self.degree * self.time).sum())
+
+
+@dataclass(frozen=True)
+class Rings:
+    """A layout of the rings and of other large documents, before the rest is placed.
+
+    Attributes:
+        degree, time, tokens: of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents]).
+        placed: which documents have their place already; the others are of degree 1.
+        shelf, first_rank: where these stand.
+        load, free: nanoseconds of them and free tokens on every rank (arrays [micro-batches, ranks]).
+        height: nanoseconds of every shelf once the rest is in, as a fluid.
+    """
+
+    degree: Integers
+    time: Integers
+    tokens: Integers
+    placed: NDArray[np.bool_]
+    shelf: Integers
+    first_rank: Integers
+    load: Integers
+    free: Integers
+    height: Integers
+
+    @classmethod
+    def in_one(cls, step: Step, split: Split, first_rank: Integers) -> "Rings":
+        """All documents in one micro-batch, on ranks from these on."""
+        stop, row = first_rank + split.degree, np.zeros_like(first_rank)
+        load = spread(split.time, row, first_rank, stop, (1, step.ranks))
+        free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
+        placed = np.ones(len(row), dtype=bool)
+        return cls(split.degree, split.time, split.tokens, placed, row, first_rank, load, free, load.max(axis=1))
+
+    @property
+    def estimate_ns(self) -> int:
+        return int(self.height.sum())
+
+    @cached_property
+    def bare(self) -> tuple[Integers, Integers]:
+        """Nanoseconds and free tokens of every slot with nothing but rings in it (arrays [slots])."""
+        early = np.flatnonzero(self.placed & (self.degree == 1))
+        slots, cells = self.shelf[early] * self.load.shape[1] + self.first_rank[early], self.load.size
+        time = np.bincount(slots, self.time[early], cells).astype(np.int64)
+        tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
+        return self.load.ravel() - time, self.free.ravel() + tokens
+
+
+def place_rings(
+    step: Step,
+    split: Split,
+    micro_batches: int,
+    start: Integers | int,
+    stop: Integers | int,
+    *,
+    below: int = NEVER,
+    dense: bool = False,
+) -> Rings | None:
+    """Places rings and large documents on micro-batches `start` to `stop` - 1, which may differ by document.
+
+    Where tokens do not fit there, a document stands on any. `dense` places rings side by side where they would else leave gaps
+    so as not to cross the edges of nodes.
+    None if tokens do not fit this way, or if so much work is seen at once to take an estimate of `below` nanoseconds or more.
+    """
+    if split.work >= below * step.ranks:
+        return None
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    degrees, time, tokens = split.degree, split.time.copy(), split.tokens
+    load = np.zeros((micro_batches, ranks), dtype=np.int64)
+    free = np.full((micro_batches, ranks), tokens_per_rank, dtype=np.int64)
+    shelf, first_rank = np.zeros_like(lengths), np.zeros_like(lengths)
+    placed = (degrees > 1) | (time > split.work // load.size // 2)
+    early = np.flatnonzero(placed)
+    early = early[np.argsort(-lengths[early], kind="stable")]
+    offsets = np.arange(min(profile.ranks_per_node, ranks))
+    times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)[:, np.arange(ranks) % len(offsets)]
+    starts, stops = (np.broadcast_to(limit, lengths.shape) for limit in (start, stop))
+    no_time = np.zeros(ranks, dtype=np.int64)
+    for place, document in enumerate(early.tolist()):
+        degree, shard = int(degrees[document]), int(tokens[document])
+        row = int(starts[document])
+        by_start = no_time if dense else times[place]
+        run = _best_run(load[row : stops[document]], free[row : stops[document]], degree, shard, by_start)
+        if run is None:
+            row, run = 0, _best_run(load, free, degree, shard, by_start)
+        if run is None:
+            return None
+        row, first = row + run[0], run[1]
+        time[document] = times[place, first]
+        load[row, first : first + degree] += time[document]
+        free[row, first : first + degree] -= shard
+        shelf[document], first_rank[document] = row, first
+    height = _fluid_heights(load, free, int(time[~placed].sum()), int(tokens[~placed].sum()))
+    return None if height is None else Rings(degrees, time, tokens, placed, shelf, first_rank, load, free, height)
+
+
+def _best_run(load: Integers, free: Integers, degree: int, tokens: int, time: Integers) -> tuple[int, int] | None:
+    """Shelf and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
+
+    `time` [ranks] is that of the ring by its first rank: crossing the edge of a node moves exchange to the slow network.
+    """
+    done = _sliding_max(np.where(free >= tokens, load, FULL), degree)
+    done = done + time[: done.shape[1]]
+    row, first_rank = divmod(int(done.argmin()), done.shape[1])
+    return (row, first_rank) if done[row, first_rank] < FULL else None
+
+
+def _sliding_max(values: Integers, width: int) -> Integers:
+    """Maximum over every run of `width` columns, by doubling."""
+    result, covered = values, 1
+    while covered < width:
+        step = min(covered, width - covered)
+        result = np.maximum(result[:, : result.shape[1] - step], result[:, step:])
+        covered += step
+    return result
+
+
+def _fluid_heights(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
+    """The heights with the smallest sum that take `work` more nanoseconds, holding `tokens`; None if tokens do not fit.
+
+    A rank takes work up to the height of its shelf or until its tokens are used up, at the mean time per token. Raising a shelf
+    fills as many ranks as have tokens left, so the shelf where most have is raised first.
+    """
+    if tokens > int(free.sum()):
+        return None
+    start = load.max(axis=1)
+    full = load + np.floor(free * (work / max(1, tokens))).astype(np.int64)
+    missing = work - int((np.minimum(full, start[:, None]) - load).sum())
+    steps = np.sort(np.maximum(full, start[:, None]), axis=1)
+    width = np.diff(steps, axis=1, prepend=start[:, None])
+    slope = np.broadcast_to(np.arange(load.shape[1], 0, -1), width.shape)
+    order = np.lexsort((np.broadcast_to(np.arange(len(load))[:, None], width.shape).ravel(), -slope.ravel()))
+    taken = (width * slope).ravel()[order]
+    before = np.cumsum(taken) - taken
+    use = np.clip(-(-(missing - before) // slope.ravel()[order]), 0, width.ravel()[order])
+    height: Integers = start + np.bincount(order // load.shape[1], use, len(load)).astype(np.int64)
+    return height
+
+
+def fill(rings: Rings) -> Assignment | None:
+    """Adds the documents that are not placed yet; None if their tokens do not fit this way."""
+    rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
+    slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
+    if slots is None:
+        return None
+    return _with_slots(rings, np.where(rings.placed, rings.shelf * ranks + rings.first_rank, slots), ranks)
+
+
+def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
+    """Moves and swaps documents of degree 1 until all heights are kept, or for that many rounds."""
+    ranks = rings.load.shape[1]
+    singles = np.flatnonzero(rings.degree == 1)
+    slots = plan.micro_batch * ranks + plan.first_rank
+    load, free = rings.bare
+    room = np.repeat(rings.height, ranks) - load
+    slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds)
+    return _with_slots(rings, slots, ranks)
+
+
+def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
+    """A slot is a rank in a micro-batch: micro-batch · N + rank."""
+    shelf, first_rank = np.divmod(slots, ranks)
+    return Assignment.alternating(shelf, first_rank, rings.degree)
+
+
+def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
+    """Slots of these documents, taken in this order: each goes to the one with most room whose free tokens hold it.
+
+    A slot without tokens for the document at hand waits aside until the documents, ever shorter, fit it again.
+    """
+    excess = (rings.load - rings.height[:, None]).ravel().tolist()  # negative room: heaps give the smallest
+    free = rings.free.ravel().tolist()
+    ready = [(value, slot) for slot, value in enumerate(excess)]
+    heapq.heapify(ready)
+    waiting: list[tuple[int, int]] = []  # (-free tokens, slot)
+    slots = np.zeros(len(rings.time), dtype=np.int64)
+    todo = zip(documents.tolist(), rings.time[documents].tolist(), rings.tokens[documents].tolist(), strict=True)
+    for document, cost, need in todo:
+        while waiting and -waiting[0][0] >= need:
+            slot = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (excess[slot], slot))
+        while ready and free[ready[0][1]] < need:
+            slot = heapq.heappop(ready)[1]
+            heapq.heappush(waiting, (-free[slot], slot))
+        if not ready:
+            return None
+        slot = ready[0][1]
+        excess[slot] += cost
+        free[slot] -= need
+        heapq.heapreplace(ready, (excess[slot], slot))
+        slots[document] = slot
+    return slots
