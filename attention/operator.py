@@ -18,7 +18,7 @@ import torch.distributed as dist
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
-from longctx.attention.schedule import Hop, Schedule, Stage
+from longctx.attention.schedule import ExchangeStage, Hop, Schedule
 from longctx.attention.segment_builder import Call
 
 
@@ -229,7 +229,7 @@ class _Pass:
             else:
                 yield next(under_way.pop(number - 1)), stages[number - 1].calls
 
-    def _fetch(self, stage: Stage, buffer: torch.Tensor | None, kv: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    def _fetch(self, stage: ExchangeStage, buffer: torch.Tensor | None, kv: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """Posts the first hop, then the second one if there is one, and at last gives the rows received."""
         incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
         parts = incoming.split([hop.received_rows for hop in stage.hops])

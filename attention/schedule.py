@@ -45,7 +45,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ExchangeStage:
     """Messages and kernel calls of one exchange stage. The calls' rows are those received by its one or two hops, in order."""
 
     hops: tuple[Hop, ...]
@@ -62,7 +62,7 @@ class Schedule:
 
     layout: Layout
     local: tuple[Call, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[ExchangeStage, ...]
     two_levels: bool = False
     """Whether stages after the first may have two hops, on this rank or another."""
 
@@ -210,7 +210,7 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> Stage:
+def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> ExchangeStage:
     keys: list[list[Run]] = [[] for _ in documents]
     hops: list[Hop] = []
     row = 0
@@ -232,4 +232,4 @@ def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torc
                     sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
     documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
-    return Stage(tuple(hops), gathered_calls(documents_here, device))
+    return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))

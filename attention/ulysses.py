@@ -1,4 +1,4 @@
-"""Head exchange: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
+"""Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
 
 Each of them then holds the chunks of all u for its share of the heads, so a ring of degree d becomes u rings of degree d/u,
 side by side: far fewer keys move, and segments are longer. In exchange, queries and outputs move too, among neighbours. u has
@@ -18,22 +18,22 @@ from longctx.attention.exchange import Exchange
 from longctx.attention.inputs import AttentionInputError, InputCheck
 from longctx.attention.ring import RingAttention
 from longctx.attention.segment_builder import row_index
-from longctx.planning.cost.ulysses import exchanges_heads
+from longctx.planning.cost.ulysses import swaps_heads
 from longctx.planning.layout import Layout, Shard, shard_tokens
 
 
-def packed_attention(layout: Layout, head_ranks: int = 1, **options: Any) -> "RingAttention | HybridAttention":
-    """Attention for one micro-batch, with or without head exchange; `options` are those of `RingAttention`."""
-    return HybridAttention(layout, head_ranks, **options) if head_ranks > 1 else RingAttention(layout, **options)
+def packed_attention(layout: Layout, ulysses_degree: int = 1, **options: Any) -> "RingAttention | HybridAttention":
+    """Attention for one micro-batch, with or without Ulysses; `options` are those of `RingAttention`."""
+    return HybridAttention(layout, ulysses_degree, **options) if ulysses_degree > 1 else RingAttention(layout, **options)
 
 
 class HybridAttention:
-    """`RingAttention` with head exchange among groups of `head_ranks` neighbouring ranks; called in the same way."""
+    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; called in the same way."""
 
     def __init__(
         self,
         layout: Layout,
-        head_ranks: int,
+        ulysses_degree: int,
         *,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
@@ -41,18 +41,18 @@ class HybridAttention:
         **options: Any,
     ) -> None:
         """`options` are those of `RingAttention`."""
-        self.head_ranks, self.layout = head_ranks, layout
+        self.ulysses_degree, self.layout = ulysses_degree, layout
         self.check = InputCheck(layout, group, device)
         swapped: list[Shard] = []
         others: list[Shard] = []
         for shard in layout.shards:
-            swaps = exchanges_heads(shard.length, shard.first_rank, shard.degree, head_ranks)
+            swaps = swaps_heads(shard.length, shard.first_rank, shard.degree, ulysses_degree)
             (swapped if swaps else others).append(shard)
         options |= {"group": group, "device": device, "exchange": exchange}
         self.plain = RingAttention(replace(layout, shards=tuple(others)), **options)
-        self.wide = RingAttention(replace(layout, shards=tuple(_widened(swapped, layout.rank, head_ranks))), **options)
+        self.wide = RingAttention(replace(layout, shards=tuple(_widened(swapped, layout.rank, ulysses_degree))), **options)
         self.mixed = bool(swapped) and bool(others)
-        self.swap = HeadSwap(layout, swapped, head_ranks, group, device, exchange) if swapped else None
+        self.swap = HeadSwap(layout, swapped, ulysses_degree, group, device, exchange) if swapped else None
 
     @property
     def last(self) -> str:
@@ -69,13 +69,14 @@ class HybridAttention:
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.check.tensors(q, k, v, sink_logits)
-        if k.shape[1] % self.head_ranks:
+        if k.shape[1] % self.ulysses_degree:
             raise AttentionInputError(
-                f"head_ranks is {self.head_ranks}, which does not divide the {k.shape[1]} kv heads of a rank: take a divisor"
+                f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads of a rank: take "
+                "a divisor"
             )
         if self.swap is None:
             return self.plain.unchecked(q, k, v, layer, sink_logits)
-        u, widths = self.head_ranks, [x.shape[1] * x.shape[2] // self.head_ranks for x in (q, k, v)]
+        u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
         parts = self.swap.tokens_for_heads(packed, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
@@ -87,19 +88,19 @@ class HybridAttention:
         return out + self.plain.unchecked(q, k, v, layer, sink_logits) if self.mixed else out
 
 
-def _widened(shards: list[Shard], rank: int, head_ranks: int) -> list[Shard]:
+def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
     """The shards of a group of ranks: the same documents at a fraction of the degree, on every u-th rank."""
     wide, offset = [], 0
     for shard in shards:
-        one = shard.at(shard.ring_index // head_ranks, shard.degree // head_ranks)
-        one = replace(one, first_rank=shard.first_rank + rank % head_ranks, stride=head_ranks, offset=offset)
+        one = shard.at(shard.ring_index // ulysses_degree, shard.degree // ulysses_degree)
+        one = replace(one, first_rank=shard.first_rank + rank % ulysses_degree, stride=ulysses_degree, offset=offset)
         wide.append(one)
         offset += one.tokens
     return wide
 
 
 class HeadSwap:
-    """Swaps heads for tokens and back among the `head_ranks` ranks of a group.
+    """Swaps heads for tokens and back among the `ulysses_degree` ranks of a group.
 
     A rank's rows come as [rows, u, width], where [:, i] goes to the i-th rank of the group; what it gets is [rows of all,
     width], document after document as [head; tail] of all their chunks.
@@ -109,14 +110,14 @@ class HeadSwap:
         self,
         layout: Layout,
         shards: list[Shard],
-        head_ranks: int,
+        ulysses_degree: int,
         group: dist.ProcessGroup | None,
         device: torch.device | str,
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange],
     ) -> None:
-        first = layout.rank - layout.rank % head_ranks
-        self.mates = range(first, first + head_ranks)
-        self.me, self.ranks = layout.rank - first, head_ranks
+        first = layout.rank - layout.rank % ulysses_degree
+        self.mates = range(first, first + ulysses_degree)
+        self.me, self.ranks = layout.rank - first, ulysses_degree
         self.rows = row_index([range(shard.offset, shard.offset + shard.tokens) for shard in shards], device)
         self.counts = [sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards) for mate in self.mates]
         self.order = row_index(_chunk_order(shards, self.mates), device)
@@ -138,7 +139,7 @@ class HeadSwap:
         """Gives parts[i] to mate i, and returns what the mates gave, `counts` rows each."""
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
-        exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, head exchange")
+        exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, Ulysses exchange")
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
         received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))

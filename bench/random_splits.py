@@ -134,7 +134,7 @@ def draw_any(rng: random.Random) -> Case:
         "context.keep_kv": rng.random() < 0.3,
         "context.two_level_exchange": rng.random() < 0.7,
         "context.max_remote_tokens": rng.choice([None, rng.randint(1, 300)]),
-        "context.head_exchange": rng.choice([1, 1, "auto", rng.randint(1, 4)]),
+        "context.ulysses_degree": rng.choice([1, 1, "auto", rng.randint(1, 4)]),
         "context.kernel": rng.choice(["auto", "auto", "reference"]),
         **draw_plan(rng, domain, longest, tensor),
     }

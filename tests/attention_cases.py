@@ -32,7 +32,7 @@ class Case:
     v_head_dim: int | None = None
     keep_kv: bool = False
     ranks_per_node: int | None = None
-    head_ranks: int = 1
+    ulysses_degree: int = 1
 
     def layout(self, rank: int) -> Layout:
         return Layout.of(self.placements, self.lengths, 0, rank, self.exchange_stages)
@@ -55,7 +55,7 @@ class Case:
             "ranks_per_node": self.ranks_per_node,
             "exchange": exchange,
         }
-        return packed_attention(self.layout(rank), self.head_ranks, **options)
+        return packed_attention(self.layout(rank), self.ulysses_degree, **options)
 
     def sinks(self) -> torch.Tensor | None:
         """A learned logit for every head, if the case has them."""

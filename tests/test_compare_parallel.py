@@ -12,7 +12,7 @@ import yaml
 
 from longctx.cli import main
 from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, Outcome, memory_of, possible_splits, search
+from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, SearchResult, memory_of, possible_splits, search
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, check, load
 from longctx.errors import UserError
@@ -42,7 +42,7 @@ ALONE = Split(1, NO_PIPELINE, 1, "none", "step", "step", 16384)
 
 
 @pytest.fixture(scope="module")
-def found() -> Outcome:
+def found() -> SearchResult:
     return search(H100, EIGHT_B, STEPS, GPUS, budgets=BUDGETS, best=5)
 
 
@@ -210,7 +210,7 @@ def test_megatron_with_a_trillion_parameters() -> None:
     assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
-def test_the_best_are_what_planning_every_split_gives(found: Outcome) -> None:
+def test_the_best_are_what_planning_every_split_gives(found: SearchResult) -> None:
     """Nothing is lost by not looking at splits whose bound is slower."""
     everything = search(H100, EIGHT_B, STEPS, GPUS, budgets=BUDGETS, best=10**6)
     assert [one.step_s for one in everything.best[:5]] == [one.step_s for one in found.best]
@@ -232,7 +232,7 @@ def mean_step_s(split: Split) -> float:
     return sum(plan.makespan_s for plan in plans) / 2 if memory.total <= H100.memory_bytes else math.inf
 
 
-def test_numbers_are_those_of_the_plans(found: Outcome) -> None:
+def test_numbers_are_those_of_the_plans(found: SearchResult) -> None:
     best = found.best[0]
     tokens = sum(map(sum, STEPS)) / 2
     assert best.tokens_per_s_per_gpu == pytest.approx(tokens / best.step_s / GPUS)
@@ -245,7 +245,7 @@ def test_numbers_are_those_of_the_plans(found: Outcome) -> None:
     assert len({(one.split.tensor, one.split.pipeline.ranks, one.split.recompute) for one in found.best}) == len(found.best)
 
 
-def test_a_run_takes_the_settings_of_every_split(found: Outcome) -> None:
+def test_a_run_takes_the_settings_of_every_split(found: SearchResult) -> None:
     config = changed(Config(), [("model.preset", "8b")])
     for one in found.best:
         assert one.split.gpus == GPUS

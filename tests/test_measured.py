@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from longctx import cli
-from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, measure, mode_configs
+from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, mode_configs, train_in_turn
 from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
@@ -40,7 +40,7 @@ def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None 
 
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
     with mock.patch.object(module, "build_model", with_fault):
-        result = measure(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
+        result = train_in_turn(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
     return result.to_json(), lines
 
 
@@ -119,7 +119,7 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
 )
 def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, warmup: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        measure(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
+        train_in_turn(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
 
 
 @pytest.mark.parametrize(

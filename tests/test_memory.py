@@ -40,7 +40,7 @@ ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", 
 SWAPPED = [
     "context.mode=static",
     "context.degree=2",
-    "context.head_exchange=2",
+    "context.ulysses_degree=2",
     "batch.tokens_per_rank=1024",
     "model.num_key_value_heads=4",
 ]

@@ -119,7 +119,7 @@ def run_head_exchange_compiled(cases: list[Case]) -> int:
 
 def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
     """Once for micro-batches with plain rings beside, and once (MANY on rank 1) without; fullgraph=True raises at a break."""
-    cases = [replace(case, head_ranks=2) for case in (CASE, MANY, OTHER)]
+    cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]
     assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
 
 

@@ -31,7 +31,7 @@ from longctx.planning.calibration.fit import (
     kv_bytes_per_token,
 )
 from longctx.planning.calibration.least_squares import nonnegative_least_squares
-from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, Refinement, refine
+from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, OnlineFit, refine
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency, score
 from longctx.planning.layout import Placement
@@ -246,9 +246,9 @@ def test_refined_profiles_are_always_profiles(given: HardwareProfile, times: lis
 
 
 def test_nothing_is_refined_by_the_first_steps() -> None:
-    refinement = Refinement(H100)
+    online_fit = OnlineFit(H100)
     plan = make_plan([3000], ranks=1, tokens_per_rank=4096, profile=H100)
-    found = [refinement.after(plan, 10.0) for _ in range(LEAST_STEPS)]
+    found = [online_fit.after(plan, 10.0) for _ in range(LEAST_STEPS)]
     assert found[:-1] == [H100] * (LEAST_STEPS - 1)
     assert found[-1].linear_s_per_token > H100.linear_s_per_token
 

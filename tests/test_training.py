@@ -55,9 +55,9 @@ SPLITS = {
         4,
         ["parallel.reduce_after=micro_batch", "parallel.shard_ranks=2", "batch.tokens_per_rank=500"],
     ),
-    "head exchange, received keys kept": (
+    "Ulysses, received keys kept": (
         4,
-        ["context.head_exchange=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
+        ["context.ulysses_degree=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
     ),
     "MLP in tiles": (2, ["train.mlp_tile_tokens=100", "batch.tokens_per_rank=750"]),
     "MLP in tiles, recompute selective": (
@@ -412,7 +412,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run on 64 ranks" in said
     assert "best static" in said
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
-    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.head_exchange=3")
+    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")

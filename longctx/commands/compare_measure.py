@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredComparison":
-    from longctx.comparison.measured import measure
+    from longctx.comparison.measured import train_in_turn
     from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.run_profile import run_profile
@@ -97,7 +97,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     groups = join_run(config, launch, device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)
-    measured = measure(
+    measured = train_in_turn(
         config,
         groups,
         store,

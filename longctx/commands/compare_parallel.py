@@ -13,7 +13,7 @@ from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.comparison.layouts.search import Outcome
+    from longctx.comparison.layouts.search import SearchResult
     from longctx.comparison.steps import Source
     from longctx.model.presets import ModelShape
 
@@ -124,7 +124,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda doing, done, of: progress.update(task, description=doing, completed=done, total=of)
 
 
-def _write_csv(outcome: "Outcome", path: Path) -> None:
+def _write_csv(outcome: "SearchResult", path: Path) -> None:
     from longctx.comparison.layouts.table import COLUMNS, row
 
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -134,7 +134,7 @@ def _write_csv(outcome: "Outcome", path: Path) -> None:
 
 
 def _to_json(
-    outcome: "Outcome", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
+    outcome: "SearchResult", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
 ) -> dict[str, Any]:
     from longctx.comparison.layouts.table import counts, row
 

@@ -63,7 +63,7 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from longctx.parallel import mesh
     from longctx.planning.cost.hardware_profile import HardwareProfile
-    from longctx.profiling import measure
+    from longctx.profiling import measure_profile
     from longctx.training.run_profile import default_profile
     from longctx.training.setup import join_run
 
@@ -88,7 +88,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
     groups = join_run(config, launch, device)
     with _status(shown=launch.rank == 0) as tell:
-        measured = measure(
+        measured = measure_profile(
             config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
         )
     groups.close()

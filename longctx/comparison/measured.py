@@ -95,7 +95,7 @@ class MeasuredMode:
 
 @dataclass(frozen=True)
 class MeasuredComparison:
-    """What `measure` found.
+    """What `train_in_turn` found.
 
     Attributes:
         ranks: N, the size of the domain.
@@ -158,7 +158,7 @@ class MeasuredComparison:
         }
 
 
-def measure(
+def train_in_turn(
     config: Config,
     mesh: Mesh,
     store: Store,

@@ -112,7 +112,7 @@ COLUMNS = tuple(f.name for f in fields(Row))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ComparedCase:
     """The rows of one case, and the plans behind them by planner."""
 
     case: Case
@@ -130,7 +130,7 @@ def compare_case(
     kv_bytes: int | None = None,
     started: Callable[[str], object] = lambda planner: None,
     finished: Callable[[], object] = lambda: None,
-) -> Outcome:
+) -> ComparedCase:
     """Plans one step in every way asked for; a planner that cannot hold the documents says so in the note of its row.
 
     `kv_bytes` are those of one token's K and V in one layer. `started` and `finished` are called around every planner, to show
@@ -161,7 +161,7 @@ def compare_case(
         if planner in plans:
             row = replace(row, **_figures(plans[planner], baselines, tight_s, kv_bytes))
         rows.append(row)
-    return Outcome(case, tuple(rows), plans)
+    return ComparedCase(case, tuple(rows), plans)
 
 
 def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:

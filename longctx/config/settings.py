@@ -133,7 +133,7 @@ class ContextSection(Section):
         description="where a ring crosses nodes (of the profile's ranks_per_node), send K and V once to each node, and on "
         "inside it; false: straight to every rank",
     )
-    head_exchange: Literal["auto"] | int = Field(
+    ulysses_degree: Literal["auto"] | int = Field(
         1,
         description="so many neighbouring ranks swap heads for tokens around ring attention (Ulysses); auto: as the cost model "
         "chooses for every micro-batch; 1: plain rings",

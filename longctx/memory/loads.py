@@ -13,7 +13,7 @@ from longctx.config import Config
 from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.ulysses import choose_head_ranks, exchanges_heads
+from longctx.planning.cost.ulysses import choose_ulysses_degree, swaps_heads
 from longctx.planning.layout import Placement, largest_shard, longest_document
 from longctx.planning.plan import Plan
 from longctx.training.run_profile import run_profile
@@ -60,7 +60,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
     """The load of every rank of the domain, in order, in one micro-batch."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
-    head_ranks = _head_ranks(plan, number, config)
+    ulysses_degree = _ulysses_degree(plan, number, config)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, plan.stages[number] + 1))
     for placement in plan.micro_batches[number]:
@@ -68,7 +68,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         here = slice(placement.first_rank, placement.first_rank + degree)
         tokens[here] += largest_shard(length, degree)
         # Where u ranks swap heads there are u rings of chunks u times as long, with rows that are narrower by as much.
-        rings = head_ranks if exchanges_heads(length, placement.first_rank, degree, head_ranks) else 1
+        rings = ulysses_degree if swaps_heads(length, placement.first_rank, degree, ulysses_degree) else 1
         if rings > 1:
             swapped[here] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
@@ -91,13 +91,13 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         )
 
 
-def _head_ranks(plan: Plan, micro_batch: int, config: Config) -> int:
+def _ulysses_degree(plan: Plan, micro_batch: int, config: Config) -> int:
     """How many ranks swap heads in a micro-batch."""
-    wanted = config.context.head_exchange
+    wanted = config.context.ulysses_degree
     if wanted != "auto":
         return wanted
     shape, tensor = config.model.sizes(), config.parallel.tensor_parallel_size
-    return choose_head_ranks(plan, micro_batch, shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor)
+    return choose_ulysses_degree(plan, micro_batch, shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor)
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:

@@ -237,7 +237,7 @@ class _Step:
 
     @property
     def swap_part(self) -> int:
-        """What a head exchange keeps beside `attention_part`: what comes of it, for the next matrix.
+        """What Ulysses keeps beside `attention_part`: what comes of it, for the next matrix.
 
         Where not all rows are swapped, attention runs twice; its second run keeps q, k, v, out and log-sum-exp of its own.
         """
@@ -248,7 +248,7 @@ class _Step:
 
     @property
     def operator_outputs(self) -> int:
-        """What selective recomputation keeps: out and log-sum-exp; with a head exchange also swapped q, k, v and outputs."""
+        """What selective recomputation keeps: out and log-sum-exp; with Ulysses also swapped q, k, v and outputs."""
         swapped_in = round(self.swapped_share * (self.queries + self.keys)) if self.swapped_share == 1 else 0
         return self.queries + self.lse + self.swap_part + swapped_in
 

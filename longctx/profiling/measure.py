@@ -76,7 +76,7 @@ class Measured:
         return plain
 
 
-def measure(
+def measure_profile(
     config: Config,
     mesh: Mesh,
     shape: ModelShape,

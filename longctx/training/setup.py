@@ -23,7 +23,7 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.ulysses import choose_head_ranks
+from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
@@ -127,13 +127,13 @@ def make_attention(
     """Attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
     timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
     context, tensor = config.context, config.parallel.tensor_parallel_size
-    head_ranks = context.head_exchange
-    if head_ranks == "auto":
+    ulysses_degree = context.ulysses_degree
+    if ulysses_degree == "auto":
         heads, kv_heads = shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor
-        head_ranks = choose_head_ranks(plan, layout.micro_batch, heads, kv_heads)
+        ulysses_degree = choose_ulysses_degree(plan, layout.micro_batch, heads, kv_heads)
     return packed_attention(
         layout,
-        head_ranks,
+        ulysses_degree,
         group=mesh.exchange,
         kernel=context.kernel,
         keep_kv=context.keep_kv,

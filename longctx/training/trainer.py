@@ -23,7 +23,7 @@ from longctx.model.transformer import Transformer
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
-from longctx.planning.calibration.online_fit import Refinement
+from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
@@ -53,7 +53,7 @@ class Trainer:
     pipeline: PipelineRun | None = None
     log: MetricsLog | None = None
     steps_done: int = 0
-    refinement: Refinement | None = None
+    online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
     tracer: Tracer | None = None
@@ -81,7 +81,7 @@ class Trainer:
         loader = build_loader(store, config, mesh, max_length)
         trainer = cls(config, mesh, model, optimizer, loader, pipeline, stop=stop or StopSignal())
         if config.context.recalibrate:
-            trainer.refinement = Refinement(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
+            trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
             trainer._load(resume_from)
         if mesh.world_rank == 0:
@@ -132,8 +132,8 @@ class Trainer:
         self.steps_done = batch.step
         self.stopping = bool(domain["stop"].any())
         seconds = time.perf_counter() - started
-        if self.refinement is not None:
-            self._recalibrate(self.refinement, batch, seconds)
+        if self.online_fit is not None:
+            self._recalibrate(self.online_fit, batch, seconds)
         return StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
 
     def save(self) -> Path:
@@ -193,13 +193,13 @@ class Trainer:
             return None
         return model_flops(self.model.shape, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
 
-    def _recalibrate(self, refinement: Refinement, batch: StepBatch, seconds: float) -> None:
+    def _recalibrate(self, online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
         """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
 
         The next step is being planned already. Every rank refines by the slowest rank's time, so all plan alike.
         """
         slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
-        profile = refinement.after(batch.plan, slowest)
+        profile = online_fit.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ class Split:
             "train.dtype": "bfloat16",
             "batch.tokens_per_rank": self.tokens_per_rank,
             "context.max_remote_tokens": self.tokens_per_rank,
-            "context.head_exchange": 1,
+            "context.ulysses_degree": 1,
         }
 
 

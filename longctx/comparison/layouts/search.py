@@ -65,7 +65,7 @@ class Found:
 
 
 @dataclass
-class Outcome:
+class SearchResult:
     """What a search found.
 
     Attributes:
@@ -131,7 +131,7 @@ def search(
     budgets: Sequence[int] = BUDGETS,
     best: int = 10,
     progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
-) -> Outcome:
+) -> SearchResult:
     """The `best` splits for the documents of these steps.
 
     Args:
@@ -146,7 +146,7 @@ def search(
         UserError: if no split fits, with the least that one needs.
     """
     splits = list(possible_splits(shape, gpus, machine.profile.ranks_per_node, budgets))
-    outcome = Outcome(len(splits))
+    outcome = SearchResult(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
     longest = np.array([max(int(lengths.max()) for lengths in sizes)])
     queue = []
@@ -189,7 +189,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _plan(
-    machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float, outcome: Outcome
+    machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
 ) -> Found | None:
     """What is predicted of a split; None if it needs too much memory, which is counted, or longer than the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
@@ -253,7 +253,7 @@ def memory_of(machine: Machine, shape: ModelShape, split: Split, longest: int, m
     return estimate(shape, config, split.gpus, list(found), fused=True)
 
 
-def _nothing_fits(outcome: Outcome, gpus: int, memory_bytes: int) -> str:
+def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in outcome.refused.items() if count]
     least = ""
     if outcome.least_bytes is not None:

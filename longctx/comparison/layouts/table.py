@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longctx.comparison.layouts.cost import Split
-from longctx.comparison.layouts.search import Found, Outcome
+from longctx.comparison.layouts.search import Found, SearchResult
 from longctx.planning.cost.pipeline import Pipeline
 
 COLUMNS = (
@@ -54,12 +54,12 @@ def row(found: Found) -> dict[str, Any]:
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def counts(outcome: Outcome) -> dict[str, int]:
+def counts(outcome: SearchResult) -> dict[str, int]:
     """What became of all splits, in words."""
     return {**outcome.refused, "were planned": outcome.planned, "cannot be faster than these": outcome.slower}
 
 
-def print_splits(title: str, outcome: Outcome, common: dict[str, str], console: Console) -> None:
+def print_splits(title: str, outcome: SearchResult, common: dict[str, str], console: Console) -> None:
     """Prints the best splits, and how to run the fastest: by settings of its own and those in `common` to all."""
     console.print(title, style="bold", highlight=False, markup=False)
     console.print()
@@ -96,7 +96,7 @@ def print_splits(title: str, outcome: Outcome, common: dict[str, str], console: 
         console.print(f"    --{name} {value}", highlight=False, markup=False)
 
 
-def _captions(outcome: Outcome) -> Sequence[str]:
+def _captions(outcome: SearchResult) -> Sequence[str]:
     told = "; ".join(f"{count:,} {what}" for what, count in counts(outcome).items() if count)
     return (
         f"Of {outcome.possible:,} splits {told}.",

@@ -1,4 +1,4 @@
-"""Refinement: constants of the cost model from the measured times of training steps. Pure, and bit for bit the same on ranks
+"""OnlineFit: constants of the cost model from the measured times of training steps. Pure, and bit for bit the same on ranks
 that are given the same times, because the plans of later steps follow from it.
 """
 
@@ -126,7 +126,7 @@ def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> Har
     )
 
 
-class Refinement:
+class OnlineFit:
     """The given profile, refined by the last `STEPS` steps."""
 
     def __init__(self, profile: HardwareProfile) -> None:

@@ -41,17 +41,17 @@ class Step:
         """No plan has fewer: all tokens over all ranks' budgets."""
         return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
 
-    def split(self, degrees: Integers) -> "Split":
+    def split(self, degrees: Integers) -> "Degrees":
         """The documents on these degrees."""
         time, tokens = self.single_ns.copy(), self.lengths.copy()
         rings = np.flatnonzero(degrees > 1)
         time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
         tokens[rings] = largest_shards(self.lengths[rings], degrees[rings])
-        return Split(degrees, time, tokens)
+        return Degrees(degrees, time, tokens)
 
 
 @dataclass(frozen=True)
-class Split:
+class Degrees:
     """Of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents])."""
 
     degree: Integers
@@ -87,7 +87,7 @@ class Rings:
     height: Integers
 
     @classmethod
-    def in_one(cls, step: Step, split: Split, first_rank: Integers) -> "Rings":
+    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
         """All documents in one micro-batch, on ranks from these on."""
         stop, row = first_rank + split.degree, np.zeros_like(first_rank)
         load = spread(split.time, row, first_rank, stop, (1, step.ranks))
@@ -111,7 +111,7 @@ class Rings:
 
 def place_rings(
     step: Step,
-    split: Split,
+    split: Degrees,
     micro_batches: int,
     start: Integers | int,
     stop: Integers | int,

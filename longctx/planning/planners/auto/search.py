@@ -21,7 +21,7 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns, nanoseconds, score
-from longctx.planning.planners.auto.packing import Rings, Split, Step, even_out, fill, place_rings
+from longctx.planning.planners.auto.packing import Degrees, Rings, Step, even_out, fill, place_rings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import Stairs
 
@@ -79,7 +79,7 @@ class Layouts:
         self.step, self.micro_batches = step, micro_batches
         self.best: list[Rings] = []
 
-    def add(self, split: Split, start: Integers | int, stop: Integers | int) -> None:
+    def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
         """Places the rings, unless their work alone says that FILLED others are better."""
         below = self.best[FILLED - 1].estimate_ns if len(self.best) >= FILLED else NEVER
         rings = place_rings(self.step, split, self.micro_batches, start, stop, below=below)
@@ -145,7 +145,7 @@ def _even_layouts(layouts: Layouts, menu: "Menu") -> None:
             _add_even(layouts, menu.split(options))
 
 
-def _add_even(layouts: Layouts, split: Split) -> None:
+def _add_even(layouts: Layouts, split: Degrees) -> None:
     """Adds layouts with rings in as few micro-batches as they fill, and in all."""
     fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // layouts.step.ranks))
     for shelves in sorted({min(layouts.micro_batches, fewest), layouts.micro_batches}):
@@ -253,7 +253,7 @@ class Menu:
         narrowest = self.width[(self.cost < NEVER).argmax(axis=1)]
         return int(np.searchsorted(np.cumsum(np.maximum(1, narrowest)), width, side="right"))
 
-    def split(self, index: Integers) -> Split:
+    def split(self, index: Integers) -> Degrees:
         """Long documents on these options, the others on one rank."""
         row = np.arange(len(self.long))
         degree, time, tokens = np.ones_like(self.step.lengths), self.step.single_ns.copy(), self.step.lengths.copy()
@@ -262,7 +262,7 @@ class Menu:
             self.cost[row, index],
             self.shard[row, index],
         )
-        return Split(degree, time, tokens)
+        return Degrees(degree, time, tokens)
 
     def even_height(self, slots: int) -> int:
         """The least height of a slot that holds an even share of all work, and no document that takes longer."""

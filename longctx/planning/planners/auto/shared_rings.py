@@ -12,7 +12,7 @@ import numpy as np
 
 from longctx.planning.assignment import largest_shards
 from longctx.planning.cost.model import alone_ns
-from longctx.planning.planners.auto.packing import Rings, Split, Step
+from longctx.planning.planners.auto.packing import Degrees, Rings, Step
 
 PRECISION = 512
 """Limits are told apart to one part of the height in so many."""
@@ -47,7 +47,7 @@ def grouped_rings(step: Step, height: int, narrowest: int) -> Rings | None:
     groups = [int(group[which == i].max(initial=-1)) + 1 for i in range(len(widths))]
     wider = np.cumsum((widths * groups)[::-1])[::-1] - widths * groups  # ranks of all wider groups: these stand first
     document, degree = np.arange(len(order)), widths[which]
-    split = Split(degree, times[document, which], shards[document, which])
+    split = Degrees(degree, times[document, which], shards[document, which])
     return Rings.in_one(step, split, wider[which] + group * degree)
 
 

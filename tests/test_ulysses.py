@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.ulysses import choose_head_ranks, exchanges_heads, micro_batch_ns
+from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 
@@ -21,17 +21,17 @@ def plan_of(length: int, ranks: int, profile: HardwareProfile = H100) -> Plan:
 def test_wide_rings_across_nodes_exchange_heads() -> None:
     """One document over 4 nodes, nothing hidden: 24 mates' keys come over the network, or those of 3."""
     plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
-    assert choose_head_ranks(plan, 0, 32, 8) == 8
+    assert choose_ulysses_degree(plan, 0, 32, 8) == 8
     assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
 
 
 def test_one_kv_head_cannot_be_shared_out() -> None:
-    assert choose_head_ranks(plan_of(32 * 4096, 32), 0, 32, 1) == 1
+    assert choose_ulysses_degree(plan_of(32 * 4096, 32), 0, 32, 1) == 1
 
 
 def test_documents_on_one_rank_exchange_nothing() -> None:
     plan = make_plan([4000] * 8, ranks=8, tokens_per_rank=16384, profile=H100, mode="static", degree=1)
-    assert choose_head_ranks(plan, 0, 32, 8) == 1
+    assert choose_ulysses_degree(plan, 0, 32, 8) == 1
 
 
 def test_exposed_time_is_what_the_bytes_take() -> None:
@@ -53,13 +53,13 @@ def test_exposed_time_is_what_the_bytes_take() -> None:
 def test_the_choice_is_never_slower(lengths: list[int], ranks: int, heads: tuple[int, int]) -> None:
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=65536, profile=H100)
     for micro_batch in range(len(plan.micro_batches)):
-        u = choose_head_ranks(plan, micro_batch, *heads)
+        u = choose_ulysses_degree(plan, micro_batch, *heads)
         assert heads[1] % u == 0
         assert micro_batch_ns(plan, micro_batch, u, *heads) <= micro_batch_ns(plan, micro_batch, 1, *heads)
 
 
 def test_who_exchanges() -> None:
-    assert exchanges_heads(100, 4, 8, 4)
-    assert not exchanges_heads(100, 4, 8, 1)
-    assert not exchanges_heads(100, 2, 8, 4) and not exchanges_heads(100, 4, 6, 4)
-    assert not exchanges_heads(15, 4, 8, 4)  # some rank would hold nothing of it
+    assert swaps_heads(100, 4, 8, 4)
+    assert not swaps_heads(100, 4, 8, 1)
+    assert not swaps_heads(100, 2, 8, 4) and not swaps_heads(100, 4, 6, 4)
+    assert not swaps_heads(15, 4, 8, 4)  # some rank would hold nothing of it
