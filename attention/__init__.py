@@ -9,6 +9,7 @@
 if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
+from longctx.attention.by_layer import LayerAttention, PackedAttention, by_layer
 from longctx.attention.exchange import ExchangeError
 from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
@@ -20,9 +21,12 @@ __all__ = [
     "OPERATORS",
     "ExchangeError",
     "HybridAttention",
+    "LayerAttention",
     "Mask",
+    "PackedAttention",
     "RingAttention",
     "Schedule",
+    "by_layer",
     "packed_attention",
     "reference_attention",
     "ring_attention",

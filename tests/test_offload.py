@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from longctx.attention import RingAttention
+from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.model.transformer import Transformer
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -16,7 +16,7 @@ SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers"
 
 
 def gradients(mode: str, device: str, offload: Offload | None) -> dict[str, torch.Tensor]:
-    model = Transformer(SHAPE)
+    model = Decoder(SHAPE)
     model.initialize(0)
     model.to(device)
     apply_recompute(model, mode, offload=offload)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from longctx.attention import OPERATORS, RingAttention
 from longctx.attention.exchange import Exchange, Pending
+from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.model.rope import rope_tables
-from longctx.model.transformer import Transformer
+from longctx.model.rope import Rope
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, apply_recompute
 from longctx.planning.layout import Placement
@@ -63,7 +63,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
     torch._dynamo.reset()
     torch.manual_seed(0)
     shape = PRESETS["tiny"].model_copy(update={"num_hidden_layers": 6, "vocab_size": 8})
-    model = Transformer(shape)
+    model = Decoder(shape)
     model.initialize(0)
     apply_recompute(model, recompute)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -77,7 +77,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
             attention = RingAttention(layout, exchange=Counting)
             spans = [torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)]
             positions = torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
-            tables = rope_tables(positions, shape.head_dim, shape.rope_theta)
+            tables = Rope(shape.head_dim, shape.rope_theta).tables(positions)
             generator = torch.Generator().manual_seed(1)
             x = torch.randn(layout.tokens, shape.hidden_size, generator=generator).requires_grad_()
             out = x

@@ -148,10 +148,10 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
 def test_stages_by_cost() -> None:
     """The last stage has the head, which counts as several blocks where blocks are small; long attention outweighs it."""
     shape = PRESETS["1b"].model_copy(update={"vocab_size": 128_256})
-    assert [len(layers) for layers in split_layers(shape, 4, keys=0)] == [5, 5, 5, 1]
-    assert [len(layers) for layers in split_layers(shape, 4, keys=10_000_000)] == [4, 4, 4, 4]
+    assert [len(layers) for layers in split_layers(shape.spec, 4, keys=0)] == [5, 5, 5, 1]
+    assert [len(layers) for layers in split_layers(shape.spec, 4, keys=10_000_000)] == [4, 4, 4, 4]
     for stages in (1, 5, 16):
-        layers = split_layers(shape, stages, keys=4096)
+        layers = split_layers(shape.spec, stages, keys=4096)
         assert all(len(stage) > 0 for stage in layers)
         assert [layer for stage in layers for layer in stage] == list(range(16))
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from longctx import config
 from longctx.cli import main
+from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
-from longctx.model.transformer import Transformer
 from longctx.planning.assignment import Assignment
 from longctx.planning.calibration.fit import (
     AttentionTime,
@@ -279,7 +279,7 @@ def test_layouts_are_those_of_a_plan(degree: int, length: int, first: int, data:
 def test_without_attention_all_weights_get_gradients() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
     shape = ModelShape(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-    model = Transformer(shape)
+    model = Decoder(shape)
     model.initialize(0)
     model(torch.arange(5), torch.arange(5), no_attention).square().sum().backward()
     for name, parameter in model.named_parameters():

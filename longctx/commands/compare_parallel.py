@@ -15,7 +15,7 @@ from longctx.errors import UserError
 if TYPE_CHECKING:
     from longctx.comparison.layouts.search import SearchResult
     from longctx.comparison.steps import Source
-    from longctx.model.presets import ModelShape
+    from longctx.model.spec import ModelSpec
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     machine = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb)
     levels = arguments.exchange_levels or machine.profile.exchange_levels
     machine = replace(machine, profile=replace(machine.profile, exchange_levels=levels))
-    shape = _shape(arguments)
+    spec = _spec(arguments)
     common = {
         "model.preset": arguments.model or DEFAULT_MODEL,
         **dict(override.split("=", 1) for override in arguments.overrides),
@@ -84,19 +84,19 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     drawn, remark = source.draw(gpus, longest)
     steps = [cut(lengths, longest) for lengths in drawn]
     with _progress() as progress:
-        outcome = search(machine, shape, steps, gpus, budgets=budgets, progress=progress)
+        outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     tokens = sum(map(sum, steps)) // len(steps)
     if arguments.csv is not None:
         _write_csv(outcome, arguments.csv)
     if arguments.json:
-        print(json.dumps(_to_json(outcome, gpus, profile, shape, tokens, common)))
+        print(json.dumps(_to_json(outcome, gpus, profile, spec, tokens, common)))
         return 0
     from rich.console import Console
 
     from longctx.comparison.layouts.table import print_splits
 
     title = (
-        f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {shape.parameters() / 1e9:,.1f}B parameters, "
+        f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {spec.parameters / 1e9:,.1f}B parameters, "
         f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n"
         f"{source.words}{f'; {remark}' if remark else ''}"
     )
@@ -104,12 +104,13 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     return 0
 
 
-def _shape(arguments: argparse.Namespace) -> "ModelShape":
+def _spec(arguments: argparse.Namespace) -> "ModelSpec":
     from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY
 
     preset = f"model.preset={arguments.model or DEFAULT_MODEL}"
     model = load(None, [preset, *arguments.overrides]).model
-    return model.shape(model.vocab_size or LLAMA_3_VOCABULARY)
+    spec: ModelSpec = model.shape(model.vocab_size or LLAMA_3_VOCABULARY).spec
+    return spec
 
 
 @contextmanager
@@ -134,7 +135,7 @@ def _write_csv(outcome: "SearchResult", path: Path) -> None:
 
 
 def _to_json(
-    outcome: "SearchResult", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
+    outcome: "SearchResult", gpus: int, profile: str, spec: "ModelSpec", tokens: int, common: dict[str, str]
 ) -> dict[str, Any]:
     from longctx.comparison.layouts.table import counts, row
 
@@ -146,7 +147,7 @@ def _to_json(
         "version": 1,
         "gpus": gpus,
         "profile": profile,
-        "parameters": shape.parameters(),
+        "parameters": spec.parameters,
         "tokens": tokens,
         "splits": {"possible": outcome.possible, **counts(outcome)},
         "best": best,

@@ -18,11 +18,11 @@ STEPS = 5
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    shape = config.model.shape(store.tokenizer.vocab_size)
-    check_vocabulary(config, shape)
+    spec = config.model.shape(store.tokenizer.vocab_size).spec
+    check_vocabulary(config, spec)
     print(
         f"dry run on {ranks} ranks\n"
-        f"model      {shape.parameters() / 1e9:.3f}B parameters\n"
+        f"model      {spec.parameters / 1e9:.3f}B parameters\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.store}",
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
@@ -42,7 +42,7 @@ def dry_run(config: Config, ranks: int) -> None:
             + f"  {degrees}"
         )
     fused = choose_device(config.train.device, 0).type == "cuda"
-    memory = estimate(shape, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
+    memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
     print(f"memory: {memory.total / 2**30:.2f} GiB a rank at the fullest moment ({memory.moment}): {parts}")
     ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))

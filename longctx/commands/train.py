@@ -90,14 +90,17 @@ def _prepare(
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    shape = config.model.shape(store.tokenizer.vocab_size)
+    spec = config.model.shape(store.tokenizer.vocab_size).spec
     dtype = getattr(torch, config.train.dtype)
-    choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
-    check_vocabulary(config, shape)
+    for layer in set(spec.layers):
+        bands, softcap = layer.window is not None, bool(spec.attention_softcap)
+        request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+        choose_kernel(config.context.kernel, request)
+    check_vocabulary(config, spec)
     available = available_bytes(device, launch.local_world_size)
-    refuse_too_large(shape, config, store, launch.world_size, available, fused=device.type == "cuda")
+    refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
-    size = 0 if config.checkpoint.every is None else 12 * shape.parameters()
+    size = 0 if config.checkpoint.every is None else 12 * spec.parameters
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
@@ -160,7 +163,7 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
     return (
-        f"{trainer.model.shape.parameters() / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
+        f"{trainer.model.spec.parameters / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
         f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

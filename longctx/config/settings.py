@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.presets import PRESETS, ModelShape
@@ -30,20 +30,18 @@ def _size(name: str) -> Any:
     return Field(None, description=f"{ModelShape.model_fields[name].description} (null: the preset's)")
 
 
-class ModelSection(Section):
-    """the decoder: a preset, and sizes that replace the preset's"""
+_SIZES: dict[str, Any] = {
+    "preset": (str, Field("tiny", description=f"one of {', '.join(PRESETS)}")),
+    **{name: (field.annotation | None, _size(name)) for name, field in ModelShape.model_fields.items() if field.annotation},
+    "vocab_size": (
+        int | None,
+        Field(None, description="entries of the embedding (null: those of the store's tokenizer)"),
+    ),
+}
 
-    preset: str = Field("tiny", description=f"one of {', '.join(PRESETS)}")
-    vocab_size: int | None = Field(None, description="entries of the embedding (null: as many as the store's tokenizer has)")
-    hidden_size: int | None = _size("hidden_size")
-    intermediate_size: int | None = _size("intermediate_size")
-    num_hidden_layers: int | None = _size("num_hidden_layers")
-    num_attention_heads: int | None = _size("num_attention_heads")
-    num_key_value_heads: int | None = _size("num_key_value_heads")
-    head_dim: int | None = _size("head_dim")
-    rope_theta: float | None = _size("rope_theta")
-    rms_norm_eps: float | None = _size("rms_norm_eps")
-    tie_word_embeddings: bool | None = _size("tie_word_embeddings")
+
+class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
+    """the decoder: a preset, and sizes that replace the preset's"""
 
     def sizes(self) -> ModelShape:
         """The preset with the sizes set here, before the tokenizer is known. Raises ConfigError if they do not fit together."""

@@ -16,7 +16,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
-from longctx.model.presets import ModelShape
+from longctx.model.spec import ModelSpec
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import make_planner
@@ -84,7 +84,7 @@ def allowed(config: Config, ranks: int) -> bool:
     return True
 
 
-def choices(shape: ModelShape, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
+def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
     """Every choice of recomputation, kept K and V and resharding, on so many ranks, that the rules allow."""
     for ranks in worlds:
         if not allowed(config, ranks):
@@ -97,11 +97,11 @@ def choices(shape: ModelShape, config: Config, store: Store | None, worlds: Iter
                     values = {**times, "parallel.reshard_after": reshard_after}
                     tried = changed(config, values.items())
                     if allowed(tried, ranks):
-                        yield {**values, "ranks": ranks}, estimate(shape, tried, ranks, candidates, fused=fused)
+                        yield {**values, "ranks": ranks}, estimate(spec, tried, ranks, candidates, fused=fused)
 
 
 def cheapest_change(
-    shape: ModelShape, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
+    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
 ) -> Settings | None:
     """The cheapest change that makes a run fit into `available` bytes a rank and that the rules allow; None if there is none.
 
@@ -116,7 +116,7 @@ def cheapest_change(
         key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
         if key not in planned:
             planned[key] = heaviest(tried, store, ranks)
-        if fits(shape, tried, ranks, planned[key], available, fused=fused) and allowed(tried, ranks):
+        if fits(spec, tried, ranks, planned[key], available, fused=fused) and allowed(tried, ranks):
             return change
     return None
 
@@ -132,13 +132,13 @@ def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
 
 
 def refuse_too_large(
-    shape: ModelShape, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
+    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
 ) -> Memory:
     """The memory of the fullest rank. Raises DoesNotFit, with the cheapest change that would fit, if it is not `available`."""
-    memory = estimate(shape, config, ranks, heaviest(config, store, ranks), fused=fused)
+    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
     if available is None or memory.total <= available:
         return memory
-    change = cheapest_change(shape, config, store, ranks, available, fused=fused)
+    change = cheapest_change(spec, config, store, ranks, available, fused=fused)
     if change is None:
         way_out = "no setting for memory is enough: lower batch.tokens_per_rank, start more processes, or take a smaller model"
     else:

@@ -96,8 +96,8 @@ def _ulysses_degree(plan: Plan, micro_batch: int, config: Config) -> int:
     wanted = config.context.ulysses_degree
     if wanted != "auto":
         return wanted
-    shape, tensor = config.model.sizes(), config.parallel.tensor_parallel_size
-    return choose_ulysses_degree(plan, micro_batch, shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor)
+    layer, tensor = config.model.sizes().spec.largest_layer, config.parallel.tensor_parallel_size
+    return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
-from longctx.model.presets import ModelShape
-from longctx.parallel.pipeline import blocks_of_ranks
+from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.parallel.pipeline import layers_of_ranks
 from longctx.training.loss import CHUNK_TOKENS
 
 FLOAT32 = 4
@@ -82,27 +82,27 @@ class Memory:
         return {**asdict(self), "total": self.total}
 
 
-def estimate(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool) -> Memory:
+def estimate(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], *, fused: bool) -> Memory:
     """Bytes on the fullest rank of `ranks` processes under any of the loads; `fused`: with the fused operations of CUDA."""
-    return max(_moments(shape, config, ranks, candidates, fused), key=lambda memory: memory.total)
+    return max(_moments(spec, config, ranks, candidates, fused), key=lambda memory: memory.total)
 
 
-def fits(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], available: int, *, fused: bool) -> bool:
+def fits(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], available: int, *, fused: bool) -> bool:
     """Whether an `estimate` would be at most `available` bytes; a no is quick."""
-    return all(memory.total <= available for memory in _moments(shape, config, ranks, candidates, fused))
+    return all(memory.total <= available for memory in _moments(spec, config, ranks, candidates, fused))
 
 
-def _moments(shape: ModelShape, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
+def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[Load], fused: bool) -> Iterator[Memory]:
     for load in candidates:
         for stage in range(config.parallel.pipeline_parallel_size):
-            yield from _Step(shape, config, ranks, load, fused, stage).moments()
+            yield from _Step(spec, config, ranks, load, fused, stage).moments()
 
 
 @dataclass(frozen=True)
 class _Step:
     """The sizes that the moments of a step are made of, in bytes unless said otherwise; of pipeline rank `stage`."""
 
-    shape: ModelShape
+    spec: ModelSpec
     config: Config
     ranks: int
     load: Load
@@ -123,9 +123,19 @@ class _Step:
         return self.config.parallel.tensor_parallel_size
 
     @property
-    def layers(self) -> int:
+    def held(self) -> list[LayerSpec]:
         """Blocks of this rank."""
-        return blocks_of_ranks(self.shape, self.config.pipeline, self.config.batch.tokens_per_rank)[self.stage]
+        numbers = layers_of_ranks(self.spec, self.config.pipeline, self.config.batch.tokens_per_rank)[self.stage]
+        return [self.spec.layers[number] for number in numbers]
+
+    @property
+    def layers(self) -> int:
+        return len(self.held)
+
+    @property
+    def layer(self) -> LayerSpec:
+        """The largest of them, by which all are taken to be."""
+        return max(self.held, key=lambda layer: layer.parameters)
 
     @property
     def first(self) -> bool:
@@ -138,19 +148,19 @@ class _Step:
     @property
     def block(self) -> int:
         """Parameters of a block on this rank, before sharding."""
-        return self.shape.block_parameters // self.split + 2 * self.shape.hidden_size
+        return self.layer.matrix_parameters // self.split + self.layer.other_parameters
 
     @property
     def embedding(self) -> int:
         """Parameters of one vocabulary matrix on this rank, before sharding."""
-        return self.shape.vocabulary_parameters // self.split
+        return self.spec.vocabulary_parameters // self.split
 
     @property
     def root(self) -> int:
         """Parameters outside of the blocks: those of the embedding, and of the last norm and the head."""
-        tied = self.shape.tie_word_embeddings
+        tied = self.spec.tie_word_embeddings
         matrices = int(self.first) + int(self.last) - int(self.first and self.last and tied)
-        return matrices * self.embedding + (self.shape.hidden_size if self.last else 0)
+        return matrices * self.embedding + (self.spec.hidden_size if self.last else 0)
 
     @property
     def all(self) -> int:
@@ -161,11 +171,11 @@ class _Step:
     @property
     def stream(self) -> int:
         """The residual stream."""
-        return self.load.tokens * self.shape.hidden_size * self.number // self.split
+        return self.load.tokens * self.spec.hidden_size * self.number // self.split
 
     @property
     def queries(self) -> int:
-        return self.load.tokens * self.shape.num_attention_heads * self.shape.head_dim * self.number // self.split
+        return self.load.tokens * self.layer.num_attention_heads * self.layer.head_dim * self.number // self.split
 
     @property
     def keys(self) -> int:
@@ -174,17 +184,17 @@ class _Step:
 
     @property
     def kv_row(self) -> int:
-        return 2 * self.shape.num_key_value_heads * self.shape.head_dim * self.number // self.split
+        return 2 * self.layer.num_key_value_heads * self.layer.head_dim * self.number // self.split
 
     @property
     def mlp(self) -> int:
         """One intermediate of the MLP, over the tokens that are computed at once."""
         tile = self.config.train.mlp_tile_tokens or self.load.tokens
-        return min(tile, self.load.tokens) * self.shape.intermediate_size * self.number // self.split
+        return min(tile, self.load.tokens) * self.layer.intermediate_size * self.number // self.split
 
     @property
     def lse(self) -> int:
-        return self.load.tokens * self.shape.num_attention_heads * FLOAT32 // self.split
+        return self.load.tokens * self.layer.num_attention_heads * FLOAT32 // self.split
 
     @property
     def norm(self) -> int:
@@ -259,7 +269,7 @@ class _Step:
     @property
     def tables(self) -> int:
         """RoPE's cosines and sines, float32; tokens, labels and positions, int64."""
-        return self.load.tokens * (self.shape.head_dim * FLOAT32 + 3 * 8)
+        return self.load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
 
     # Weights and gradients.
 
@@ -371,7 +381,7 @@ class _Step:
             gradients=0 if self.fused and self.config.train.offload_optimizer else FLOAT32 * self.all // self.shards,
             working=0
             if self.fused
-            else 2 * FLOAT32 * max(self.embedding, self.shape.intermediate_size * self.shape.hidden_size),
+            else 2 * FLOAT32 * max(self.embedding, self.layer.intermediate_size * self.spec.hidden_size),
         )
 
     def _recomputed(self) -> int:
@@ -401,6 +411,6 @@ class _Step:
         return round((fetched + sent) * at_once) + self.keys, round(under_way + computed) + self.keys
 
     def _logits(self) -> int:
-        assert self.shape.vocab_size is not None
+        assert self.spec.vocab_size is not None
         each = 3 * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
-        return each * min(CHUNK_TOKENS, self.load.tokens) * self.shape.vocab_size // self.split
+        return each * min(CHUNK_TOKENS, self.load.tokens) * self.spec.vocab_size // self.split

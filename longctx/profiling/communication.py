@@ -73,7 +73,7 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         links["intra_node_bytes_per_s"] = nodes.neighbours(rig.mesh.rank)
     if nodes.per_node < nodes.ranks:
         links["inter_node_bytes_per_s"] = nodes.counterparts(rig.mesh.rank)
-    width = 2 * rig.kv_heads * rig.shape.head_dim
+    width = 2 * rig.kv_heads * rig.layer.head_dim
     most = max(rig.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * rig.dtype.itemsize)))
     rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
     sizes = [count * width * rig.dtype.itemsize for count in rows]
@@ -87,7 +87,7 @@ def measure_links(rig: Rig, nodes: Nodes) -> list[Measurement]:
         how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
     latency, spread = max(latencies)
-    passes = rig.shape.num_hidden_layers * (rig.fetches + 1)
+    passes = len(rig.spec.layers) * (rig.fetches + 1)
     how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
     return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
@@ -143,7 +143,7 @@ def _rows(rig: Rig, profile: HardwareProfile, degree: int) -> list[int]:
         attention = int(attention_ns(profile, lengths, degrees)[0])
         ring = Assignment.alternating(np.array([0]), np.array([0]), degrees)
         exchange = int(exchange_ns(profile, lengths, ring, (1, degree)).max())
-        if affordable and attention > rig.longest_s * rig.shape.num_hidden_layers * NANOSECONDS:
+        if affordable and attention > rig.longest_s * len(rig.spec.layers) * NANOSECONDS:
             break
         affordable.append(rows)
         if 4 * exchange >= attention:
@@ -156,7 +156,7 @@ def _all_messages(rig: Rig, layout: Layout) -> Callable[[], None]:
     """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
     schedule = rig.attention(layout).schedule
     exchange = Exchange(rig.mesh.exchange, "longctx profile")
-    width = 2 * rig.kv_heads * rig.shape.head_dim
+    width = 2 * rig.kv_heads * rig.layer.head_dim
 
     def rows(count: int) -> torch.Tensor:
         return torch.zeros(count, width, dtype=rig.dtype, device=rig.mesh.device)

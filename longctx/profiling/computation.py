@@ -93,10 +93,10 @@ def measure_step(rig: Rig) -> Measurement:
 
 def attention_passes(rig: Rig, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
     """Forward and backward of one layer's attention, as often as a step runs them, on random tensors."""
-    shape, device = rig.shape, rig.mesh.device
+    layer, device = rig.layer, rig.mesh.device
 
     def random(heads: int) -> torch.Tensor:
-        return torch.randn(layout.tokens, heads, shape.head_dim, dtype=rig.dtype, device=device)
+        return torch.randn(layout.tokens, heads, layer.head_dim, dtype=rig.dtype, device=device)
 
     q, dout = random(rig.heads), random(rig.heads)
     k, v = random(rig.kv_heads), random(rig.kv_heads)
@@ -130,7 +130,7 @@ def measure_attention(rig: Rig) -> list[Measurement]:
             seconds = _attention_time(rig, documents, length, degree)
             if not math.isfinite(seconds):
                 break
-            times.append(AttentionTime(length, degree, seconds * rig.shape.num_hidden_layers))
+            times.append(AttentionTime(length, degree, seconds * len(rig.spec.layers)))
             rate = seconds / times[-1].pairs
             points.append({"degree": degree, "length": length, "documents": documents, "seconds": times[-1].seconds})
             length *= 2

@@ -106,7 +106,7 @@ def measure_profile(
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
     tell("building the model")
     rig = Rig(config, mesh, shape, longest_s, per_node)
-    kv_bytes = kv_bytes_per_token(shape.num_hidden_layers, rig.kv_heads, shape.head_dim, rig.dtype.itemsize, rig.fetches + 1)
+    kv_bytes = kv_bytes_per_token(len(rig.spec.layers), rig.kv_heads, rig.layer.head_dim, rig.dtype.itemsize, rig.fetches + 1)
     levels = 2 if config.context.two_level_exchange else 1
     profile = replace(given, kv_bytes_per_token=kv_bytes, ranks_per_node=per_node, exchange_levels=levels)
     why = "one process" if nodes.ranks == 1 else "one node"
@@ -156,7 +156,7 @@ def measure_profile(
         "model": shape.model_dump(),
     }
     where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
-    about = f"A model of {shape.parameters() / 1e6:.1f}M parameters in {config.train.dtype} on {where}; by longctx profile."
+    about = f"A model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}; by longctx profile."
     return Measured(profile, about, sources, run, check, points)
 
 

@@ -10,7 +10,7 @@ from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange
 from longctx.config import Config
 from longctx.model.presets import ModelShape
-from longctx.model.transformer import Attention
+from longctx.model.protocol import Attention
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout, Shard, head_span, tail_span
@@ -44,7 +44,8 @@ class Rig:
 
     def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float, ranks_per_node: int) -> None:
         """`ranks_per_node` is that of the profile: where rings cross nodes of so many, they exchange as the settings say."""
-        self.config, self.mesh, self.shape, self.longest_s = config, mesh, shape, longest_s
+        self.config, self.mesh, self.longest_s = config, mesh, longest_s
+        self.spec, self.layer = shape.spec, shape.spec.largest_layer
         self.ranks_per_node = ranks_per_node if config.context.two_level_exchange else None
         self.model, _ = build_model(shape, config, mesh)
         self.optimizer = make_optimizer(self.model, config.optimizer, mesh.device)
@@ -54,8 +55,8 @@ class Rig:
         """How often a step computes attention forward."""
         self.fetches = self.forwards + (0 if config.context.keep_kv else 1)
         """How often a step exchanges K and V; once more, it exchanges their gradients."""
-        self.heads = shape.num_attention_heads // mesh.tensor.size()
-        self.kv_heads = shape.num_key_value_heads // mesh.tensor.size()
+        self.heads = self.layer.num_attention_heads // mesh.tensor.size()
+        self.kv_heads = self.layer.num_key_value_heads // mesh.tensor.size()
         """Of one rank."""
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
@@ -72,11 +73,11 @@ class Rig:
 
     def random_tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens, positions and labels, padded as tensor parallelism needs it, and the same on all ranks that share them."""
-        assert self.shape.vocab_size is not None
+        assert self.spec.vocab_size is not None
         device, multiple = self.mesh.device, self.mesh.tensor.size()
         count = -(-count // multiple) * multiple
         generator = torch.Generator(device).manual_seed(self.mesh.rank)
-        tokens, labels = torch.randint(self.shape.vocab_size, (2, count), device=device, generator=generator)
+        tokens, labels = torch.randint(self.spec.vocab_size, (2, count), device=device, generator=generator)
         return tokens, torch.arange(count, device=device), labels
 
     def micro_batch(

@@ -19,7 +19,7 @@ from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.model.transformer import Transformer
+from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
@@ -47,7 +47,7 @@ class Trainer:
 
     config: Config
     mesh: Mesh
-    model: Transformer
+    model: Model
     optimizer: torch.optim.Optimizer
     loader: Loader
     pipeline: PipelineRun | None = None
@@ -138,7 +138,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
-        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.shape.model_dump()}
+        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe()}
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
@@ -177,7 +177,7 @@ class Trainer:
         device = self.mesh.device
         if number < len(batch.micro_batches):
             micro_batch, name = batch.micro_batches[number], micro_batch_name(batch, number)
-            attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout, self.clock)
+            attention = make_attention(self.config, self.mesh, self.model.spec, batch.plan, micro_batch.layout, self.clock)
         else:
             micro_batch, name = empty_micro_batch(number, self.mesh.rank), f"micro-batch {number}, empty"
             attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
@@ -191,7 +191,7 @@ class Trainer:
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.train.dtype)
         if peak is None:
             return None
-        return model_flops(self.model.shape, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
+        return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
 
     def _recalibrate(self, online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
         """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
@@ -239,10 +239,7 @@ class Trainer:
         )
 
     def _load(self, found: Checkpoint) -> None:
-        here = self.model.shape.model_dump()
-        different = [
-            f"{key} is {here[key]!r}, was {value!r}" for key, value in found.state["model"].items() if here[key] != value
-        ]
+        different = self.model.differences(found.state["model"])
         if different:
             raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
         self.loader.load_state_dict(found.state["data"])

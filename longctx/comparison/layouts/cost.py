@@ -17,6 +17,7 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.cost.scaling import scale
@@ -71,7 +72,7 @@ class Machine:
                     f"--train.dtype {DTYPE}"
                 )
             model = described.model
-            profile = scale(profile, described.work, work_of(model, DTYPE))
+            profile = scale(profile, described.work, work_of(model.spec, DTYPE))
         return cls(profile, model, peak, int(memory))
 
 
@@ -116,11 +117,11 @@ class Split:
         }
 
 
-def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwareProfile:
+def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfile:
     """Constants of the cost model for the slowest pipeline rank of a split. The split's tensor ranks must fit a node."""
     known = machine.profile
     work = work_of(
-        shape,
+        spec,
         DTYPE,
         recompute=split.recompute,
         tensor=split.tensor,
@@ -128,7 +129,7 @@ def profile_of(machine: Machine, shape: ModelShape, split: Split) -> HardwarePro
         tokens_per_rank=split.tokens_per_rank,
         gpus=split.gpus,
     )
-    scaled = scale(known, work_of(machine.model, DTYPE), work)
+    scaled = scale(known, work_of(machine.model.spec, DTYPE), work)
     gather, reduce = (_collective_s(known, split, number * work.weights) for number in (BFLOAT16, FLOAT32))
     by_blocks, at_once = split.reshard_after == "block", split.reduce_after == "micro_batch"
     in_micro_batch = 2 * gather * by_blocks + reduce * at_once

@@ -20,7 +20,7 @@ from longctx.errors import UserError
 from longctx.memory.advisor import changed
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
-from longctx.model.presets import ModelShape
+from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers, least_degrees
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -88,13 +88,13 @@ class SearchResult:
         return self.possible - self.planned - sum(self.refused.values())
 
 
-def possible_splits(shape: ModelShape, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
+def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
     """The splits that are tried, all as the rules of a run allow: tp within a node and dividing kv heads, a layer a stage."""
     for tensor in _divisors(gpus):
-        if gpus_per_node % tensor or shape.num_key_value_heads % tensor:
+        if gpus_per_node % tensor or spec.largest_layer.num_key_value_heads % tensor:
             continue
         for ranks in _divisors(gpus // tensor):
-            for pipeline in _pipelines(ranks, shape.num_hidden_layers):
+            for pipeline in _pipelines(ranks, len(spec.layers)):
                 for recompute in RECOMPUTE:
                     for reshard_after, reduce_after in WEIGHTS:
                         if ranks > 1 and reduce_after == "micro_batch":
@@ -124,7 +124,7 @@ def _pipelines(ranks: int, layers: int) -> Iterator[Pipeline]:
 
 def search(
     machine: Machine,
-    shape: ModelShape,
+    spec: ModelSpec,
     steps: Sequence[Sequence[int]],
     gpus: int,
     *,
@@ -136,7 +136,7 @@ def search(
 
     Args:
         machine: the GPUs.
-        shape: the model, with its vocabulary.
+        spec: the model, with its vocabulary.
         steps: lengths of the documents of every step.
         gpus: how many there are, in nodes as large as the machine's profile says.
         budgets: tokens_per_rank that are tried.
@@ -145,7 +145,7 @@ def search(
     Raises:
         UserError: if no split fits, with the least that one needs.
     """
-    splits = list(possible_splits(shape, gpus, machine.profile.ranks_per_node, budgets))
+    splits = list(possible_splits(spec, gpus, machine.profile.ranks_per_node, budgets))
     outcome = SearchResult(len(splits))
     sizes = [np.array(lengths, dtype=np.int64) for lengths in steps]
     longest = np.array([max(int(lengths.max()) for lengths in sizes)])
@@ -153,7 +153,7 @@ def search(
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
         if least_degrees(longest, split.domain, split.tokens_per_rank).all():
-            queue.append((_mean(_bounds_s(profile_of(machine, shape, split), split, sizes)), number))
+            queue.append((_mean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
     fastest: dict[tuple[int, int, str], Found] = {}
@@ -169,7 +169,7 @@ def search(
             limit = min(limit, fastest[key].step_s)
         if bound >= limit:
             continue
-        found = _plan(machine, shape, split, sizes, limit, outcome)
+        found = _plan(machine, spec, split, sizes, limit, outcome)
         if found is not None and found.step_s < limit:
             fastest[key] = found
     outcome.best = sorted(fastest.values(), key=lambda found: found.step_s)[:best]
@@ -189,17 +189,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _plan(
-    machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
+    machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
 ) -> Found | None:
     """What is predicted of a split; None if it needs too much memory, which is counted, or longer than the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
-    memory = memory_of(machine, shape, split, longest, fewest)
+    memory = memory_of(machine, spec, split, longest, fewest)
     plans: list[Plan] = []
     if memory.total <= machine.memory_bytes:
-        plans = _plans(machine, shape, split, steps, limit_s)
-        memory = memory_of(machine, shape, split, longest, max(len(plan.micro_batches) for plan in plans))
+        plans = _plans(machine, spec, split, steps, limit_s)
+        memory = memory_of(machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans))
     if memory.total > machine.memory_bytes:
         outcome.refused[TOO_LARGE] += 1
         outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
@@ -209,7 +209,7 @@ def _plan(
     if len(plans) < count:
         return None
     step_s = sum(plan.makespan_s for plan in plans) / count
-    flops = sum(model_flops(shape, lengths.tolist()) for lengths in steps) / count
+    flops = sum(model_flops(spec, lengths.tolist()) for lengths in steps) / count
     return Found(
         split=split,
         step_s=step_s,
@@ -222,9 +222,9 @@ def _plan(
     )
 
 
-def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
+def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
     """The steps as a run would plan them; no more of them once the mean must be above the limit."""
-    profile = profile_of(machine, shape, split)
+    profile = profile_of(machine, spec, split)
     bounds = _bounds_s(profile, split, steps)
     plans: list[Plan] = []
     for number, lengths in enumerate(steps):
@@ -244,13 +244,13 @@ def _plans(machine: Machine, shape: ModelShape, split: Split, steps: Sequence[In
     return plans
 
 
-def memory_of(machine: Machine, shape: ModelShape, split: Split, longest: int, micro_batches: int) -> Memory:
+def memory_of(machine: Machine, spec: ModelSpec, split: Split, longest: int, micro_batches: int) -> Memory:
     """Bytes of a full rank that shares the longest document with as few others as hold it."""
-    profile = profile_of(machine, shape, split)
+    profile = profile_of(machine, spec, split)
     documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
     config = changed(Config(), (split.settings | documents).items())
     found = (replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile))
-    return estimate(shape, config, split.gpus, list(found), fused=True)
+    return estimate(spec, config, split.gpus, list(found), fused=True)
 
 
 def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
