@@ -10,6 +10,7 @@ import pytest
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.data.store import Store
+from longctx.memory import advisor
 from longctx.memory.advisor import (
     DoesNotFit,
     allowed,
@@ -24,7 +25,6 @@ from longctx.memory.advisor import (
 from longctx.memory.loads import loads
 from longctx.memory.model import Load, Memory, estimate
 from longctx.model.presets import ModelShape
-from longctx.training import fit
 from longctx.training.first_steps import plan_steps
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
@@ -202,7 +202,7 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
 def test_training_is_refused_before_it_starts(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit, "available_bytes", lambda device, ranks: 1 << 20)
+    monkeypatch.setattr(advisor, "available_bytes", lambda device, ranks: 1 << 20)
     assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
     assert "has 0.00 GiB: no setting for memory is enough" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
