@@ -18,7 +18,7 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 @pytest.fixture
 def plan() -> Plan:
     placements = ((Placement(0, 0, 4), Placement(1, 0, 1)), (Placement(2, 2, 2),))
-    return Plan("auto", "columns", 4, 100, (300, 20, 150), placements, (1, 1), H100, 2.0, 1.0, 0.0, 0.0)
+    return Plan("auto", "columns", 4, 100, (300, 20, 150), placements, (1, 1), H100)
 
 
 def test_a_sound_plan_passes(plan: Plan) -> None:

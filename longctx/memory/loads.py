@@ -47,10 +47,6 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         micro_batches=((Placement(0, 0, degree),),),
         stages=(1 if most is None else max(1, min(degree - 1, -(-remote // most))),),
         profile=profile or run_profile(config, ranks).profile,
-        makespan_s=0.0,
-        lower_bound_s=0.0,
-        exposed_share=0.0,
-        idle_share=0.0,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
     found = [replace(load, micro_batches=count) for load in loads([plan], config)]

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, spread, tokens_on_ranks
-from longctx.planning.cost.bounds import bound_ns, lower_bound_ns
+from longctx.planning.cost.bounds import bound_ns, plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.model import score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.auto.packing import Step, even_out, fill, place_rings
@@ -71,7 +71,6 @@ def make_plan(
     else:
         winner, assignment = _best_in_pipeline(request, tokens_per_rank, pipeline)
     assignment = _in_order(profile, sizes, assignment, ranks, pipeline)
-    result = score(profile, sizes, assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
         winner=winner,
@@ -81,12 +80,8 @@ def make_plan(
         micro_batches=assignment.placements(),
         stages=_stages(sizes, assignment, ranks, max_remote_tokens),
         profile=profile,
-        makespan_s=result.makespan_ns / NANOSECONDS,
-        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
-        exposed_share=result.exposed_share,
-        idle_share=result.idle_share,
-        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
         pipeline=pipeline,
+        cost=plan_cost(profile, sizes, assignment, ranks, tokens_per_rank, pipeline),
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)

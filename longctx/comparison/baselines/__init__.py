@@ -17,9 +17,8 @@ from longctx.comparison.baselines.megatron_dev import place_megatron_dev
 from longctx.comparison.baselines.megatron_main import MissingBaseline, load_scheduler, place_megatron_main
 from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
-from longctx.planning.cost.bounds import lower_bound_ns
+from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
@@ -120,7 +119,6 @@ def _plan(
     planning_ms: float,
 ) -> Plan:
     """Scores and checks what a baseline placed."""
-    result = score(profile, sizes, assignment, ranks)
     plan = Plan(
         mode=mode,
         winner=winner,
@@ -130,10 +128,7 @@ def _plan(
         micro_batches=assignment.placements(),
         stages=(1,) * assignment.micro_batches,
         profile=profile,
-        makespan_s=result.makespan_ns / NANOSECONDS,
-        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank) / NANOSECONDS,
-        exposed_share=result.exposed_share,
-        idle_share=result.idle_share,
+        cost=plan_cost(profile, sizes, assignment, ranks, tokens_per_rank),
         planning_ms=planning_ms,
     )
     check_plan(plan)

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from longctx.planning.assignment import NEVER, Integers, largest_shards
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import (
     NANOSECONDS,
@@ -23,15 +23,35 @@ from longctx.planning.cost.model import (
     mate_ns,
     nanoseconds,
     node_parts,
+    score,
     whole_ring_attention_ns,
 )
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.plan import Plan
+from longctx.planning.plan import Plan, PlanCost
 
 ROUNDING = 2
 """Nanoseconds by which the best whole K may be missed."""
 MOST = 512
 """Distinct longest lengths whose degrees are looked at; the others are taken at their best efficiency."""
+
+
+def plan_cost(
+    profile: HardwareProfile,
+    lengths: Integers,
+    assignment: Assignment,
+    ranks: int,
+    tokens_per_rank: int,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> PlanCost:
+    """The score of an assignment, beside the lower bound."""
+    result = score(profile, lengths, assignment, ranks, pipeline)
+    return PlanCost(
+        makespan_s=result.makespan_ns / NANOSECONDS,
+        lower_bound_s=lower_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
+        exposed_share=result.exposed_share,
+        idle_share=result.idle_share,
+        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
+    )
 
 
 def lower_bound_ns(
