@@ -17,8 +17,8 @@ from longctx.parallel.mesh import make_groups
 from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.profiling.communication import Nodes
-from longctx.profiling.rig import layout_of
 from longctx.profiling.stopwatch import Stopwatch
+from longctx.profiling.subject import layout_of
 from longctx.training.metrics import StepMetrics
 from tests.training_cases import start
 
@@ -61,7 +61,7 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
             given.add(options["ranks_per_node"])
             hops.update(len(stage.hops) for stage in self.schedule.stages)
 
-    with mock.patch("longctx.profiling.rig.RingAttention", Watched):
+    with mock.patch("longctx.attention.ulysses.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)
     return given, hops, content["exchange_levels"], {point["degree"] for point in content["points"] if "both" in point}
 

@@ -81,6 +81,33 @@ def test_the_split_does_not_change_the_result(
     assert any(int(degree) > 1 for metrics in split for degree in metrics.degrees)
 
 
+OPTIONS = [
+    *("model.qkv_bias=true", "model.qk_norm=true", "model.output_norms=true", "model.hidden_act=gelu"),
+    *("model.embedding_scale=2", "model.attention_scale=0.4", "model.attention_softcap=2", "model.logit_softcap=3"),
+    *("model.sliding_window=40", "model.full_attention_every=2", "model.partial_rotary_factor=0.5"),
+    *("model.rope_scaling=llama3", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_local_theta=100"),
+]
+"""Of the decoder, all at once; two layers, the first with a window."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (3, ["batch.tokens_per_rank=500"]),
+        (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=full"]),
+        (4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
+        (2, ["context.ulysses_degree=2", "batch.tokens_per_rank=750", "train.recompute=selective"]),
+    ],
+)
+def test_options_of_the_decoder_do_not_depend_on_the_split(
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, settings: list[str]
+) -> None:
+    whole = workers.run(train, 1, store, tmp_path, [*OPTIONS, "batch.tokens_per_rank=1500"], 3)[0]
+    split = workers.run(train, ranks, store, tmp_path, [*OPTIONS, *settings], 3)[0]
+    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in whole], rel=1e-5)
+    assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in whole], rel=1e-4)
+
+
 def test_one_process_learns(alone: list[StepMetrics]) -> None:
     assert alone[-1].loss < 0.8 * alone[0].loss
     assert [metrics.step for metrics in alone] == list(range(1, 11))

@@ -22,8 +22,7 @@ from longctx.config import Config, ConfigError, check
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh, StopSignal
-from longctx.training.optimizer import make_optimizer
-from longctx.training.setup import build_loader, build_model
+from longctx.training.setup import build_loader
 from longctx.training.trainer import Trainer
 
 MODES = ("auto", "static")
@@ -238,10 +237,9 @@ def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
 
 def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
     """A trainer that logs and saves nothing."""
-    model, pipeline = build_model(config.model.shape(store.tokenizer.vocab_size), config, mesh)
-    optimizer = make_optimizer(model, config.optimizer, mesh.device)
-    loader = build_loader(store, config, mesh, config.max_length(mesh.world_size))
-    return Trainer(config, mesh, model, optimizer, loader, pipeline, stop=stop)
+    trainer = Trainer.build(config, mesh, config.model.shape(store.tokenizer.vocab_size))
+    trainer.loader, trainer.stop = build_loader(store, config, mesh, config.max_length(mesh.world_size)), stop
+    return trainer
 
 
 def _step(trainer: Trainer) -> MeasuredStep:

@@ -107,13 +107,13 @@ class Decoder(Model):
         "self_attn.q_norm": "heads",
         "self_attn.k_norm": "heads",
         "self_attn.o_proj": "rows",
-        "attention_output_norm": "tokens",
+        "attention_output_norm": "residual",
         "post_attention_layernorm": "tokens",
         "mlp": "gather",
         "mlp.gate_proj": "split columns",
         "mlp.up_proj": "split columns",
         "mlp.down_proj": "rows",
-        "mlp_output_norm": "tokens",
+        "mlp_output_norm": "residual",
     }
 
     def __init__(self, shape: ModelShape, layers: Collection[int] | None = None) -> None:

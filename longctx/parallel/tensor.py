@@ -37,6 +37,7 @@ def _gather_tokens(module: nn.Module) -> ParallelStyle:
 
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "tokens": lambda _: SequenceParallel(sequence_dim=0),
+    "residual": lambda _: SequenceParallel(sequence_dim=0, use_local_output=True),
     "heads": lambda _: SequenceParallel(sequence_dim=1, use_local_output=True),
     "gather": _gather_tokens,
     "columns": lambda _: ColwiseParallel(),
@@ -45,9 +46,10 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 }
 """What a model's `tensor_plan` says of a module → what torch does for it.
 
-tokens: a norm, applied to each rank's share of the tokens. heads: a norm of every head, applied to each rank's heads. gather:
-takes all tokens. columns: a matrix of whose outputs each rank computes its own, as plain tensors (heads), or (split columns) as
-DTensors, where sizes need not divide. rows: a matrix of whose inputs each rank has its own; sums up, and splits over tokens.
+tokens: a norm, applied to each rank's share of the tokens; residual: one whose output goes to the residual stream. heads: a norm
+of every head, applied to each rank's heads. gather: takes all tokens. columns: a matrix of whose outputs each rank computes its
+own, as plain tensors (heads), or (split columns) as DTensors, where sizes need not divide. rows: a matrix of whose inputs each
+rank has its own; sums up, and splits over tokens.
 """
 
 ENDS: dict[str, ParallelStyle] = {

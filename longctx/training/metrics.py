@@ -94,7 +94,7 @@ class StepMetrics:
             gap=plan.gap,
             bubble_share=float(domain["bubble_share"].mean()),
             predicted_bubble_share=plan.bubble_share,
-            padding_share=(rows - batch.tokens) / rows,
+            padding_share=(rows - batch.tokens) / max(1, rows),
             data_wait_s=float(domain["data_wait_s"].max()),
             peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
             **means,

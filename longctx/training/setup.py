@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from longctx.attention import HybridAttention, Mask, PackedAttention, RingAttention, by_layer, packed_attention
+from longctx.attention.exchange import Exchange
 from longctx.config import Config
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
@@ -124,10 +125,18 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
 
 
 def make_attention(
-    config: Config, mesh: Mesh, spec: ModelSpec, plan: Plan, layout: Layout, clock: StepClock | None = None
+    config: Config,
+    mesh: Mesh,
+    spec: ModelSpec,
+    plan: Plan,
+    layout: Layout,
+    clock: StepClock | None = None,
+    exchange: type[Exchange] = Exchange,
 ) -> PackedAttention:
     """Attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
-    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
+    timed: dict[str, Any] = {"exchange": exchange}
+    if clock is not None:
+        timed = {"watch": clock.attention, "exchange": clock.exchange}
     context, tensor = config.context, config.parallel.tensor_parallel_size
     degree = context.ulysses_degree
     if degree == "auto":

@@ -21,7 +21,9 @@ def parse_steps(text: str) -> range:
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:
-    """A micro-batch of the plan, with its longest document."""
+    """A micro-batch of the plan, with its longest document; those behind the plan's last one are empty."""
+    if number >= len(batch.plan.micro_batches):
+        return f"micro-batch {number}, empty"
     placements = batch.plan.micro_batches[number]
     longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
     tokens = batch.plan.lengths[longest.document]
