@@ -9,7 +9,7 @@ the workspace of attention kernels for GPUs, whose backward sums gradients of qu
 heads share a kv head, may hold those of K and V for every query head.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
@@ -311,81 +311,111 @@ class _Step:
         messages = in_flight * (pipeline.chunks - int(self.first)) + pipeline.chunks - int(self.last)
         return round((in_flight - 1) * self.layers * (self.saved + self.saved_kv) + messages * self.stream)
 
-    def moments(self) -> Iterable[Memory]:
+    def moments(self) -> Iterator[Memory]:
         """The moments of the heaviest micro-batch that may be the fullest."""
-        for moment in self._moments():
-            yield replace(moment, pipeline=self.pipeline())
-
-    def _moments(self) -> Iterable[Memory]:
-        forward_kv, backward_kv = self._exchanges()
-        activations = self.layers * self.saved + self.tables
-        kept = self.layers * self.saved_kv
-        in_block = replace(
-            self.fixed,
-            gathered_weights=self.gathered(2),
-            # The head's weight has its gradient already; the block's own come on top of earlier ones before they are added.
-            gradients=self.earlier_gradients + self.number * (self.embedding * int(self.last) + self.block),
-        )
-        again = 0 if self.config.train.recompute == "none" else self._recomputed()
-        kv_again = self.kept_kv if self.config.train.recompute == "full" else 0
-        yield replace(
-            in_block,
-            moment="backward of the last MLP",
-            activations=activations,
-            working=again + self.tile + 2 * self.mlp + self.stream + self.gathered_gradients,
-            remote_kv=kept + kv_again,
-        )
-        rest = 0 if self.config.train.recompute != "none" else -self.mlp_part
-        yield replace(
-            in_block,
-            moment="backward of the last attention",
-            activations=activations + rest,
-            working=max(0, again - self.mlp_part) + self._attention_backward() + 2 * self.stream,
-            remote_kv=kept + kv_again + backward_kv,
-        )
+        moments = [self._last_mlp, self._last_attention]
         if self.config.train.recompute == "full":
-            yield replace(
-                in_block,
-                moment="attention repeated in backward",
-                activations=activations,
-                working=self.attention_part + self.queries * FLOAT32 // self.number,
-                remote_kv=kept + kv_again + forward_kv,
-            )
+            moments.append(self._attention_repeated)
         if self.last:
-            yield replace(
-                in_block,
-                moment="backward of the last norm",
-                activations=activations + self.norm,
-                working=self.stream + (0 if self.fused else 3 * self.stream * FLOAT32 // self.number),
-                remote_kv=kept,
-            )
-            yield replace(
-                self.fixed,
-                moment="loss",
-                gathered_weights=self.gathered(1),
-                gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.embedding,
-                activations=activations + self.stream * int(self.split > 1) + 2 * self.normed + self.norm,
-                remote_kv=kept,
-                logits=self._logits(),
-            )
-        yield replace(
+            moments += [self._last_norm, self._loss]
+        for moment in (*moments, self._end_of_backward, self._optimizer):
+            yield replace(moment(), pipeline=self.pipeline())
+
+    @property
+    def activations(self) -> int:
+        """What all blocks keep for backward."""
+        return self.layers * self.saved + self.tables
+
+    @property
+    def kept(self) -> int:
+        """Received K and V that all blocks keep for backward."""
+        return self.layers * self.saved_kv
+
+    @property
+    def kept_again(self) -> int:
+        """Received K and V that a block which repeats its attention keeps for its own backward."""
+        return self.kept_kv if self.config.train.recompute == "full" else 0
+
+    def _in_block(self, moment: str, **parts: int) -> Memory:
+        """A moment in the backward of the last block.
+
+        The head's weight has its gradient already; the block's own come on top of earlier ones before they are added.
+        """
+        fresh = self.number * (self.embedding * int(self.last) + self.block)
+        gradients = self.earlier_gradients + fresh
+        return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
+
+    def _last_mlp(self) -> Memory:
+        return self._in_block(
+            "backward of the last MLP",
+            activations=self.activations,
+            working=self._recomputed() + self.tile + 2 * self.mlp + self.stream + self.gathered_gradients,
+            remote_kv=self.kept + self.kept_again,
+        )
+
+    def _last_attention(self) -> Memory:
+        """The MLP part is done with: freed if it was kept, and not computed again."""
+        recomputed = self.config.train.recompute != "none"
+        again = max(0, self._recomputed() - self.mlp_part)
+        return self._in_block(
+            "backward of the last attention",
+            activations=self.activations - (0 if recomputed else self.mlp_part),
+            working=again + self._attention_backward() + 2 * self.stream,
+            remote_kv=self.kept + self.kept_again + self._exchanges()[1],
+        )
+
+    def _attention_repeated(self) -> Memory:
+        return self._in_block(
+            "attention repeated in backward",
+            activations=self.activations,
+            working=self.attention_part + self.queries * FLOAT32 // self.number,
+            remote_kv=self.kept + self.kept_again + self._exchanges()[0],
+        )
+
+    def _last_norm(self) -> Memory:
+        return self._in_block(
+            "backward of the last norm",
+            activations=self.activations + self.norm,
+            working=self.stream + (0 if self.fused else 3 * self.stream * FLOAT32 // self.number),
+            remote_kv=self.kept,
+        )
+
+    def _loss(self) -> Memory:
+        return replace(
+            self.fixed,
+            moment="loss",
+            gathered_weights=self.gathered(1),
+            gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.embedding,
+            activations=self.activations + self.stream * int(self.split > 1) + 2 * self.normed + self.norm,
+            remote_kv=self.kept,
+            logits=self._logits(),
+        )
+
+    def _end_of_backward(self) -> Memory:
+        """All blocks are done with; the embedding's gradient is there in the compute dtype, gathered, and in float32."""
+        return replace(
             self.fixed,
             moment="end of backward",
             gathered_weights=self.gathered(1),
             gradients=self.earlier_gradients + (2 * self.number + FLOAT32) * self.root,
             activations=self.tables + self.normed,
         )
-        yield replace(
+
+    def _optimizer(self) -> Memory:
+        """Not fused, it needs two numbers for each of the largest parameter's."""
+        in_host_memory = self.fused and self.config.train.offload_optimizer
+        largest = max(self.embedding, self.layer.intermediate_size * self.spec.hidden_size)
+        return replace(
             self.fixed,
             moment="optimizer",
-            gradients=0 if self.fused and self.config.train.offload_optimizer else FLOAT32 * self.all // self.shards,
-            working=0
-            if self.fused
-            else 2 * FLOAT32 * max(self.embedding, self.layer.intermediate_size * self.spec.hidden_size),
+            gradients=0 if in_host_memory else FLOAT32 * self.all // self.shards,
+            working=0 if self.fused else 2 * FLOAT32 * largest,
         )
 
     def _recomputed(self) -> int:
-        """What a block's second forward holds, beside what was saved of the first."""
+        """What a block's second forward holds, beside what was saved of the first; 0 if there is none."""
+        if self.config.train.recompute == "none":
+            return 0
         there = self.operator_outputs if self.config.train.recompute == "selective" else 0
         if self.fused or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a copy in float32
             there += self.stream

@@ -46,9 +46,9 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 }
 """What a model's `tensor_plan` says of a module → what torch does for it.
 
-tokens: a norm, applied to each rank's share of the tokens; residual: one whose output goes to the residual stream. heads: a norm
-of every head, applied to each rank's heads. gather: takes all tokens. columns: a matrix of whose outputs each rank computes its
-own, as plain tensors (heads), or (split columns) as DTensors, where sizes need not divide. rows: a matrix of whose inputs each
+tokens: a norm, applied to each rank's share of the tokens; residual: one whose output goes to the residual stream. heads: a
+norm of every head, applied to each rank's heads. gather: takes all tokens. columns: a matrix of whose outputs a rank computes
+its own, as plain tensors (heads), or (split columns) as DTensors, where sizes need not divide. rows: a matrix of whose inputs a
 rank has its own; sums up, and splits over tokens.
 """
 

@@ -118,8 +118,11 @@ class Split:
 
 
 def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfile:
-    """Constants of the cost model for the slowest pipeline rank of a split. The split's tensor ranks must fit a node."""
-    known = machine.profile
+    """Constants of the cost model for the slowest pipeline rank of a split. The split's tensor ranks must fit a node.
+
+    launch_s = that of the rank's layers + max(0, 2 · gather + reduce - overlap · linear_s_per_token · tokens_per_rank), where
+    blocks gather and micro-batches reduce; what is done once a step is step_s.
+    """
     work = work_of(
         spec,
         DTYPE,
@@ -129,12 +132,20 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
         tokens_per_rank=split.tokens_per_rank,
         gpus=split.gpus,
     )
+    known = machine.profile
     scaled = scale(known, work_of(machine.model.spec, DTYPE), work)
     gather, reduce = (_collective_s(known, split, number * work.weights) for number in (BFLOAT16, FLOAT32))
-    by_blocks, at_once = split.reshard_after == "block", split.reduce_after == "micro_batch"
-    in_micro_batch = 2 * gather * by_blocks + reduce * at_once
-    unhidden = max(0.0, in_micro_batch - known.overlap * scaled.linear_s_per_token * split.tokens_per_rank)
-    return replace(scaled, launch_s=scaled.launch_s + unhidden, step_s=gather * (not by_blocks) + reduce * (not at_once))
+    in_micro_batch, in_step = 0.0, 0.0
+    if split.reshard_after == "block":
+        in_micro_batch += 2 * gather
+    else:
+        in_step += gather
+    if split.reduce_after == "micro_batch":
+        in_micro_batch += reduce
+    else:
+        in_step += reduce
+    hidden = known.overlap * scaled.linear_s_per_token * split.tokens_per_rank
+    return replace(scaled, launch_s=scaled.launch_s + max(0.0, in_micro_batch - hidden), step_s=in_step)
 
 
 def _collective_s(known: HardwareProfile, split: Split, size: float) -> float:

@@ -8,6 +8,7 @@ their bounds: one that fits into memory is planned, as a run would plan its step
 one that is asked for. So the answer is that of planning all of them.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,22 +90,26 @@ class SearchResult:
 
 
 def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
-    """The splits that are tried, all as the rules of a run allow: tp within a node and dividing kv heads, a layer a stage."""
-    for tensor in _divisors(gpus):
-        if gpus_per_node % tensor or spec.largest_layer.num_key_value_heads % tensor:
-            continue
+    """The splits that are tried, all as the rules of a run allow: tp within a node and dividing kv heads, a layer a stage.
+
+    8 GPUs in a node, 8 kv heads: tensor 1, 2, 4, 8; for tensor 2, pipelines of 1, 2, 4 ranks on a domain of 4, 2, 1.
+    """
+    kv_heads = spec.largest_layer.num_key_value_heads
+    for tensor in (tensor for tensor in _divisors(gpus) if gpus_per_node % tensor == 0 and kv_heads % tensor == 0):
+        held = [budget for budget in budgets if budget % tensor == 0]
         for ranks in _divisors(gpus // tensor):
-            for pipeline in _pipelines(ranks, len(spec.layers)):
-                for recompute in RECOMPUTE:
-                    for reshard_after, reduce_after in WEIGHTS:
-                        if ranks > 1 and reduce_after == "micro_batch":
-                            continue
-                        if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
-                            continue
-                        for budget in budgets:
-                            if budget % tensor == 0:
-                                domain = gpus // tensor // ranks
-                                yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget)
+            domain = gpus // tensor // ranks
+            choices = itertools.product(_pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held)
+            for pipeline, recompute, (reshard_after, reduce_after), budget in choices:
+                if _runs(pipeline, recompute, reshard_after, reduce_after):
+                    yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget)
+
+
+def _runs(pipeline: Pipeline, recompute: str, reshard_after: str, reduce_after: str) -> bool:
+    """Whether a pipeline can run with these settings: it reduces once a step, and zero-bubble keeps everything gathered."""
+    if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
+        return False
+    return pipeline.ranks == 1 or reduce_after != "micro_batch"
 
 
 def _divisors(number: int) -> list[int]:
