@@ -145,7 +145,7 @@ def _best_of_all(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
 ) -> Candidate:
     assignment, makespan = plan_columns(Step.of(profile, lengths, ranks, tokens_per_rank))
-    best: Candidate = makespan, "columns", assignment
+    best: Candidate = makespan, "search", assignment
     with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
         degrees = _bin_degrees(profile, lengths, ranks, tokens_per_rank, bins)
         if bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) < best[0]:
@@ -167,7 +167,7 @@ def _bin_degrees(
 
 
 def _by_bins(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: Integers) -> Candidate:
-    """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
+    """The packing of mode auto with degrees from a table, in the fewest micro-batches that can be packed."""
     step = Step.of(profile, lengths, ranks, tokens_per_rank)
     split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
