@@ -59,7 +59,7 @@ Filled = tuple[Rings, Assignment]
 """A layout, and a plan with all documents in it."""
 
 
-def plan_columns(step: Step) -> tuple[Assignment, int]:
+def search(step: Step) -> tuple[Assignment, int]:
     """The best packing found and its makespan in nanoseconds. Every document must fit at some degree."""
     menu = Menu(step)
     micro_batches = step.fewest_micro_batches
