@@ -81,9 +81,9 @@ class Layouts:
 
     def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
         """Places the rings, unless their work alone says that FILLED others are better."""
-        below = self.best[FILLED - 1].estimate_ns if len(self.best) >= FILLED else NEVER
-        rings = place_rings(self.step, split, self.micro_batches, start, stop, below=below)
-        if rings is not None:
+        if len(self.best) >= FILLED and split.work >= self.best[FILLED - 1].estimate_ns * self.step.ranks:
+            return
+        if rings := place_rings(self.step, split, self.micro_batches, start, stop):
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
 
@@ -102,7 +102,7 @@ def _plans_by_number(step: Step, menu: "Menu", micro_batches: int) -> list[Fille
     if micro_batches == 1 and len(step.lengths) <= FEW * step.ranks:
         for narrowest in (width for width in NARROWEST if width <= step.ranks):
             if rings := grouped_rings(step, menu.even_height(step.ranks), narrowest):
-                plans.append((rings, Assignment.alternating(rings.shelf, rings.first_rank, rings.degree)))
+                plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
     return plans
 
 
