@@ -121,43 +121,49 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv. Runs the calls of the forward pass on the final out and log-sum-exp.
 
-    dQ, dK and dV are summed in the dtype of lse; gradients of remote rows go back to their owners in the compute dtype.
+    Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
+    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows go back to their
+    owners in the compute dtype.
     """
     this = _Pass(find(call), layer, "backward", q, k, v)
     sums: list[torch.Tensor] = []
-    number = -1
+    stage_numbers = itertools.count()
     returning: list[Iterator[None]] = []
     for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
-        # Several calls may add to a row: that is done in float32 as well. Else rows are only carried, as they will be sent.
-        dtype = this.sum_dtype if any(part.again for part in calls) else k.dtype
-        remote = None if received is None else torch.zeros_like(received, dtype=dtype)
+        remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.kernel.backward(
                 dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
             )
-            if not sums:  # every rank with a token has local keys, and these come first
+            if sums:
+                _add_call(sums, remote, part, *gradients)
+            else:  # every rank with a token has local keys, and these come first
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
-                continue
-            sums[0] += gradients[0]
-            if remote is None or part.rows is None:
-                sums[1] += gradients[1]
-                sums[2] += gradients[2]
-            else:
-                packed = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1).to(remote.dtype)
-                if part.again:
-                    remote.index_add_(0, part.rows, packed)
-                else:
-                    remote[part.rows] = packed
         if remote is not None:
             # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
-            number += 1
-            returning = _advanced([this.give_back(number, remote.to(k.dtype), *sums[1:]), *returning])
+            returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     while returning:
         returning = _advanced(returning)
     if not sums:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+
+
+def _add_call(
+    sums: list[torch.Tensor], remote: torch.Tensor | None, part: Call, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+) -> None:
+    """Adds a call's gradients: dq to this rank's, dk and dv there too or, for received rows, to `remote` [rows, width]."""
+    sums[0] += dq
+    if remote is None or part.rows is None:
+        sums[1] += dk
+        sums[2] += dv
+        return
+    packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
+    if part.again:
+        remote.index_add_(0, part.rows, packed)
+    else:
+        remote[part.rows] = packed
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
@@ -187,6 +193,11 @@ class _Pass:
     def widened(self, x: torch.Tensor) -> torch.Tensor:
         """`x` in the dtype of sums, if anything will be added to it."""
         return x.to(self.sum_dtype) if self.schedule.calls > 1 or self.schedule.stages else x
+
+    def zeros_for(self, received: torch.Tensor, calls: tuple[Call, ...]) -> torch.Tensor:
+        """Zeros for the gradients of received rows: in float32 if several calls may add to a row, else as they will be sent."""
+        several = any(part.again for part in calls)
+        return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
 
     def keys(
         self, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor | None, part: Call

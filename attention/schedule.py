@@ -8,7 +8,7 @@ its content from the same cut points, in the same order of documents, so no meta
 Where a ring crosses nodes, rows may cross the network once for each node and not for each rank: stage 0 then gathers
 from the own node, the later ones from others, in two hops: to a relay in the node, and from there to whoever needs the rows.
 
-What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`parts`).
+What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`segment_builder`).
 """
 
 from collections import defaultdict
@@ -112,8 +112,10 @@ def stage_of(distance: int, degree: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class _Message:
-    """Positions of one document that ring index `source` or a relay sends on to another ring index; `peer` is a rank."""
+    """Positions of one document that ring index `source` or a relay sends on in a hop; `peer` is the rank at the other end."""
 
+    hop: int
+    incoming: bool
     peer: int
     source: int
     spans: list[Span]
@@ -151,15 +153,15 @@ class _Document:
         spans = (spans_needed(self.areas, shard.length, shard.degree, source, target) for target in targets)
         return _union(span for needed in spans for span in needed)
 
-    def messages(self, stage: int, stages: int) -> Iterator[tuple[int, bool, _Message]]:
-        """Hop, whether it comes in, and message, for all that this rank sends and receives in a stage."""
+    def messages(self, stage: int, stages: int) -> Iterator[_Message]:
+        """All that this rank sends and receives in a stage."""
         shard, mine = self.shard, self.shard.ring_index
         here = self._node_of(mine)
         for other in self.nodes[here] if self.nodes else range(shard.degree):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
                 distance = (target - source) % shard.degree
                 if distance and stage == (0 if self.nodes else stage_of(distance, shard.degree, stages)):
-                    yield 0, incoming, _Message(shard.rank_of(other), source, self.needed(source, [target]))
+                    yield _Message(0, incoming, shard.rank_of(other), source, self.needed(source, [target]))
         for there in range(len(self.nodes) if stage else 0):
             for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
                 distance = (target_node - source_node) % len(self.nodes)
@@ -169,20 +171,19 @@ class _Document:
     def _node_of(self, ring_index: int) -> int:
         return next((i for i, members in enumerate(self.nodes) if ring_index in members), 0)
 
-    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[tuple[int, bool, _Message]]:
+    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[_Message]:
         """This rank's part in what one node sends another: relays take turns by source."""
-        mine, targets = self.shard.ring_index, self.nodes[target_node]
+        mine, rank_of, targets = self.shard.ring_index, self.shard.rank_of, self.nodes[target_node]
         for source in self.nodes[source_node] if incoming else [mine]:
             relay = targets[source % len(targets)]
             if not incoming:
-                yield 0, False, _Message(self.shard.rank_of(relay), source, self.needed(source, targets))
-            elif relay == mine:
-                yield 0, True, _Message(self.shard.rank_of(source), source, self.needed(source, targets))
-                for target in targets:
-                    if target != mine:
-                        yield 1, False, _Message(self.shard.rank_of(target), source, self.needed(source, [target]))
+                yield _Message(0, False, rank_of(relay), source, self.needed(source, targets))
+            elif relay != mine:
+                yield _Message(1, True, rank_of(relay), source, self.needed(source, [mine]))
             else:
-                yield 1, True, _Message(self.shard.rank_of(relay), source, self.needed(source, [mine]))
+                yield _Message(0, True, rank_of(source), source, self.needed(source, targets))
+                others = [target for target in targets if target != mine]
+                yield from (_Message(1, False, rank_of(target), source, self.needed(source, [target])) for target in others)
 
 
 def chunks(length: int, degree: int, ring_index: int) -> list[Span]:
@@ -211,25 +212,30 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> ExchangeStage:
-    keys: list[list[Run]] = [[] for _ in documents]
+    """The hops of a stage, and the calls on what they bring.
+
+    Both ends of a message list its rows by document, source and position: if rank 0 sends rank 1 the positions [0, 4) of
+    document 0 and [8, 10) of document 2, six rows come in that order.
+    """
+    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
+    messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
+    keys: list[list[Run]] = [[] for _ in documents]  # what came of each document
     hops: list[Hop] = []
     row = 0
-    messages = [(i, *message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
-    for number in range(1 + max((hop for _, hop, _, _ in messages), default=0)):
+    for number in range(1 + max((message.hop for _, message in messages), default=0)):
         sends: dict[int, list[range]] = defaultdict(list)
         receives: dict[int, int] = defaultdict(int)
-        # Both ends list messages by document, source and position.
-        for i, hop, incoming, message in sorted(messages, key=lambda m: (m[3].peer, m[0], m[3].source)):
-            for start, stop in message.spans if hop == number else ():
-                if incoming:
-                    keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
-                    receives[message.peer] += stop - start
-                    row += stop - start
-                elif number == 0:
-                    sends[message.peer].append(documents[i].shard.rows(start, stop))
-                else:
-                    held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
-                    sends[message.peer] += held.part(start, stop)
+        spans = ((i, message, *span) for i, message in messages if message.hop == number for span in message.spans)
+        for i, message, start, stop in spans:
+            if message.incoming:
+                keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
+                receives[message.peer] += stop - start
+                row += stop - start
+            elif number == 0:
+                sends[message.peer].append(documents[i].shard.rows(start, stop))
+            else:  # a relay passes on what it got in the first hop
+                held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
+                sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
     documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
     return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))

@@ -18,7 +18,7 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 @pytest.fixture
 def plan() -> Plan:
     placements = ((Placement(0, 0, 4), Placement(1, 0, 1)), (Placement(2, 2, 2),))
-    return Plan("auto", "columns", 4, 100, (300, 20, 150), placements, (1, 1), H100)
+    return Plan("auto", "search", 4, 100, (300, 20, 150), placements, (1, 1), H100)
 
 
 def test_a_sound_plan_passes(plan: Plan) -> None:
@@ -71,7 +71,7 @@ def test_each_malformed_plan_is_caught(plan: Plan, change: dict[str, Any], messa
 
 def test_one_token_over_the_budget_is_caught() -> None:
     """Odd cuts: 7 tokens on two ranks are 3 and 4; a budget of 3 is one too few, on the rank that has the fourth."""
-    plan = Plan("auto", "columns", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100)
+    plan = Plan("auto", "search", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100)
     with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
         check_plan(plan)
     with pytest.raises(PlanError, match="rank 0 holds 4 tokens"):

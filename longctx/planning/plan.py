@@ -53,7 +53,7 @@ class Plan:
 
     Attributes:
         mode: what was asked for: static, bins or auto.
-        winner: what was chosen under that mode, such as `static:8`, `bins` or `columns`.
+        winner: what was chosen under that mode, such as `static:8`, `bins` or `search`.
         ranks: N, the size of the domain.
         tokens_per_rank: most tokens that a rank holds in a micro-batch.
         lengths: tokens of every document of the step.

@@ -35,30 +35,33 @@ def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_hea
 
 
 def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_heads: int, kv_heads: int) -> int:
-    """Modelled time of a micro-batch's slowest rank if groups of `ulysses_degree` exchange heads; shards are taken as even."""
+    """Modelled time of a micro-batch's slowest rank if groups of `ulysses_degree` ranks exchange heads.
+
+    The time of a rank is linear + attention + max(0, exchange - what attention hides of it) + swaps. With u = `ulysses_degree`,
+    which divides the ranks, a document of length s on d ranks that swap heads costs each of them attention(s, d/u) / u, the
+    exchange of a ring of d/u ranks with 1/u of the heads, and the swaps of s/d tokens. Others cost what they do with u = 1.
+    """
     placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
-    lengths = np.array([plan.lengths[p.document] for p in placements], dtype=np.int64)
-    first, degree = (np.array([getattr(p, name) for p in placements], dtype=np.int64) for name in ("first_rank", "degree"))
-    pairs = zip(lengths.tolist(), first.tolist(), degree.tolist(), strict=True)
-    swapped = np.array([swaps_heads(length, start, width, ulysses_degree) for length, start, width in pairs], dtype=bool)
-    u = np.where(swapped, ulysses_degree, 1)
+    rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
+    swapped = np.array([swaps_heads(*row, ulysses_degree) for row in rows], dtype=bool)
+    lengths, first, degree = documents = np.array(rows, dtype=np.int64).T
+    u, shards = np.where(swapped, ulysses_degree, 1), -(-lengths // degree)
     attention = _on_ranks(-(-attention_ns(profile, lengths, degree // u) // u), first, degree, ranks)
-    tokens = _on_ranks(-(-lengths // degree), first, degree, ranks)
-    exchange = _ring_ns(profile, lengths[~swapped], first[~swapped], degree[~swapped], ranks)
+    linear = linear_ns(profile, _on_ranks(shards, first, degree, ranks))
+    exchange = _ring_ns(profile, documents[:, ~swapped], ranks)
     if swapped.any():
-        group = replace(
-            profile,
-            ranks_per_node=profile.ranks_per_node // ulysses_degree,
-            kv_bytes_per_token=profile.kv_bytes_per_token / ulysses_degree,
-        )
-        wide = (lengths[swapped], first[swapped] // ulysses_degree, degree[swapped] // ulysses_degree, ranks // ulysses_degree)
-        exchange = exchange + np.repeat(_ring_ns(group, *wide), ulysses_degree)
-    moved = _on_ranks(np.where(swapped, -(-lengths // degree), 0), first, degree, ranks)
-    per_token = profile.kv_bytes_per_token / PASSES * 2 * (1 + query_heads / kv_heads)  # q, k, v, out and their gradients
-    share = (ulysses_degree - 1) / ulysses_degree
-    swaps = np.ceil(moved * (per_token * share * NANOSECONDS / profile.intra_node_bytes_per_s)).astype(np.int64)
-    time = linear_ns(profile, tokens) + attention + np.maximum(0, exchange - hidden_ns(profile, attention)) + swaps
-    return int(time.max())
+        exchange = exchange + _ring_ns(profile, documents[:, swapped], ranks, ulysses_degree)
+    swapped_tokens = _on_ranks(np.where(swapped, shards, 0), first, degree, ranks)
+    swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads / kv_heads)
+    return int((linear + attention + np.maximum(0, exchange - hidden_ns(profile, attention)) + swaps).max())
+
+
+def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv_head: float) -> Integers:
+    """Time in which a rank of that many tokens swaps all but its own 1/u of q, k, v, out and their gradients."""
+    per_token = profile.kv_bytes_per_token / PASSES * 2 * (1 + queries_per_kv_head)
+    moved = per_token * ((u - 1) / u)
+    result: Integers = np.ceil(tokens * (moved * NANOSECONDS / profile.intra_node_bytes_per_s)).astype(np.int64)
+    return result
 
 
 def _on_ranks(values: Integers, first: Integers, degree: Integers, ranks: int) -> Integers:
@@ -67,8 +70,12 @@ def _on_ranks(values: Integers, first: Integers, degree: Integers, ranks: int) -
     return result
 
 
-def _ring_ns(profile: HardwareProfile, lengths: Integers, first: Integers, degree: Integers, ranks: int) -> Integers:
-    """Exchange of plain rings on every rank."""
-    rings = Assignment(np.zeros_like(first), first, degree, np.zeros(len(first), dtype=bool))
-    result: Integers = exchange_ns(profile, lengths, rings, (1, ranks))[0]
-    return result
+def _ring_ns(profile: HardwareProfile, documents: Integers, ranks: int, u: int = 1) -> Integers:
+    """Exchange on every rank of rings whose members are groups of u ranks, each rank with 1/u of its group's heads.
+
+    `documents` [3, documents] are lengths, first ranks and degrees.
+    """
+    lengths, first, degree = documents
+    group = replace(profile, ranks_per_node=profile.ranks_per_node // u, kv_bytes_per_token=profile.kv_bytes_per_token / u)
+    rings = Assignment(np.zeros_like(first), first // u, degree // u, np.zeros(len(first), dtype=bool))
+    return np.repeat(exchange_ns(group, lengths, rings, (1, ranks // u))[0], u)

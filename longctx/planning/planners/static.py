@@ -12,15 +12,60 @@ import math
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds, score
+from longctx.planning.plan import PlanError
+from longctx.planning.planners.request import Candidate, Request, fastest
 
 
-def plan_static(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
-) -> tuple[Assignment, int] | None:
-    """The better packing at one degree and its makespan in nanoseconds, or None if a document does not fit at this degree."""
+def plan_static(request: Request) -> Candidate:
+    """The plan of the degree given, or of the best one. Raises PlanError if none holds every document."""
+    degree = request.degree
+    best = best_static(request, range(1, request.ranks + 1) if degree is None else range(degree, degree + 1))
+    if best is None:
+        raise PlanError(_no_degree(request))
+    return best
+
+
+def best_static(request: Request, degrees: range, below: int | None = None) -> Candidate | None:
+    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
+
+    Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
+    """
+    bounds = []
+    for degree in degrees:
+        if degree * request.tokens_per_rank < int(request.lengths.max()):
+            continue
+        on_all_ranks, on_groups = static_bounds_ns(request, degree)
+        if below is not None and on_all_ranks >= below:
+            break
+        bounds.append((on_groups, degree))
+    best: Candidate | None = None
+    for bound, degree in sorted(bounds):
+        limit = best.makespan_ns if best else below
+        if limit is not None and bound >= limit:
+            break
+        if (found := pack_static(request, degree)) is not None:
+            best = fastest(best, found)
+    return best
+
+
+def _no_degree(request: Request) -> str:
+    lengths, ranks, tokens_per_rank, degree = request.lengths, request.ranks, request.tokens_per_rank, request.degree
+    if degree is None:
+        return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
+    shards = largest_shards(lengths, np.full_like(lengths, degree))
+    document = int(shards.argmax())
+    least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
+    return (
+        f"document {document} has {lengths[document]} tokens: {degree} ranks of {tokens_per_rank} hold at most "
+        f"{degree * tokens_per_rank}; take degree {least}, tokens_per_rank {shards[document]}, or mode auto"
+    )
+
+
+def pack_static(request: Request, degree: int) -> Candidate | None:
+    """The better packing at one degree, or None if a document does not fit at this degree."""
+    profile, lengths, ranks, tokens_per_rank = request.profile, request.lengths, request.ranks, request.tokens_per_rank
     weights = largest_shards(lengths, np.full_like(lengths, degree))
     if int(weights.max()) > tokens_per_rank:
         return None
@@ -32,19 +77,16 @@ def plan_static(
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    scored = [(score(profile, lengths, plan, ranks).makespan_ns, i) for i, plan in enumerate(plans)]
-    makespan, best = min(scored)
-    return plans[best], makespan
+    return fastest(*(Candidate(score(profile, lengths, plan, ranks).makespan_ns, f"static:{degree}", plan) for plan in plans))
 
 
-def static_bounds_ns(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
-) -> tuple[int, int]:
+def static_bounds_ns(request: Request, degree: int) -> tuple[int, int]:
     """Times that no static plan of this degree can beat: its work evenly spread, its exchange hidden as well as can be.
 
     The first spreads it over all ranks, and holds for higher degrees as well: neither attention nor exchange gets less with the
     degree. The second spreads it over this degree's groups.
     """
+    profile, lengths, ranks, tokens_per_rank = request.profile, request.lengths, request.ranks, request.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
     rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
     linear = int(linear_ns(profile, lengths // degree).sum())

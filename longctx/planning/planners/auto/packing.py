@@ -1,9 +1,10 @@
-"""Shelves: packs documents whose degrees are known into K micro-batches, each a shelf of N ranks.
+"""Packing: puts documents whose degrees are known into K micro-batches of N ranks.
 
-Three steps. Rings first, and with them whatever takes more than half a shelf: longest document first, each on the run of ranks
-that is least loaded so far. Then heights: how tall each shelf must become to take the rest, as if this were a fluid, within the
-token budget. Then the rest, longest first, each on the rank with most room under its shelf's height (list scheduling, Graham
-1969). The sum of the heights estimates the makespan before the last step: many layouts are compared, and few are filled.
+Three steps. Rings first, and with them whatever takes more than half a micro-batch: longest document first, each on the run of
+ranks that is least loaded so far. Then targets: how long each micro-batch must become to take the rest, as if this were a
+fluid, within the token budget. Then the rest, longest first, each on the rank with most room under its micro-batch's target
+(list scheduling, Graham 1969). The sum of the targets estimates the makespan before the last step: many layouts are compared,
+and few are filled.
 """
 
 import heapq
@@ -71,20 +72,20 @@ class Rings:
     Attributes:
         degree, time, tokens: of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents]).
         placed: which documents have their place already; the others are of degree 1.
-        shelf, first_rank: where these stand.
+        micro_batch, first_rank: where these stand.
         load, free: nanoseconds of them and free tokens on every rank (arrays [micro-batches, ranks]).
-        height: nanoseconds of every shelf once the rest is in, as a fluid.
+        target: nanoseconds of every micro-batch once the rest is in, as a fluid.
     """
 
     degree: Integers
     time: Integers
     tokens: Integers
     placed: NDArray[np.bool_]
-    shelf: Integers
+    micro_batch: Integers
     first_rank: Integers
     load: Integers
     free: Integers
-    height: Integers
+    target: Integers
 
     @classmethod
     def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
@@ -97,75 +98,69 @@ class Rings:
 
     @property
     def estimate_ns(self) -> int:
-        return int(self.height.sum())
+        return int(self.target.sum())
 
     @cached_property
     def bare(self) -> tuple[Integers, Integers]:
         """Nanoseconds and free tokens of every slot with nothing but rings in it (arrays [slots])."""
         early = np.flatnonzero(self.placed & (self.degree == 1))
-        slots, cells = self.shelf[early] * self.load.shape[1] + self.first_rank[early], self.load.size
+        slots, cells = self.micro_batch[early] * self.load.shape[1] + self.first_rank[early], self.load.size
         time = np.bincount(slots, self.time[early], cells).astype(np.int64)
         tokens = np.bincount(slots, self.tokens[early], cells).astype(np.int64)
         return self.load.ravel() - time, self.free.ravel() + tokens
 
 
 def place_rings(
-    step: Step,
-    split: Degrees,
-    micro_batches: int,
-    start: Integers | int,
-    stop: Integers | int,
-    *,
-    below: int = NEVER,
-    dense: bool = False,
+    step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
 ) -> Rings | None:
     """Places rings and large documents on micro-batches `start` to `stop` - 1, which may differ by document.
 
-    Where tokens do not fit there, a document stands on any. `dense` places rings side by side where they would else leave gaps
-    so as not to cross the edges of nodes.
-    None if tokens do not fit this way, or if so much work is seen at once to take an estimate of `below` nanoseconds or more.
+    Where tokens do not fit there, a document stands on any; None if they fit nowhere. `dense` places rings side by side where
+    they would else leave gaps so as not to cross the edges of nodes. In one micro-batch of 4 ranks, documents of 30 ns on 2
+    ranks, 20 ns on 2 and 10 ns on 1 stand on ranks 0 and 1, on 2 and 3, and on 2, by then the least loaded.
     """
-    if split.work >= below * step.ranks:
-        return None
-    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
-    degrees, time, tokens = split.degree, split.time.copy(), split.tokens
-    load = np.zeros((micro_batches, ranks), dtype=np.int64)
-    free = np.full((micro_batches, ranks), tokens_per_rank, dtype=np.int64)
-    shelf, first_rank = np.zeros_like(lengths), np.zeros_like(lengths)
-    placed = (degrees > 1) | (time > split.work // load.size // 2)
+    load = np.zeros((micro_batches, step.ranks), dtype=np.int64)
+    free = np.full_like(load, step.tokens_per_rank)
+    time, micro_batch, first_rank = split.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
+    placed = (split.degree > 1) | (time > split.work // load.size // 2)
     early = np.flatnonzero(placed)
-    early = early[np.argsort(-lengths[early], kind="stable")]
-    offsets = np.arange(min(profile.ranks_per_node, ranks))
-    times = alone_ns(profile, lengths[early][:, None], degrees[early][:, None], offsets)[:, np.arange(ranks) % len(offsets)]
-    starts, stops = (np.broadcast_to(limit, lengths.shape) for limit in (start, stop))
-    no_time = np.zeros(ranks, dtype=np.int64)
-    for place, document in enumerate(early.tolist()):
-        degree, shard = int(degrees[document]), int(tokens[document])
-        row = int(starts[document])
-        by_start = no_time if dense else times[place]
-        run = _best_run(load[row : stops[document]], free[row : stops[document]], degree, shard, by_start)
-        if run is None:
-            row, run = 0, _best_run(load, free, degree, shard, by_start)
+    early = early[np.argsort(-step.lengths[early], kind="stable")]
+    starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
+    for document, by_first_rank in zip(early.tolist(), _times_by_first_rank(step, split, early), strict=True):
+        degree, shard = int(split.degree[document]), int(split.tokens[document])
+        extra = np.zeros_like(by_first_rank) if dense else by_first_rank
+        run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
+        run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
         if run is None:
             return None
-        row, first = row + run[0], run[1]
-        time[document] = times[place, first]
+        row, first = micro_batch[document], first_rank[document] = run
+        time[document] = by_first_rank[first]
         load[row, first : first + degree] += time[document]
         free[row, first : first + degree] -= shard
-        shelf[document], first_rank[document] = row, first
-    height = _fluid_heights(load, free, int(time[~placed].sum()), int(tokens[~placed].sum()))
-    return None if height is None else Rings(degrees, time, tokens, placed, shelf, first_rank, load, free, height)
+    target = _fluid_targets(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
+    if target is None:
+        return None
+    return Rings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
 
 
-def _best_run(load: Integers, free: Integers, degree: int, tokens: int, time: Integers) -> tuple[int, int] | None:
-    """Shelf and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
+def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
+    """Nanoseconds of these documents by the first rank of their ring [documents, ranks], which repeats from node to node."""
+    offsets = np.arange(min(step.profile.ranks_per_node, step.ranks))
+    times = alone_ns(step.profile, step.lengths[documents][:, None], split.degree[documents][:, None], offsets)
+    return times[:, np.arange(step.ranks) % len(offsets)]
+
+
+def _best_run(
+    load: Integers, free: Integers, start: int, stop: int, degree: int, tokens: int, time: Integers
+) -> tuple[int, int] | None:
+    """Micro-batch and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
 
     `time` [ranks] is that of the ring by its first rank: crossing the edge of a node moves exchange to the slow network.
     """
-    done = _sliding_max(np.where(free >= tokens, load, FULL), degree)
+    done = _sliding_max(np.where(free[start:stop] >= tokens, load[start:stop], FULL), degree)
     done = done + time[: done.shape[1]]
     row, first_rank = divmod(int(done.argmin()), done.shape[1])
-    return (row, first_rank) if done[row, first_rank] < FULL else None
+    return (start + row, first_rank) if done[row, first_rank] < FULL else None
 
 
 def _sliding_max(values: Integers, width: int) -> Integers:
@@ -178,11 +173,12 @@ def _sliding_max(values: Integers, width: int) -> Integers:
     return result
 
 
-def _fluid_heights(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
-    """The heights with the smallest sum that take `work` more nanoseconds, holding `tokens`; None if tokens do not fit.
+def _fluid_targets(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
+    """The targets with the smallest sum that take `work` more nanoseconds, holding `tokens`; None if tokens do not fit.
 
-    A rank takes work up to the height of its shelf or until its tokens are used up, at the mean time per token. Raising a shelf
-    fills as many ranks as have tokens left, so the shelf where most have is raised first.
+    A rank takes work up to the target of its micro-batch or until its tokens are used up, at the mean time per token. Raising a
+    target fills as many ranks as have tokens left, so that of the micro-batch where most have is raised first. With tokens to
+    spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
     """
     if tokens > int(free.sum()):
         return None
@@ -196,8 +192,8 @@ def _fluid_heights(load: Integers, free: Integers, work: int, tokens: int) -> In
     taken = (width * slope).ravel()[order]
     before = np.cumsum(taken) - taken
     use = np.clip(-(-(missing - before) // slope.ravel()[order]), 0, width.ravel()[order])
-    height: Integers = start + np.bincount(order // load.shape[1], use, len(load)).astype(np.int64)
-    return height
+    target: Integers = start + np.bincount(order // load.shape[1], use, len(load)).astype(np.int64)
+    return target
 
 
 def fill(rings: Rings) -> Assignment | None:
@@ -206,24 +202,23 @@ def fill(rings: Rings) -> Assignment | None:
     slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
     if slots is None:
         return None
-    return _with_slots(rings, np.where(rings.placed, rings.shelf * ranks + rings.first_rank, slots), ranks)
+    return _with_slots(rings, np.where(rings.placed, rings.micro_batch * ranks + rings.first_rank, slots), ranks)
 
 
 def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
-    """Moves and swaps documents of degree 1 until all heights are kept, or for that many rounds."""
+    """Moves and swaps documents of degree 1 until all targets are kept, or for that many rounds."""
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
     slots = plan.micro_batch * ranks + plan.first_rank
     load, free = rings.bare
-    room = np.repeat(rings.height, ranks) - load
+    room = np.repeat(rings.target, ranks) - load
     slots[singles] = balance(slots[singles], rings.time[singles], rings.tokens[singles], room, free, ranks, rounds)
     return _with_slots(rings, slots, ranks)
 
 
 def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
     """A slot is a rank in a micro-batch: micro-batch · N + rank."""
-    shelf, first_rank = np.divmod(slots, ranks)
-    return Assignment.alternating(shelf, first_rank, rings.degree)
+    return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 
 
 def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
@@ -231,7 +226,7 @@ def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
 
     A slot without tokens for the document at hand waits aside until the documents, ever shorter, fit it again.
     """
-    excess = (rings.load - rings.height[:, None]).ravel().tolist()  # negative room: heaps give the smallest
+    excess = (rings.load - rings.target[:, None]).ravel().tolist()  # negative room: heaps give the smallest
     free = rings.free.ravel().tolist()
     ready = [(value, slot) for slot, value in enumerate(excess)]
     heapq.heapify(ready)

@@ -1,4 +1,4 @@
-"""Groups: layouts for steps with few documents for each rank, where several split documents have to share the same ranks.
+"""Shared rings: layouts for steps with few documents for each rank, where several split documents have to share the same ranks.
 
 All documents are done within a limit, in one micro-batch, if each, longest first, joins the narrowest group of ranks that still
 has time and tokens for it, or else opens the narrowest group that is fast enough. Few widths are used, so that documents
@@ -15,14 +15,14 @@ from longctx.planning.cost.model import alone_ns
 from longctx.planning.planners.auto.packing import Degrees, Rings, Step
 
 PRECISION = 512
-"""Limits are told apart to one part of the height in so many."""
+"""Limits are told apart to one part of the even time in so many: more take more steps of bisection."""
 
 Choice = tuple[list[int], list[int]]
 """Nanoseconds (0 where it does not fit) and tokens of a document on each rank of a group, for every width."""
 
 
-def grouped_rings(step: Step, height: int, narrowest: int) -> Rings | None:
-    """The lowest layout found between once and twice that height, in nanoseconds; None if there is none.
+def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
+    """The quickest layout found that takes between once and twice `even_ns`; None if there is none.
 
     No group has fewer than `narrowest` ranks: fine pieces pack better where small documents are wanting. Three times a power of
     two is a width then, too.
@@ -35,8 +35,8 @@ def grouped_rings(step: Step, height: int, narrowest: int) -> Rings | None:
     times = np.where(shards <= step.tokens_per_rank, alone_ns(step.profile, lengths, width), 0)
     order = np.argsort(-step.lengths, kind="stable")
     choices = list(zip(times[order].tolist(), shards[order].tolist(), strict=True))
-    low, high, best = height, 2 * height, None
-    while high - low > max(1, height // PRECISION):
+    low, high, best = even_ns, 2 * even_ns, None
+    while high - low > max(1, even_ns // PRECISION):
         limit = (low + high) // 2
         found = _within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
         low, high, best = (limit, high, best) if found is None else (low, limit, found)
