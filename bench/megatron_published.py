@@ -19,11 +19,11 @@ times of the baseline alone. Nothing measured of the dynamic runs enters.
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harness import markdown, options
 from longctx.comparison.baselines import MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
@@ -49,10 +49,10 @@ SHAPE = ModelShape(
 WHY = """Most of an iteration of so few tokens is time that depends on no token, of which the model knows the launches alone.
 We think that a ring of four costs more of it than no ring: the model counts rings in bytes, not in kernels and messages. Its
 barrier after every micro-batch, which their runs have not, works the other way: it slows the modelled baseline."""
-PLANNERS = ("fixed-static", "megatron-main", "megatron-dev", "auto")
 
 
 def main() -> None:
+    out = options(__doc__, "megatron-published").parse_args().out
     lengths = mock_lengths()
     scaled = {gpus: scaled_profile(gpus) for gpus in MEASURED_MS}
     plans = {gpus: plan_steps(steps(lengths, gpus), profile) for gpus, profile in scaled.items()}
@@ -70,7 +70,7 @@ def main() -> None:
         *table(fitted),
         "\nMade by `python bench/megatron_published.py`, whose head says what is published and what is assumed.\n",
     ]
-    (Path(__file__).parent / "results" / "megatron-published.md").write_text("\n".join(lines), encoding="utf-8")
+    out.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def mock_lengths() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -94,20 +94,15 @@ def scaled_profile(gpus: int) -> HardwareProfile:
 
 def plan_steps(drawn: Sequence[list[int]], profile: HardwareProfile) -> dict[str, list[Plan]]:
     """Every step's plan under each planner; without the wheel, none of Megatron main."""
-    plans: dict[str, list[Plan]] = {}
-    for planner in PLANNERS:
-        request: dict[str, Any] = {
-            "ranks": len(drawn[0]) // MICRO_BATCHES * DEGREE,
-            "tokens_per_rank": TOKENS_PER_RANK,
-            "profile": profile,
-        }
+    ranks = len(drawn[0]) // MICRO_BATCHES * DEGREE
+    request: dict[str, Any] = {"ranks": ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+    plans = {
+        "fixed-static": [plan_fixed_static(lengths, **request, degree=DEGREE) for lengths in drawn],
+        "auto": [make_plan(lengths, **request) for lengths in drawn],
+    }
+    for planner in ("megatron-main", "megatron-dev"):
         try:
-            if planner == "fixed-static":
-                plans[planner] = [plan_fixed_static(lengths, **request, degree=DEGREE) for lengths in drawn]
-            elif planner == "auto":
-                plans[planner] = [make_plan(lengths, **request) for lengths in drawn]
-            else:
-                plans[planner] = [plan_baseline(planner, lengths, **request) for lengths in drawn]
+            plans[planner] = [plan_baseline(planner, lengths, **request) for lengths in drawn]
         except MissingBaseline as error:
             print(error, file=sys.stderr)
     return plans
@@ -140,13 +135,14 @@ def speedup(by: dict[str, list[Plan]], planner: str) -> str:
 
 def table(plans: dict[int, dict[str, list[Plan]]]) -> list[str]:
     head = ["GPUs", "baseline, measured", "modelled", "**theirs, measured**", "modelled: wheel", "modelled: dev", "auto"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    lines = []
     for gpus, by in plans.items():
         base, dynamic = MEASURED_MS[gpus]
-        cells = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
-        cells += [speedup(by, planner) if planner in by else "—" for planner in PLANNERS[1:]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        line = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
+        for planner in ("megatron-main", "megatron-dev", "auto"):
+            line.append(speedup(by, planner) if planner in by else "—")
+        lines.append(line)
+    return markdown(head, lines, 0)
 
 
 if __name__ == "__main__":
