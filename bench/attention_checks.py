@@ -19,13 +19,10 @@ from longctx.attention.masks import Mask
 from longctx.planning.layout import Layout, Placement
 
 Tensors = tuple[torch.Tensor, ...]
-
-MOST_ROUNDINGS = 10
-"""Error that a kernel itself may have, in units of the last digit of the largest number of a result."""
+MOST_ROUNDINGS = 10  # error that a kernel itself may have, in units of the last digit of the largest number of a result
 COLUMNS = ("kernel", "mask", "dtype", "head_dim", "tensor", "ring", "single", "same_bits", "right", "failed")
 """`ring` and `single` are distances from float64 by norm, relative to the norm of the result."""
-TIMED_MASKS = "causal", "dense"
-"""Of which the parts of a ring are; a kernel that fails at others is timed, and its failure told."""
+TIMED_MASKS = "causal", "dense"  # of which a ring's parts are; a kernel that fails at others is timed, and its failure told
 
 
 def masks(window: int) -> dict[str, Mask]:

@@ -43,10 +43,9 @@ from longctx.planning.calibration.fit import AttentionTime, fit_attention
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # after the choice of a backend that needs no screen
 
-LOST = 3
-"""Exit status of a process that the GPU does not answer any more."""
-HANGING_S = 60
-"""More than any one row takes."""
+LOST = 3  # exit status of a process that the GPU does not answer any more
+HANGING_S = 60  # more than any one row takes
+PIECE_COLUMNS = ["piece", "gb_per_s", "share_of_copy", "failed"]
 
 
 class Tables(NamedTuple):
@@ -74,8 +73,8 @@ def main() -> None:
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
     columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS, "-elementwise": PIECE_COLUMNS}
-    paths = [given.out.with_name(f"{given.out.name}{end}.csv") for end in columns]
-    tables = Tables(*(Table(*file, about, anew=not given.append) for file in zip(paths, columns.values(), strict=True)))
+    files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
+    tables = Tables(*(Table(path, names, about, anew=not given.append) for path, names in files))
     names = kernel_names(given.kernels.split(",") if given.kernels else None)
     names = [name for name in names if runs(name, sizes, device)]
     if len(names) == 1:
@@ -188,9 +187,6 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             os._exit(LOST)
 
 
-PIECE_COLUMNS = ["piece", "gb_per_s", "share_of_copy", "failed"]
-
-
 def report(sizes: Sizes, device: torch.device, tables: Tables, layers: int, out: Path) -> None:
     """The picture, the table for a profile, and memory-bound pieces."""
     rows = [row for row in tables.times.rows if not row["failed"]]
@@ -236,9 +232,7 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
     degrees, documents = (sorted({int(row[name]) for row in rows}) for name in ("degree", "documents"))
     panels = list(product(("forward", "backward"), documents))
     size = 2 + 3.5 * len(kernels), 1 + 2.6 * len(panels)
-    figure, axes = plt.subplots(
-        len(panels), len(kernels), figsize=size, sharex=True, sharey="row", squeeze=False, layout="constrained"
-    )
+    figure, axes = plt.subplots(len(panels), len(kernels), figsize=size, sharey="row", squeeze=False, layout="constrained")
     for (direction, count), line in zip(panels, axes, strict=True):
         line[0].set_ylabel(f"{direction}, TFLOP/s\ndocuments: {count}")
         for kernel, axis in zip(kernels, line, strict=True):
@@ -251,17 +245,13 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
                     rates = [float(row[f"{direction}_{what}_tflops"]) for row in chosen]
                     label = f"degree {degree}" if what == "ring" else None
                     axis.plot(tokens, rates, style, color=colour, markersize=4, linewidth=1, label=label)
-            axis.set_xscale("log", base=2)
+            axis.set(xscale="log", xlabel="tokens per rank", title=kernel)
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-    for kernel, top, bottom in zip(kernels, axes[0], axes[-1], strict=True):
-        top.set_title(kernel)
-        bottom.set_xlabel("tokens per rank")
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    title = "One rank of a ring (solid)\nand one call on as much work (dashed)"
-    figure.suptitle(f"{title}\n{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}", fontsize="medium")
+    where = f"{rows[0]['device']}, torch {rows[0]['torch']}, {rows[0]['date']}"
+    figure.suptitle(f"One rank of a ring (solid)\nand one call on as much work (dashed)\n{where}", fontsize="medium")
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

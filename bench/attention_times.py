@@ -26,8 +26,7 @@ from longctx.attention.segments import Segment, Segments, packed_causal, visible
 from longctx.model.rope import rope_tables, rotate
 from longctx.planning.layout import Layout, Placement
 
-MOST_REMOTE_TOKENS = 1 << 18
-"""Received tokens that a stage may hold: beyond, a ring gets more stages."""
+MOST_REMOTE_TOKENS = 1 << 18  # received tokens that a stage may hold: beyond, a ring gets more stages
 KINDS = [f"{direction}_{what}" for direction, what in product(("forward", "backward"), ("calls", "ring", "single"))]
 COLUMNS = [
     *("kernel", "tokens", "degree", "documents", "stages", "calls", "pairs", "single_pairs", "flop_a_pair"),

@@ -65,9 +65,9 @@ MODEL = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
+OPTIONS = ("nodes", "ranks_per_node", "network", "mix", "scale", "global_tokens", "tokens_per_rank")  # that the result has
 DOCUMENTS = 2000
-FLOPS_S = 4.0
-"""Seconds in which F is measured."""
+FLOPS_S = 4.0  # seconds in which F is measured
 FLOPS_CODE = """
 import sys, time, torch
 torch.set_num_threads(1)
@@ -79,8 +79,6 @@ while time.perf_counter() - began < seconds:
     done += 1
 print(2 * rows * width * wide * done / (time.perf_counter() - began))
 """
-TOLD = ("nodes", "ranks_per_node", "network", "mix", "scale", "global_tokens", "tokens_per_rank")
-"""Options that the result has."""
 
 
 def main() -> int:
@@ -169,7 +167,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             "versions": versions,
         },
         "cluster": {
-            **{name: getattr(given, name) for name in TOLD},
+            **{name: getattr(given, name) for name in OPTIONS},
             "share_of_a_core": given.share,
             **arithmetic,
             "flops_at_start_before_and_after_comparison": speeds,

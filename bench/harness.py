@@ -1,7 +1,4 @@
-"""What all benchmarks share: options, facts of the machine, a CSV table that grows by rows, Markdown, timing, and a store.
-
-Scripts run as `python bench/NAME.py`, beside this file, and import it as `harness`.
-"""
+"""What all benchmarks share: options, facts of the machine, a CSV table that grows by rows, Markdown, timing, and a store."""
 
 import argparse
 import csv
@@ -35,8 +32,7 @@ def options(text: str, out: str | None = None, minutes: float | None = None) -> 
     if out:
         parser.add_argument("--out", type=Path, default=RESULTS / out, help="without a suffix")
     if minutes:
-        help_text = "for all rows together; what does not fit in is left out (default: %(default)s)"
-        parser.add_argument("--minutes", type=float, default=minutes, help=help_text)
+        parser.add_argument("--minutes", type=float, default=minutes, help="for all rows; what does not fit in is left out")
     return parser
 
 
@@ -48,22 +44,18 @@ def command(out: Path | None = None) -> str:
 
 def facts(*packages: str) -> dict[str, str]:
     """Date, machine, and the versions of Python and of these packages."""
-    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": f"{processor()}, {os.cpu_count()} cores"}
-    found["python"] = platform.python_version()
+    found = {"date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": platform.machine(), "python": platform.python_version()}
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else []:
+        if line.startswith("model name"):
+            found["machine"] = line.partition(":")[2].strip()
+    found["machine"] += f", {os.cpu_count()} cores"
     for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def processor() -> str:
-    """The processor's name as Linux gives it, else the architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def device_facts() -> dict[str, str]:
@@ -109,17 +101,14 @@ class Table:
         values = {**row, **self.facts}
         self.rows.append({name: _text(values.get(name)) for name in self.columns})
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            self._writer(file).writerow(self.rows[-1])
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(self.rows[-1])
 
     def write(self) -> None:
         """Writes the whole file anew."""
         with self.path.open("w", newline="", encoding="utf-8") as file:
-            writer = self._writer(file)
+            writer = csv.DictWriter(file, self.columns, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-
-    def _writer(self, file: Any) -> "csv.DictWriter[str]":
-        return csv.DictWriter(file, self.columns, lineterminator="\n")
 
 
 def _text(value: object) -> str:
@@ -136,20 +125,22 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: i
 
 
 def median_s(run: Callable[[], object], device: torch.device, longest_s: float) -> float:
-    """Median seconds of a run, over as many as fit in `longest_s`, 3 at least and 50 at most, after warming up."""
-    for _ in range(2):
-        first = timed_s(run, device)
-    return statistics.median(timed_s(run, device) for _ in range(min(50, max(3, int(longest_s / first)))))
+    """Median seconds of a run, over as many as fit in `longest_s`, 3 at least and 50 at most, after two to warm up.
 
+    On a GPU they are those between two events in its stream.
+    """
 
-def timed_s(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a run; on a GPU between two events in its stream."""
-    began = now(device)
-    run()
-    ended = now(device)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return seconds(began, ended)
+    def timed_s() -> float:
+        began = now(device)
+        run()
+        ended = now(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return seconds(began, ended)
+
+    timed_s()
+    count = min(50, max(3, int(longest_s / timed_s())))
+    return statistics.median(timed_s() for _ in range(count))
 
 
 def make_store(lengths: Sequence[int], folder: Path) -> Path:

@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "longctx-bench-"
-"""Of namespaces and control groups; the process's number follows."""
+PREFIX = "longctx-bench-"  # of namespaces and control groups; the process's number follows
 PORT = 29500
 PERIOD_US = 10_000
 
@@ -119,7 +118,7 @@ class Cluster:
         # Every rank enters its group (0 is the writer itself) before Python starts.
         entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && exec {program}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
-        started: list[subprocess.Popen[str]] = []
+        started: list[subprocess.Popen[bytes]] = []
         logs = [folder / f"{words[0]}-{node}.log" for node in range(len(self.namespaces))]
         try:
             for node, (namespace, log) in enumerate(zip(self.namespaces, logs, strict=True)):
@@ -132,7 +131,7 @@ class Cluster:
                 ]
                 stream = None if node == 0 else log.open("w", encoding="utf-8")
                 started.append(
-                    subprocess.Popen(launcher, env=environment, stdout=stream, stderr=stream, text=True, start_new_session=True)
+                    subprocess.Popen(launcher, env=environment, stdout=stream, stderr=stream, start_new_session=True)
                 )
             deadline = time.monotonic() + timeout_s
             while None in (codes := [process.poll() for process in started]) and not any(codes):
@@ -140,24 +139,16 @@ class Cluster:
                     raise ClusterError(f"`longctx {words[0]}` took longer than {timeout_s:.0f} s")
                 time.sleep(0.2)
         finally:
-            self._end(started)
+            for process in started:
+                process.kill()
+            for namespace in self.namespaces:
+                kill_inside(namespace)
+            for process in started:
+                process.wait(timeout=10)
         failed = [str(node) for node, process in enumerate(started) if process.returncode]
         if failed:
             text = "\n".join(log.read_text("utf-8")[-3000:] for log in logs if log.exists())
             raise ClusterError(f"`longctx {words[0]}` failed on node(s) {', '.join(failed)}\n{text}")
-
-    def _end(self, started: Sequence[subprocess.Popen[str]]) -> None:
-        """Ends launchers, which end their ranks; whatever is left in our namespaces after that is killed."""
-        running = [process for process in started if process.poll() is None]
-        for process in running:
-            process.terminate()
-        for process in running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=10)
-        for namespace in self.namespaces:
-            kill_inside(namespace)
-        for process in started:
-            process.wait(timeout=10)
 
 
 @contextmanager
@@ -187,11 +178,9 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
 
 
 def limit(namespace: str, device: str, bytes_per_s: float) -> None:
-    """Lets the device send at most so many bytes/s. The bucket holds half a millisecond, or ten packets.
-
-    What the bucket holds is sent at once after every pause: a larger one makes the many short exchanges of a step faster than
-    the rate, by up to a quarter.
-    """
+    """Lets the device send at most so many bytes/s."""
+    # Half a millisecond, or ten packets. What the bucket holds is sent at once after every pause: a larger one makes the many
+    # short exchanges of a step faster than the rate, by up to a quarter.
     burst = max(16_384, int(bytes_per_s * 0.0005))
     # A queue that never overflows: the networks of GPU clusters lose no packet where several senders meet, and TCP would wait.
     limits = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst), "limit", str(256 << 20))

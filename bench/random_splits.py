@@ -35,12 +35,10 @@ from longctx.training.setup import check_vocabulary
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
 
-LOSS, GRADIENT_NORM = 1e-5, 1e-4
-"""Greatest relative errors."""
+LOSS, GRADIENT_NORM = 1e-5, 1e-4  # greatest relative errors
 STEPS = 3
 PROCESSES = 8
-BYTES = 257
-"""Entries of the stores' vocabulary."""
+BYTES = 257  # entries of the stores' vocabulary
 PROFILE = "h100-nvlink-ib"
 COLUMNS = (
     *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds", "refused"),
@@ -155,13 +153,13 @@ def draw_plan(rng: random.Random, domain: int, longest: int, tensor: int) -> Set
 
 def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, float]:
     """The greatest relative errors of loss and gradient norm. Raises AssertionError if the case crashes, or tokens differ."""
+    one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
+    found = []
     with tempfile.TemporaryDirectory(prefix="longctx-random-") as name:
         folder = Path(name)
         profile = yaml.safe_load((files("longctx.planning.cost") / "profiles" / f"{PROFILE}.yaml").read_text())
         (folder / "profile.yaml").write_text(yaml.safe_dump({**profile, "ranks_per_node": case.ranks_per_node}))
         store = make_store(folder, case.lengths)
-        one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
-        found = []
         for world, settings in ((1, case.common | one), (case.world, case.common | case.split)):
             settings = {**settings, "context.profile": str(folder / "profile.yaml")}
             run = folder / f"run-{len(found)}"

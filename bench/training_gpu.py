@@ -38,13 +38,11 @@ from typing import Any
 import torch
 
 from harness import Table, command, device_facts, facts, make_store, options
-from longctx.memory.advisor import as_override
 from longctx.training.utilisation import model_flops
 from training_rows import MEMORY_SHARE, STACK_LAYERS, Gpu, Option, Run, runs
 
 START_S = 40.0  # until a run is at its first step, generously
 LEAST_LIMIT_S = 180.0  # before a row is ended, however short its steps should be
-ROW_S = 60.0  # time for the steps of a row, where they are short enough for two in it
 TRIALS = 3  # settings that are tried for a row, at most
 TOO_LONG = "took more than"
 COLUMNS = (
@@ -74,7 +72,7 @@ def main() -> None:
     planned = runs(models, lengths, gpu, quick=given.quick, stack_layers=given.stack_layers)
     wanted = [run for run in planned if given.only in run.label]
     if given.list:
-        print("\n".join(described(run, gpu) for run in wanted))
+        print("\n".join(run.describe(gpu) for run in wanted))
         return
     about = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn", "transformers") | device_facts()
     about |= {"memory_gib": f"{gpu.memory / 2**30:.1f}", "command": command(given.out)}
@@ -83,21 +81,7 @@ def main() -> None:
     late = [run for run in wanted if not has(table, run) and not measure(run, gpu, table, given.steps, deadline)]
     if late:
         print(f"not started, since the rest of {given.minutes:g} minutes would not do; the same command goes on with them:")
-        print("\n".join(described(run, gpu) for run in late))
-
-
-def described(run: Run, gpu: Gpu) -> str:
-    """A line of --list."""
-    fitting = run.fitting(gpu)
-    if not fitting:
-        return f"{run.label}: does not fit"
-    best = fitting[0]
-    memory = f", {run.bytes(best, gpu) / 2**30:.1f} GiB" if run.system == "longctx" else ""
-    return f"{run.label}: {best.name}{memory}, {steps_of(run, best, gpu, 7)} steps of about {run.step_s(best, gpu):.1f} s"
-
-
-def steps_of(run: Run, option: Option, gpu: Gpu, most: int) -> int:
-    return max(min(2, most), min(most, int(ROW_S / run.step_s(option, gpu))))
+        print("\n".join(run.describe(gpu) for run in late))
 
 
 def has(table: Table, run: Run) -> bool:
@@ -124,7 +108,7 @@ def measure(run: Run, gpu: Gpu, table: Table, most_steps: int, deadline: float) 
         left_s, step_s = deadline - time.monotonic(), run.step_s(option, gpu)
         if left_s < START_S + 1.2 * step_s:
             return trial > 0
-        steps = steps_of(run, option, gpu, most_steps)
+        steps = run.steps(option, gpu, most_steps)
         limit = min(left_s, max(LEAST_LIMIT_S, START_S + 3 * steps * step_s))
         found = row | attempt(run, option, gpu, steps, limit)
         table.append(found)
@@ -149,7 +133,7 @@ def attempt(run: Run, option: Option, gpu: Gpu, steps: int, limit: float) -> dic
     """One trial: what its metrics say, and why it ended early, if it did. Its folder is gone afterwards."""
     row: dict[str, Any] = {"options": option.name}
     if run.system == "longctx":
-        row |= {"attention": gpu.kernel(option), "settings": shlex.join(arguments_of(run.settings(option, steps)))}
+        row |= {"attention": gpu.kernel(option), "settings": shlex.join(run.arguments(option, steps))}
         row["estimate_gib"] = round(run.bytes(option, gpu) / 2**30, 2)
     until = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="training_gpu-") as name:
@@ -171,16 +155,12 @@ def attempt(run: Run, option: Option, gpu: Gpu, steps: int, limit: float) -> dic
 def command_of(run: Run, option: Option, steps: int, folder: Path) -> list[str]:
     """What trains, and writes run/metrics.jsonl in `folder`."""
     if run.system == "longctx":
-        folders = {"data.store": make_store([run.tokens] * 2, folder), "train.run_dir": folder / "run"}
-        return [sys.executable, "-m", "longctx", "train", *arguments_of({**run.settings(option, steps), **folders})]
+        words = [f"--data.store={make_store([run.tokens] * 2, folder)}", f"--train.run_dir={folder / 'run'}"]
+        return [sys.executable, "-m", "longctx", "train", *run.arguments(option, steps), *words]
     (folder / "run").mkdir()
     metrics = str(folder / "run" / "metrics.jsonl")
     task = {"shape": run.shape.model_dump(), "tokens": run.tokens, "steps": steps, "metrics": metrics}
     return [sys.executable, str(Path(__file__).with_name("training_peer.py")), json.dumps(task)]
-
-
-def arguments_of(settings: dict[str, Any]) -> list[str]:
-    return [as_override(name, value) for name, value in settings.items()]
 
 
 def finish(words: Sequence[str], log: Path, seconds: float) -> str:

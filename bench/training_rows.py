@@ -9,7 +9,6 @@ import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import product
 from typing import Any
 
@@ -18,14 +17,15 @@ import torch
 from longctx.attention.kernels import Request
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
-from longctx.memory.advisor import changed, heaviest
-from longctx.memory.model import Load, estimate
+from longctx.memory.advisor import as_override, changed, heaviest
+from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.training.utilisation import FORWARD_AND_BACKWARD, model_flops, peak_flops
 
 VOCABULARY = 4096
 PEAK_SHARE = 0.3  # of the GPU's operations a second, that steps are expected to reach, recomputation counted
 MEMORY_SHARE = 0.88  # of the GPU's memory, that an estimate may come to: it knows nothing of fragments, contexts and libraries
+ROW_S = 60.0  # time for the steps of a row, where they are short enough for two in it
 FASTEST = "fastest that fits"
 LONGEST = 1_048_576
 STACK_LAYERS = 2  # of the 8B model at the longest length: a step takes minutes a layer
@@ -52,8 +52,8 @@ HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": 
 TRITON = Option("kernel triton", {"context.kernel": "triton"})
 COMPILED = Option("compiled", {"train.compile": True})
 MEMORY_OPTIONS = [SELECTIVE, NONE, FULL, *(SELECTIVE + each for each in (TILES, HOST_INPUTS, HOST_OPTIMIZER, COMPILED))]
+# What the peer does, in our words, for the time that it is expected to take.
 CHECKPOINTING = Option("gradient checkpointing", {"train.recompute": "full"})
-"""What the peer does, in our words, for the time that it is expected to take."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,13 @@ class Run:
             **option.settings,
         }
 
+    def arguments(self, option: Option, steps: int) -> list[str]:
+        return [as_override(name, value) for name, value in self.settings(option, steps).items()]
+
     def bytes(self, option: Option, gpu: Gpu) -> int:
         """Memory by `longctx estimate`, and what the kernel needs in backward beside it."""
         config = changed(Config(), self.settings(option, 2).items())
-        memory = estimate(self.shape, config, 1, _loads(self.tokens), fused=True).total
+        memory = estimate(self.shape, config, 1, heaviest(config, None, 1), fused=True).total
         return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
 
     def step_s(self, option: Option, gpu: Gpu) -> float:
@@ -136,6 +139,9 @@ class Run:
         host = 3e-9 * self.shape.parameters() if "train.offload_optimizer" in option.settings else 0.0
         return slower * flops / (PEAK_SHARE * gpu.peak) + host
 
+    def steps(self, option: Option, gpu: Gpu, most: int) -> int:
+        return max(min(2, most), min(most, int(ROW_S / self.step_s(option, gpu))))
+
     def fitting(self, gpu: Gpu) -> list[Option]:
         """The options that this GPU has the memory for, fastest first. The peer's memory is not estimated."""
         if self.system != "longctx":
@@ -144,12 +150,14 @@ class Run:
         # Our own kernel where no other option is left.
         return sorted(found, key=lambda option: ("context.kernel" in option.settings, self.step_s(option, gpu)))
 
-
-@cache
-def _loads(tokens: int) -> Sequence[Load]:
-    """Of a GPU with one document of so many tokens."""
-    batch = {"batch.global_tokens": tokens, "batch.tokens_per_rank": tokens}
-    return heaviest(changed(Config(), batch.items()), None, 1)
+    def describe(self, gpu: Gpu) -> str:
+        """A line of --list."""
+        fitting = self.fitting(gpu)
+        if not fitting:
+            return f"{self.label}: does not fit"
+        best = fitting[0]
+        memory = f", {self.bytes(best, gpu) / 2**30:.1f} GiB" if self.system == "longctx" else ""
+        return f"{self.label}: {best.name}{memory}, {self.steps(best, gpu, 7)} steps of about {self.step_s(best, gpu):.1f} s"
 
 
 def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
