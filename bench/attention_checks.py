@@ -35,19 +35,19 @@ def masks(window: int) -> dict[str, Mask]:
     }
 
 
-def check_cases(name: str, sizes: Sizes, device: torch.device) -> Iterator[tuple[str, torch.dtype, int]]:
+def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     """Every mask, dtype and head size that the kernel takes; first those that are timed."""
     timed = sizes.dtype, sizes.head_dim
     kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
     for dtype, head_dim in kinds:
-        if not KERNELS[name].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
-            yield from ((mask, dtype, head_dim) for mask in masks(sizes.checked_window))
+        if not KERNELS[kernel].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
+            for mask in masks(sizes.checked_window):
+                yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim}
 
 
-def check_kernel(
-    name: str, mask_name: str, dtype: torch.dtype, head_dim: int, sizes: Sizes, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    """A row for every result."""
+def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for every result of a case."""
+    kernel, mask_name, dtype, head_dim = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
     rings = [Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 2), Placement(3, 3, 1), Placement(4, 0, 2)]
     alone = [Placement(document, 0, 1) for document in range(len(lengths))]
@@ -55,8 +55,8 @@ def check_kernel(
     shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
     inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     truth = in_float64(inputs, lengths, mask)
-    single = play(name, inputs, lengths, alone, 1, mask)
-    ring, again = (play(name, inputs, lengths, rings, 4, mask) for _ in range(2))
+    single = play(kernel, inputs, lengths, alone, 1, mask)
+    ring, again = (play(kernel, inputs, lengths, rings, 4, mask) for _ in range(2))
     rounding = torch.finfo(dtype).eps
     for tensor, exact, whole, split, second in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
         single_error, ring_error = (float((x - exact).norm() / exact.norm()) for x in (whole, split))
@@ -65,8 +65,7 @@ def check_kernel(
         # A fault in a few numbers hardly shows in a norm, one of the kernel itself is in both.
         most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
         right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
-        row = {"kernel": name, "mask": mask_name, "dtype": dtype, "head_dim": head_dim, "tensor": tensor}
-        yield {**row, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
+        yield {**case, "tensor": tensor, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
 
 
 def in_float64(inputs: Sequence[torch.Tensor], lengths: Sequence[int], mask: Mask) -> Tensors:
@@ -84,14 +83,14 @@ def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) 
 
 
 def play(
-    name: str, inputs: Tensors, lengths: Sequence[int], placements: Sequence[Placement], ranks: int, mask: Mask
+    kernel: str, inputs: Tensors, lengths: Sequence[int], placements: Sequence[Placement], ranks: int, mask: Mask
 ) -> Tensors:
     """out, dq, dk, dv (float64) of ring attention in which this process is one rank after the other."""
     device = inputs[0].device
     # Every layout says that it is rank 0, as this process is; its ring indices are its own.
     layouts = [replace(Layout.of(placements, lengths, 0, rank, 2), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
-    rings = [RingAttention(layout, mask=mask, kernel=name, device=device, keep_kv=True) for layout in layouts]
+    rings = [RingAttention(layout, mask=mask, kernel=kernel, device=device, keep_kv=True) for layout in layouts]
     kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
     results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3]))
     remote = torch.zeros(kv.shape, dtype=torch.float64, device=device)

@@ -138,32 +138,24 @@ def measure_kernel(name: str, sizes: Sizes, device: torch.device, tables: Tables
     """Appends checks and, if what is timed is right, times, until time is over. What tables have already is left out."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    for mask, dtype, head_dim in attention_checks.check_cases(name, sizes, device):
-        case = {"kernel": name, "mask": mask, "dtype": dtype, "head_dim": head_dim}
-        if tables.checks.find(**case) or time.monotonic() > deadline:
-            continue
+    for case in tables.checks.missing(attention_checks.check_cases(name, sizes, device), deadline):
         with failures(tables.checks, device, **case, right=False):
-            for row in attention_checks.check_kernel(name, mask, dtype, head_dim, sizes, device):
+            for row in attention_checks.check_kernel(case, sizes, device):
                 tables.checks.append(row)
     checked = tables.checks.find(kernel=name, dtype=sizes.dtype, head_dim=sizes.head_dim)
     checked = [row for row in checked if row["mask"] in attention_checks.TIMED_MASKS]
     if not checked or any(row["right"] != "True" for row in checked):
         tables.times.append({"kernel": name, "failed": f"not timed: {'wrong' if checked else 'not checked'}"})
         return
-    for tokens, degree, documents in product(sizes.tokens, sizes.degrees, sizes.documents):
-        cell = {"kernel": name, "tokens": tokens, "degree": degree, "documents": documents}
-        if tables.times.find(**cell):
-            continue
-        told = f"{name}, {tokens:,} tokens, degree {degree}, {documents} documents:"
-        if time.monotonic() > deadline:
-            print(f"{told} no time is left")
-            continue
+    columns = "kernel", "tokens", "degree", "documents"
+    cells = product([name], sizes.tokens, sizes.degrees, sizes.documents)
+    for cell in tables.times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline):
         with failures(tables.times, device, **cell):
-            row = attention_times.measure_cell(name, tokens, degree, documents, sizes, device)
+            row = attention_times.measure_cell(cell, sizes, device)
             tables.times.append(row)
             for way in ("forward", "backward"):
                 shares = f"{row[f'{way}_ring_share']:.0%} of single, calls alone {row[f'{way}_calls_share']:.0%}"
-                print(f"{told} {way} {row[f'{way}_ring_tflops']:.3g} TFLOP/s, {shares}", flush=True)
+                print(f"{cell}: {way} {row[f'{way}_ring_tflops']:.3g} TFLOP/s, {shares}", flush=True)
 
 
 @contextmanager
@@ -245,7 +237,8 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
                     rates = [float(row[f"{direction}_{what}_tflops"]) for row in chosen]
                     label = f"degree {degree}" if what == "ring" else None
                     axis.plot(tokens, rates, style, color=colour, markersize=4, linewidth=1, label=label)
-            axis.set(xscale="log", xlabel="tokens per rank", title=kernel)
+            axis.set_xscale("log", base=2)
+            axis.set(xlabel="tokens per rank", title=kernel)
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")

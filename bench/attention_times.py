@@ -78,8 +78,9 @@ SMOKE = Sizes(
 GPU_SMOKE = replace(SMOKE, head_dim=64, dtype=torch.bfloat16, checked_dtypes=(torch.bfloat16,), checked_head_dims=(64, 128))
 
 
-def measure_cell(name: str, tokens: int, degree: int, documents: int, sizes: Sizes, device: torch.device) -> dict[str, Any]:
+def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> dict[str, Any]:
     """A row: the seconds of forward and backward, and what follows from them."""
+    name, tokens, degree, documents = cell.values()
     length, scale = tokens * degree // documents, sizes.head_dim**-0.5
     stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
     placements = [Placement(document, 0, degree) for document in range(documents)]
@@ -126,22 +127,15 @@ def measure_cell(name: str, tokens: int, degree: int, documents: int, sizes: Siz
         row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
         final, lse = kernel.forward(q, k, v, single, scale)
         row["backward_single"] = seconds(lambda: kernel.backward(dout, q, k, v, final, lse, single, scale))
-    row |= {"kernel": name, "tokens": tokens, "degree": degree, "documents": documents, "stages": stages, "calls": len(calls)}
+    row |= {"stages": stages, "calls": len(calls), "flop_a_pair": 4 * sizes.heads * sizes.head_dim}  # of forward
     row["pairs"] = sum(pairs(segment) for *_, segments in calls for segment in segments)
     row["single_pairs"] = sum(map(pairs, single))
-    row["flop_a_pair"] = 4 * sizes.heads * sizes.head_dim  # in forward
-    return row | rates(row)
-
-
-def rates(row: dict[str, Any]) -> dict[str, float]:
-    """TFLOP/s, and shares of those of the single call."""
-    found = {}
     for kind in KINDS:
         flop = row["flop_a_pair"] * row["single_pairs" if kind.endswith("single") else "pairs"]
-        found[f"{kind}_tflops"] = flop * (1 if kind.startswith("forward") else 2.5) / row[kind] / 1e12
+        row[f"{kind}_tflops"] = flop * (1 if kind.startswith("forward") else 2.5) / row[kind] / 1e12
     for kind in KINDS:
-        found[f"{kind}_share"] = found[f"{kind}_tflops"] / found[f"{kind.partition('_')[0]}_single_tflops"]
-    return found
+        row[f"{kind}_share"] = row[f"{kind}_tflops"] / row[f"{kind.partition('_')[0]}_single_tflops"]
+    return cell | row
 
 
 def from_pool(pool: torch.Tensor, copied: list[int]) -> type[Exchange]:

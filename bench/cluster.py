@@ -3,9 +3,9 @@
     python bench/cluster.py --nodes 2 --ranks-per-node 2
     python bench/cluster.py --nodes 4 --ranks-per-node 1 --network workload
 
-Links between nodes have a limited rate; loopback stands for NVLink. Real `torchrun --nnodes` runs in the nodes. `longctx
-profile` measures this cluster, and then `longctx compare --measure` trains the same documents under every mode in turn,
-planned with that profile. Latency is not emulated: that of the bridge remains.
+Links between nodes have a limited rate; loopback stands for NVLink; latency is that of the bridge. By real `torchrun --nnodes`,
+`longctx profile` measures this cluster, and `longctx compare --measure` trains the same documents under every mode in turn,
+planned with that profile.
 
 Computing. Ranks outnumber cores, and a rank that waits would lend its core to the others: imbalance would look cheaper than it
 is. So every rank has a quota of `--share` of a core, which it has whether the others wait or not, as a GPU would; all quotas
@@ -257,10 +257,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             f"{cluster['tokens_per_rank']:,}",
             f"{auto['median_s']:.2f} s",
             f"{best['mode']}, {best['median_s']:.2f} s",
-            f"**{ratio(best, auto, 'seconds'):.2f}×** ({ratio(best, auto, 'predicted_s'):.2f}×)",
-            totals(best, auto),
-            f"{ratio(oracle, auto, 'seconds'):.2f}× ({ratio(oracle, auto, 'predicted_s'):.2f}×)" if oracle else "—",
-            totals(oracle, auto) if oracle else "—",
+            *speedups(best, auto, "**"),
+            *(speedups(oracle, auto) if oracle else ("—", "—")),
             *(f"{mode['prediction_error']:+.1%}" for mode in (auto, best)),
             f"{measured['loss_difference']:.0e}",
         ]
@@ -288,15 +286,12 @@ def told(result: dict[str, Any]) -> str:
     )
 
 
-def ratio(slow: dict[str, Any], fast: dict[str, Any], key: str) -> float:
-    """Median over the steps."""
-    return statistics.median(float(a[key] / b[key]) for a, b in zip(slow["steps"], fast["steps"], strict=True))
-
-
-def totals(slow: dict[str, Any], fast: dict[str, Any]) -> str:
-    """Ratio of all steps together, measured (predicted)."""
-    measured, predicted = slow["total_s"] / fast["total_s"], slow["predicted_s"] / fast["predicted_s"]
-    return f"{measured:.2f}× ({predicted:.2f}×)"
+def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:
+    """The median over the steps, `mark` around it, and the ratio of all steps together: each measured (predicted)."""
+    steps = list(zip(slow["steps"], fast["steps"], strict=True))
+    medians = [statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")]
+    total_s, total_predicted_s = (slow[key] / fast[key] for key in ("total_s", "predicted_s"))
+    return [f"{mark}{medians[0]:.2f}×{mark} ({medians[1]:.2f}×)", f"{total_s:.2f}× ({total_predicted_s:.2f}×)"]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -95,6 +96,16 @@ class Table:
     def find(self, **values: object) -> list[dict[str, str]]:
         """The rows with these values."""
         return [row for row in self.rows if all(row[name] == _text(value) for name, value in values.items())]
+
+    def missing(self, wanted: Iterable[dict[str, Any]], deadline: float) -> Iterator[dict[str, Any]]:
+        """Values of rows that the file does not have, as long as `time.monotonic()` is below the deadline."""
+        for values in wanted:
+            if self.find(**values):
+                continue
+            if time.monotonic() < deadline:
+                yield values
+            else:
+                print(f"no time is left: {', '.join(f'{name} {value}' for name, value in values.items())}")
 
     def append(self, row: dict[str, Any]) -> None:
         """Adds a row; what it does not have stays empty."""

@@ -33,13 +33,13 @@ def command(*words: str) -> str:
     return done.stdout
 
 
-def namespaces() -> list[str]:
+def all_namespaces() -> list[str]:
     return [line.split()[0] for line in command("ip", "netns", "list").splitlines()]
 
 
 def remove_leftovers() -> None:
     """Removes namespaces and control groups of runs that were killed."""
-    for name in filter(is_left_over, namespaces()):
+    for name in filter(is_left_over, all_namespaces()):
         remove_namespace(name)
     for folder in group_root().glob(f"{PREFIX}*"):
         if is_left_over(folder.name):
@@ -109,8 +109,8 @@ def kill(numbers: Sequence[str]) -> None:
 class Cluster:
     """Namespaces that stand for nodes; `addresses` are theirs."""
 
-    namespaces: tuple[str, ...]
-    addresses: tuple[str, ...]
+    namespaces: Sequence[str]
+    addresses: Sequence[str]
 
     def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], folder: Path, timeout_s: float) -> None:
         """Runs `longctx WORDS` on all ranks, node 0's output on ours. Raises ClusterError if it fails or takes too long."""
@@ -171,7 +171,7 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
             command("ip", "-n", name, "link", "set", "lo", "up")
             limit(name, "eth0", bytes_per_s)
             limit(hub, port, bytes_per_s)
-        yield Cluster(tuple(names), tuple(addresses))
+        yield Cluster(names, addresses)
     finally:
         for name in (*names, hub):
             remove_namespace(name)
@@ -195,6 +195,6 @@ def kill_inside(namespace: str) -> None:
 
 def remove_namespace(name: str) -> None:
     """Removes a namespace and, with it, its devices; none of that name is fine."""
-    if name in namespaces():
+    if name in all_namespaces():
         kill_inside(name)
         command("ip", "netns", "delete", name)

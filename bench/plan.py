@@ -45,10 +45,6 @@ class Setting:
     longest: int | None = None
 
     @property
-    def planners(self) -> tuple[str, ...]:
-        return PLANNERS if self.table == "speedups" else ("auto", "static")
-
-    @property
     def columns(self) -> dict[str, object]:
         """What tells its rows from others."""
         here = {"table": self.table, "mix": self.mix, "documents_a_rank": self.documents}
@@ -117,12 +113,13 @@ def main() -> None:
 def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]:
     """Mean rows of the setting's planners."""
     rows: list[Row] = []
+    planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
     drawn = [load_mix(setting.mix).draw(setting.documents * setting.ranks, seed) for seed in range(seeds)]
     steps = [modelled.cut(stretch(lengths, setting.longest), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
-        rows += modelled.compare_case(case, profile, setting.planners).rows
+        rows += modelled.compare_case(case, profile, planners).rows
     return modelled.mean_rows(rows)
 
 
@@ -145,11 +142,9 @@ def read(texts: dict[str, str]) -> Row:
 
 def page(results: Sequence[Result], about: dict[str, str]) -> str:
     """Both tables in Markdown."""
-    lines: list[str] = []
-    if speedups := [(setting, rows) for setting, rows in results if setting.table == "speedups"]:
-        lines += speedup_tables(speedups)
-    if gaps := [(setting, rows) for setting, rows in results if setting.table == "gaps"]:
-        lines += gap_table(gaps)
+    speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
+    gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
+    lines = [*(speedup_tables(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
         f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. {told}",

@@ -193,22 +193,16 @@ def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict
         print(failure, flush=True)
     if result != "equal":
         print(f"--seed {seed} --only {number}: {result}\n    lengths {case.lengths}; {case.text()}", flush=True)
-    row = {
-        "seed": seed,
-        "case": number,
-        "world": case.world,
-        "result": result,
-        "loss_error": f"{losses:.1e}",
-        "gradient_norm_error": f"{norms:.1e}",
-        "seconds": f"{time.perf_counter() - began:.1f}",
-    }
+    row = {"seed": seed, "case": number, "world": case.world, "result": result}
+    row |= {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
+    row["seconds"] = f"{time.perf_counter() - began:.1f}"
     print(row, flush=True)
     row["refused"] = " ".join(f"{key}:{count}" for key, count in sorted(refused.items()))
     return {**row, "lengths": " ".join(map(str, case.lengths)), "settings": case.text()}
 
 
-def report(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The table in Markdown, and what it holds."""
+def page(rows: Sequence[dict[str, str]]) -> list[str]:
+    """The tables in Markdown."""
     bad = [row for row in rows if row["result"] != "equal"]
     ran = [row for row in rows if row["result"] != "crashed"]
     loss, norm = (max((float(row[name]) for row in ran), default=0.0) for name in ("loss_error", "gradient_norm_error"))
@@ -252,14 +246,13 @@ def main() -> int:
         about = {name: value for name, value in facts("torch").items() if name in COLUMNS}
         table = Table(given.out.with_suffix(".csv"), COLUMNS, about | {"cores": str(os.cpu_count())})
         table.rows = [row for row in table.rows if row["result"] == "equal"]  # others run again
-        left = [number for number in range(given.cases) if not table.find(seed=given.seed, case=number)]
-        for number in sorted(left, key=lambda number: draw(given.seed, number)[0].compiled):  # which takes a minute or more
-            if time.monotonic() > deadline:
-                break
-            table.append(run_case(given.seed, number, workers, given.timeout))
+        # Compiled cases, which take a minute or more, come last.
+        numbers = sorted(range(given.cases), key=lambda number: draw(given.seed, number)[0].compiled)
+        for case in table.missing([{"seed": given.seed, "case": number} for number in numbers], deadline):
+            table.append(run_case(case["seed"], case["case"], workers, given.timeout))
             table.rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
             table.write()
-            given.out.with_suffix(".md").write_text("\n".join(report(table.rows)) + "\n")
+            given.out.with_suffix(".md").write_text("\n".join(page(table.rows)) + "\n")
     finally:
         workers.stop()
     return int(any(row["result"] != "equal" for row in table.rows))
