@@ -23,7 +23,7 @@ from longctx.attention.merge import merge_
 from longctx.attention.operator import NO_LAYER
 from longctx.attention.operator import forward as ring_forward
 from longctx.attention.segments import Segment, Segments, packed_causal, visible
-from longctx.model.rope import rope_tables, rotate
+from longctx.model.rope import Rope, rotate
 from longctx.planning.layout import Layout, Placement
 
 MOST_REMOTE_TOKENS = 1 << 18  # received tokens that a stage may hold: beyond, a ring gets more stages
@@ -172,7 +172,7 @@ def pieces(sizes: Sizes, device: torch.device) -> dict[str, tuple[Callable[[], o
     x, y = (torch.randn(shape, dtype=sizes.dtype, device=device) for _ in range(2))
     total, lse, part_lse = torch.randn(shape, device=device), *(torch.randn(shape[:2], device=device) for _ in range(2))
     rows = torch.arange(tokens // 2, device=device)
-    cos, sin = rope_tables(torch.arange(tokens, device=device), sizes.head_dim, 10000.0)
+    cos, sin = Rope(sizes.head_dim, 10000.0).tables(torch.arange(tokens, device=device))
     weight = torch.ones(width, dtype=sizes.dtype, device=device)
     flat = x.flatten(1)
     segments = packed_causal([tokens // 8] * 8)

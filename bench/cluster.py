@@ -211,7 +211,7 @@ def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
     shape = ModelShape.model_validate(MODEL)
     numbers = kv_bytes_per_token(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, 4) / 4
     # The embedding is tied: its matrix is used once, in the head.
-    flop_per_number = 6 * shape.parameters() / numbers
+    flop_per_number = 6 * shape.spec.parameters / numbers
     hardware = flops / (H100_FLOPS / H100_BYTES_PER_S * 2) * 4
     rates = {"hardware": hardware, "workload": hardware * LLAMA_8B_FLOP_PER_NUMBER / flop_per_number}
     try:

@@ -85,7 +85,7 @@ def scaled_profile(gpus: int) -> HardwareProfile:
     """Of the shipped profile's GPUs, for this model; gradients are reduced once a step, weights not sharded in between."""
     machine = Machine.load(PROFILE)
     machine = replace(machine, profile=replace(machine.profile, ranks_per_node=GPUS_PER_NODE))
-    return profile_of(machine, SHAPE, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK))
+    return profile_of(machine, SHAPE.spec, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK))
 
 
 def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[str, list[Plan]]:

@@ -66,7 +66,7 @@ class Case:
         """The settings that break a rule, and what the trainer itself refuses before the start."""
         try:
             config = load(None, [*SMALL, "data.store=store", *overrides(self.common | self.split)], world_size=self.world)
-            check_vocabulary(config, config.model.shape(BYTES))
+            check_vocabulary(config, config.model.shape(BYTES).spec)
         except ConfigError as error:
             return sorted({problem.key for problem in error.problems}) or [str(error)]
         except UserError:

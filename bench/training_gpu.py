@@ -45,6 +45,8 @@ START_S = 40.0  # until a run is at its first step, generously
 LEAST_LIMIT_S = 180.0  # before a row is ended, however short its steps should be
 TRIALS = 3  # settings that are tried for a row, at most
 TOO_LONG = "took more than"
+LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+PEER_SIZES = {*LLAMA, "vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"}
 COLUMNS = (
     *("system", "model", "layers", "parameters", "tokens", "chosen", "options", "attention", "steps", "warm_up_steps"),
     *("step_s", "step_s_least", "step_s_most", "tokens_per_s", "mfu", "peak_gib", "estimate_gib", "note", "failed", "settings"),
@@ -95,7 +97,7 @@ def has(table: Table, run: Run) -> bool:
 def measure(run: Run, gpu: Gpu, table: Table, most_steps: int, deadline: float) -> bool:
     """Appends the row, one more for each trial that failed. False if there is no time for it."""
     row = {"system": run.system, "model": run.model, "tokens": run.tokens, "chosen": run.chosen}
-    row |= {"layers": run.shape.num_hidden_layers, "parameters": run.shape.parameters()}
+    row |= {"layers": run.shape.num_hidden_layers, "parameters": run.shape.spec.parameters}
     left = run.fitting(gpu)
     if not left:
         least = min(run.bytes(option, gpu) for option in run.options) / 2**30
@@ -159,7 +161,7 @@ def command_of(run: Run, option: Option, steps: int, folder: Path) -> list[str]:
         return [sys.executable, "-m", "longctx", "train", *run.arguments(option, steps), *words]
     (folder / "run").mkdir()
     metrics = str(folder / "run" / "metrics.jsonl")
-    task = {"shape": run.shape.model_dump(), "tokens": run.tokens, "steps": steps, "metrics": metrics}
+    task = {"shape": run.shape.model_dump(include=PEER_SIZES), "tokens": run.tokens, "steps": steps, "metrics": metrics}
     return [sys.executable, str(Path(__file__).with_name("training_peer.py")), json.dumps(task)]
 
 
@@ -198,7 +200,7 @@ def summary(finished: Sequence[dict[str, Any]], run: Run, gpu: Gpu) -> dict[str,
         "step_s_least": round(min(times), 4),
         "step_s_most": round(max(times), 4),
         "tokens_per_s": round(run.tokens / median, 1),
-        "mfu": round(model_flops(run.shape, [run.tokens]) / (median * gpu.peak), 4) if on_gpu else None,
+        "mfu": round(model_flops(run.shape.spec, [run.tokens]) / (median * gpu.peak), 4) if on_gpu else None,
         "peak_gib": round(max(step["peak_memory_bytes"] for step in finished) / 2**30, 2) if on_gpu else None,
         **{name: finished[0][name] for name in ("attention", "parameters") if name in finished[0]},
     }

@@ -126,17 +126,17 @@ class Run:
     def bytes(self, option: Option, gpu: Gpu) -> int:
         """Memory by `longctx estimate`, and what the kernel needs in backward beside it."""
         config = changed(Config(), self.settings(option, 2).items())
-        memory = estimate(self.shape, config, 1, heaviest(config, None, 1), fused=True).total
+        memory = estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
         return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
 
     def step_s(self, option: Option, gpu: Gpu) -> float:
         """What a step is expected to take: attention is 1 part forward and 2.5 backward, the rest 1 and 2."""
         mode = option.settings.get("train.recompute", "none")
-        linear = FORWARD_AND_BACKWARD * 2 * self.shape.multiplied_parameters * self.tokens
-        attention = model_flops(self.shape, [self.tokens]) - linear
+        linear = FORWARD_AND_BACKWARD * 2 * self.shape.spec.multiplied_parameters * self.tokens
+        attention = model_flops(self.shape.spec, [self.tokens]) - linear
         flops = linear * (1 if mode == "none" else 4 / 3) + attention * (4.5 if mode == "full" else 3.5) / 3
         slower = 1.0 + sum(SLOWER.get(name, 0.0) for name in option.settings)
-        host = 3e-9 * self.shape.parameters() if "train.offload_optimizer" in option.settings else 0.0
+        host = 3e-9 * self.shape.spec.parameters if "train.offload_optimizer" in option.settings else 0.0
         return slower * flops / (PEAK_SHARE * gpu.peak) + host
 
     def steps(self, option: Option, gpu: Gpu, most: int) -> int:
