@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.lost import LostText
+from longctx.data.lost_text import LostText
 from longctx.errors import UserError
 
 TokenArray = npt.NDArray[np.integer[Any]]

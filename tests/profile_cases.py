@@ -17,8 +17,8 @@ from longctx.parallel.mesh import make_groups
 from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.profiling.communication import Nodes
+from longctx.profiling.profiled_run import layout_of
 from longctx.profiling.stopwatch import Stopwatch
-from longctx.profiling.subject import layout_of
 from longctx.training.metrics import StepMetrics
 from tests.training_cases import start
 

@@ -39,7 +39,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
-from longctx.profiling.subject import layout_of
+from longctx.profiling.profiled_run import layout_of
 from tests import profile_cases
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles

@@ -16,7 +16,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns
 from longctx.planning.layout import Layout
 from longctx.profiling.computation import Silent, attention_passes
-from longctx.profiling.subject import Measurement, Subject, layout_of
+from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of
 
 LEAST_BYTES = 1 << 20
 """The largest message has at least so many bytes, or its time would say little of bandwidth."""
@@ -61,7 +61,7 @@ class Nodes:
         return [((rank + i) % self.ranks, (rank - i) % self.ranks) for i in shifts]
 
 
-def measure_links(subject: Subject, nodes: Nodes) -> list[Measurement]:
+def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
     """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
 
     Every rank exchanges with several others at once, as in ring attention: links may carry less then. Bandwidth is what one
@@ -70,16 +70,16 @@ def measure_links(subject: Subject, nodes: Nodes) -> list[Measurement]:
     """
     links: dict[str, list[tuple[int, int]]] = {}
     if nodes.per_node > 1:
-        links["intra_node_bytes_per_s"] = nodes.neighbours(subject.mesh.rank)
+        links["intra_node_bytes_per_s"] = nodes.neighbours(profiled.mesh.rank)
     if nodes.per_node < nodes.ranks:
-        links["inter_node_bytes_per_s"] = nodes.counterparts(subject.mesh.rank)
-    width = 2 * subject.kv_heads * subject.layer.head_dim
-    most = max(subject.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * subject.dtype.itemsize)))
+        links["inter_node_bytes_per_s"] = nodes.counterparts(profiled.mesh.rank)
+    width = 2 * profiled.kv_heads * profiled.layer.head_dim
+    most = max(profiled.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * profiled.dtype.itemsize)))
     rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
-    sizes = [count * width * subject.dtype.itemsize for count in rows]
+    sizes = [count * width * profiled.dtype.itemsize for count in rows]
     found, latencies = [], []
     for name, peers in links.items():
-        shortest, *others = subject.time(*(_messages(subject, count, width, peers) for count in rows))
+        shortest, *others = profiled.time(*(_messages(profiled, count, width, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
         timings = zip(sizes, (shortest, *others), strict=True)
@@ -87,15 +87,15 @@ def measure_links(subject: Subject, nodes: Nodes) -> list[Measurement]:
         how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
     latency, spread = max(latencies)
-    passes = len(subject.spec.layers) * (subject.fetches + 1)
+    passes = len(profiled.spec.layers) * (profiled.fetches + 1)
     how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
     return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
-def _messages(subject: Subject, rows: int, width: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
+def _messages(profiled: ProfiledRun, rows: int, width: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
     """So many rows to the first of each pair of `peers` together, and as many from the second ones."""
-    exchange = Exchange(subject.mesh.exchange, "longctx profile")
-    outgoing, incoming = (torch.zeros(rows, width, dtype=subject.dtype, device=subject.mesh.device) for _ in range(2))
+    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    outgoing, incoming = (torch.zeros(rows, width, dtype=profiled.dtype, device=profiled.mesh.device) for _ in range(2))
     shares = [len(part) for part in outgoing.tensor_split(len(peers))]
     sends = list(zip((after for after, _ in peers), outgoing.split(shares), strict=True))
     receives = list(zip((before for _, before in peers), shares, strict=True))
@@ -107,25 +107,29 @@ def _messages(subject: Subject, rows: int, width: int, peers: list[tuple[int, in
     return run
 
 
-def measure_overlap(subject: Subject, nodes: Nodes, profile: HardwareProfile) -> Measurement:
+def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfile) -> Measurement:
     """overlap: ring attention as training runs it, against the same without messages and the same messages alone.
 
     Rings inside nodes, and rings across nodes, as far as there are both. Lengths are those at which the exchange matters: where
     it takes at least a quarter of the time of attention, by what was measured before; else the shortest.
     """
-    rank = subject.mesh.rank
+    rank = profiled.mesh.rank
     points, times = [], []
     inside = nodes.per_node, min(WIDEST_RING, nodes.per_node)
     across = nodes.ranks, min(max(WIDEST_RING, 2 * nodes.per_node), nodes.ranks)
     for among, degree in sorted({inside, across}):
         place = rank % among
         in_ring = place < among // degree * degree  # ranks left over look on
-        for rows in _rows(subject, profile, degree) if degree > 1 else ():
-            remote = subject.config.context.max_remote_tokens
+        for rows in _rows(profiled, profile, degree) if degree > 1 else ():
+            remote = profiled.config.context.max_remote_tokens
             stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
             layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
-            works = attention_passes(subject, layout, Silent), _all_messages(subject, layout), attention_passes(subject, layout)
-            times.append(OverlapTime(*(timing.seconds for timing in subject.time(*works))))
+            works = (
+                attention_passes(profiled, layout, Silent),
+                _all_messages(profiled, layout),
+                attention_passes(profiled, layout),
+            )
+            times.append(OverlapTime(*(timing.seconds for timing in profiled.time(*works))))
             points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
     overlap, residual = fit_overlap(times)
     tried = ", ".join(f"{point['rows'] * point['degree']:,} tokens at degree {point['degree']}" for point in points)
@@ -133,17 +137,17 @@ def measure_overlap(subject: Subject, nodes: Nodes, profile: HardwareProfile) ->
     return Measurement({"overlap": overlap}, how, residual, points)
 
 
-def _rows(subject: Subject, profile: HardwareProfile, degree: int) -> list[int]:
+def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[int]:
     """Rows a rank at which to compare."""
     affordable: list[int] = []
     telling: list[int] = []
-    rows = min(LEAST_ROWS, subject.config.batch.tokens_per_rank)
-    while rows <= subject.config.batch.tokens_per_rank:
+    rows = min(LEAST_ROWS, profiled.config.batch.tokens_per_rank)
+    while rows <= profiled.config.batch.tokens_per_rank:
         lengths, degrees = np.array([rows * degree]), np.array([degree])
         attention = int(attention_ns(profile, lengths, degrees)[0])
         ring = Assignment.alternating(np.array([0]), np.array([0]), degrees)
         exchange = int(exchange_ns(profile, lengths, ring, (1, degree)).max())
-        if affordable and attention > subject.longest_s * len(subject.spec.layers) * NANOSECONDS:
+        if affordable and attention > profiled.longest_s * len(profiled.spec.layers) * NANOSECONDS:
             break
         affordable.append(rows)
         if 4 * exchange >= attention:
@@ -152,14 +156,14 @@ def _rows(subject: Subject, profile: HardwareProfile, degree: int) -> list[int]:
     return telling[-MOST_LENGTHS:] if len(telling) > 1 else affordable[:2]
 
 
-def _all_messages(subject: Subject, layout: Layout) -> Callable[[], None]:
+def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
     """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
-    schedule = subject.attention(layout).schedule
-    exchange = Exchange(subject.mesh.exchange, "longctx profile")
-    width = 2 * subject.kv_heads * subject.layer.head_dim
+    schedule = profiled.attention(layout).schedule
+    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    width = 2 * profiled.kv_heads * profiled.layer.head_dim
 
     def rows(count: int) -> torch.Tensor:
-        return torch.zeros(count, width, dtype=subject.dtype, device=subject.mesh.device)
+        return torch.zeros(count, width, dtype=profiled.dtype, device=profiled.mesh.device)
 
     stages = []
     for hop in (hop for stage in schedule.stages for hop in stage.hops):
@@ -169,10 +173,10 @@ def _all_messages(subject: Subject, layout: Layout) -> Callable[[], None]:
         stages.append((given, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
 
     def run() -> None:
-        for number in range(subject.fetches):
+        for number in range(profiled.fetches):
             for given, incoming, receives, taken, returned, back in stages:
                 exchange.start(given, incoming, receives).wait()
-                if number == subject.fetches - 1:
+                if number == profiled.fetches - 1:
                     exchange.start(taken, returned, back).wait()
 
     return run

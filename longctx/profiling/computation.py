@@ -10,7 +10,7 @@ from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.errors import UserError
 from longctx.planning.calibration.fit import AttentionTime, fit_attention, fit_line
 from longctx.planning.layout import Layout
-from longctx.profiling.subject import Measurement, Subject, layout_of, no_documents
+from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 
 SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
 """Tokens of the shortest document by degree. Few split shorter ones, and there a kernel call costs mostly itself."""
@@ -48,15 +48,15 @@ class Silent(Exchange):
         return Pending(self, [], incoming.zero_(), [], [])
 
 
-def measure_linear(subject: Subject) -> Measurement:
+def measure_linear(profiled: ProfiledRun) -> Measurement:
     """linear_s_per_token and launch_s: the line through an empty micro-batch and three numbers of tokens, without attention.
 
     An empty micro-batch gathers all parameters and builds the attention's schedule, so that both are in launch_s.
     """
-    most = subject.config.batch.tokens_per_rank
+    most = profiled.config.batch.tokens_per_rank
     counts = [0, most // 4, most // 2, most]
-    full = (subject.micro_batch(count, no_attention) for count in counts[1:])
-    timings = subject.time(subject.micro_batch(0), *full)
+    full = (profiled.micro_batch(count, no_attention) for count in counts[1:])
+    timings = profiled.time(profiled.micro_batch(0), *full)
     seconds = [timing.seconds for timing in timings]
     if not all(map(math.isfinite, seconds)):
         raise OutOfMemory(
@@ -72,38 +72,38 @@ def measure_linear(subject: Subject) -> Measurement:
     )
 
 
-def measure_step(subject: Subject) -> Measurement:
+def measure_step(profiled: ProfiledRun) -> Measurement:
     """step_s: what a step of one empty micro-batch, with everything that ends it, takes longer than another empty one."""
-    alone = subject.batch([no_documents(subject.mesh.rank)], [0])
-    other, whole = subject.time(subject.micro_batch(0), subject.step(alone))
+    alone = profiled.batch([no_documents(profiled.mesh.rank)], [0])
+    other, whole = profiled.time(profiled.micro_batch(0), profiled.step(alone))
     how = "gradient reduction with nothing to hide it, norm, flags, optimizer"
     points = [{"micro_batch": "last", "seconds": whole.seconds}, {"micro_batch": "other", "seconds": other.seconds}]
     return Measurement({"step_s": max(0.0, whole.seconds - other.seconds)}, how, whole.spread, points)
 
 
-def attention_passes(subject: Subject, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
+def attention_passes(profiled: ProfiledRun, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
     """Forward and backward of one layer's attention, as often as a step runs them, on random tensors."""
-    layer, device = subject.layer, subject.mesh.device
+    layer, device = profiled.layer, profiled.mesh.device
 
     def random(heads: int) -> torch.Tensor:
-        return torch.randn(layout.tokens, heads, layer.head_dim, dtype=subject.dtype, device=device)
+        return torch.randn(layout.tokens, heads, layer.head_dim, dtype=profiled.dtype, device=device)
 
-    q, dout = random(subject.heads), random(subject.heads)
-    k, v = random(subject.kv_heads), random(subject.kv_heads)
-    attention = subject.attention(layout, exchange)
+    q, dout = random(profiled.heads), random(profiled.heads)
+    k, v = random(profiled.kv_heads), random(profiled.kv_heads)
+    attention = profiled.attention(layout, exchange)
     for tensor in (q, k, v):
         tensor.requires_grad_()
 
     def run() -> None:
         with torch.no_grad():
-            for _ in range(subject.forwards - 1):
+            for _ in range(profiled.forwards - 1):
                 attention(q, k, v, layer=0)
         torch.autograd.grad(attention(q, k, v, layer=0), (q, k, v), dout)
 
     return run
 
 
-def measure_attention(subject: Subject) -> list[Measurement]:
+def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
     """attention_s_per_token2 and attention_efficiency by whole documents, attention_split_penalty by one rank's part of rings.
 
     Every buffer is filled with documents of one length, so that what a kernel call costs in itself, whatever it holds, is not
@@ -114,13 +114,13 @@ def measure_attention(subject: Subject) -> list[Measurement]:
     points = []
     for degree, shortest in SHORTEST.items():
         rate, length = 0.0, shortest
-        while length <= degree * subject.config.batch.tokens_per_rank and rate * length**2 / degree <= subject.longest_s:
-            affordable = int(subject.longest_s / 4 / (rate * length**2 / degree)) if rate else DOCUMENTS_AT_FIRST
-            documents = max(1, min(degree * subject.config.batch.tokens_per_rank // length, affordable))
-            seconds = _attention_time(subject, documents, length, degree)
+        while length <= degree * profiled.config.batch.tokens_per_rank and rate * length**2 / degree <= profiled.longest_s:
+            affordable = int(profiled.longest_s / 4 / (rate * length**2 / degree)) if rate else DOCUMENTS_AT_FIRST
+            documents = max(1, min(degree * profiled.config.batch.tokens_per_rank // length, affordable))
+            seconds = _attention_time(profiled, documents, length, degree)
             if not math.isfinite(seconds):
                 break
-            times.append(AttentionTime(length, degree, seconds * len(subject.spec.layers)))
+            times.append(AttentionTime(length, degree, seconds * len(profiled.spec.layers)))
             rate = seconds / times[-1].pairs
             points.append({"degree": degree, "length": length, "documents": documents, "seconds": times[-1].seconds})
             length *= 2
@@ -141,10 +141,10 @@ def measure_attention(subject: Subject) -> list[Measurement]:
     return [table, Measurement({"attention_split_penalty": fit.split_penalty}, how, fit.split_residual)]
 
 
-def _attention_time(subject: Subject, documents: int, length: int, degree: int) -> float:
+def _attention_time(profiled: ProfiledRun, documents: int, length: int, degree: int) -> float:
     """Seconds of one document in one layer, the cost of a call without documents taken off; infinite if out of memory."""
-    layouts = layout_of(subject.mesh.rank, documents, length, degree=degree), no_documents(subject.mesh.rank)
+    layouts = layout_of(profiled.mesh.rank, documents, length, degree=degree), no_documents(profiled.mesh.rank)
     full, empty = (
-        timing.seconds for timing in subject.time(*(attention_passes(subject, layout, Silent) for layout in layouts))
+        timing.seconds for timing in profiled.time(*(attention_passes(profiled, layout, Silent) for layout in layouts))
     )
     return max(full - empty, full / 100) / documents

@@ -18,7 +18,7 @@ from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
 from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
-from longctx.profiling.subject import Measurement, Subject
+from longctx.profiling.profiled_run import Measurement, ProfiledRun
 
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
@@ -106,16 +106,16 @@ def measure_profile(
     tell("building the model")
     levels = 2 if config.context.two_level_exchange else 1
     profile = replace(given, ranks_per_node=per_node, exchange_levels=levels)
-    subject = Subject(config, mesh, shape, longest_s, profile)
-    head_dim, passes = subject.layer.head_dim, subject.fetches + 1
-    kv_bytes = kv_bytes_per_token(len(subject.spec.layers), subject.kv_heads, head_dim, subject.dtype.itemsize, passes)
+    profiled = ProfiledRun(config, mesh, shape, longest_s, profile)
+    head_dim, passes = profiled.layer.head_dim, profiled.fetches + 1
+    kv_bytes = kv_bytes_per_token(len(profiled.spec.layers), profiled.kv_heads, head_dim, profiled.dtype.itemsize, passes)
     profile = replace(profile, kv_bytes_per_token=kv_bytes)
     why = "one process" if nodes.ranks == 1 else "one node"
     if several_nodes and nodes.per_node == 1:
         why = "one rank a node"
     sources = {name: Source(f"{why}: taken over from {base}", taken_over=True) for name in profile.to_dict()}
     sources["exchange_levels"] = Source("the settings: context.two_level_exchange")
-    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {subject.fetches + 1} passes")
+    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
     if several_nodes:
         sources["ranks_per_node"] = Source("the launcher")
     points: list[dict[str, Any]] = []
@@ -128,19 +128,19 @@ def measure_profile(
         points.extend(measurement.points)
 
     tell("everything but attention")
-    note(measure_linear(subject))
-    note(measure_step(subject))
+    note(measure_linear(profiled))
+    note(measure_step(profiled))
     tell("attention")
-    for measurement in measure_attention(subject):
+    for measurement in measure_attention(profiled):
         note(measurement)
     if nodes.ranks > 1:
         tell("exchange")
-        for measurement in measure_links(subject, nodes):
+        for measurement in measure_links(profiled, nodes):
             note(measurement)
         tell("overlap of attention and exchange")
-        note(measure_overlap(subject, nodes, profile))
+        note(measure_overlap(profiled, nodes, profile))
     tell("a step, predicted and measured")
-    check = _check(subject, profile)
+    check = _check(profiled, profile)
     machine = describe_machine(mesh)
     run = {
         **machine,
@@ -161,26 +161,26 @@ def measure_profile(
     return Measured(profile, about, sources, run, check, points)
 
 
-def _check(subject: Subject, profile: HardwareProfile) -> dict[str, Any]:
+def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
     """A step of documents that halve in length, the longest half of the step if so long ones were measured."""
-    context, budget = subject.config.context, subject.config.batch.tokens_per_rank
-    tokens, measured = subject.mesh.ranks * budget, profile.attention_efficiency[-1][0]
+    context, budget = profiled.config.context, profiled.config.batch.tokens_per_rank
+    tokens, measured = profiled.mesh.ranks * budget, profile.attention_efficiency[-1][0]
     while True:
-        lengths = _halving(tokens, min(tokens // 2, measured * max(1, subject.mesh.ranks // 2)))
+        lengths = _halving(tokens, min(tokens // 2, measured * max(1, profiled.mesh.ranks // 2)))
         plan = make_plan(
             lengths,
-            ranks=subject.mesh.ranks,
+            ranks=profiled.mesh.ranks,
             tokens_per_rank=budget,
             profile=profile,
             max_remote_tokens=context.max_remote_tokens,
         )
         if (
-            plan.makespan_s <= max(CHECK_S * subject.longest_s, 3 * (profile.launch_s + profile.step_s))
+            plan.makespan_s <= max(CHECK_S * profiled.longest_s, 3 * (profile.launch_s + profile.step_s))
             or tokens <= LEAST_TOKENS
         ):
             break
         tokens //= 2
-    seconds = subject.time(subject.step(subject.planned(plan)))[0].seconds
+    seconds = profiled.time(profiled.step(profiled.planned(plan)))[0].seconds
     if not math.isfinite(seconds):
         raise OutOfMemory(
             f"a step with {budget} tokens on a rank needs more memory than the GPU has: lower batch.tokens_per_rank"

@@ -1,4 +1,4 @@
-"""Subject: what is measured, a trainer of the run's model and optimizer on batches of random tokens."""
+"""Profiled run: what is measured, a trainer of the run's model and optimizer on batches of random tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,7 +39,7 @@ class Measurement:
     points: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Subject:
+class ProfiledRun:
     """What the measurements share.
 
     Rings are plain ones, as the cost model knows no others: `context.ulysses_degree` is taken as 1. Attention is timed without
