@@ -1,6 +1,7 @@
 """The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, paths are short."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.auto.local_search import balance
 from longctx.planning.planners.auto.packing import Step
+from longctx.planning.planners.auto.search import search
+from longctx.planning.planners.auto.settings import DEFAULT
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 
@@ -160,3 +163,9 @@ def test_groups_of_next_to_no_time_end() -> None:
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
         assert grouped_rings(Step.of(H100, lengths, 24, 41), height, 1) is None
+
+
+@pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
+def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
+    step = Step.of(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
+    assert search(step, replace(DEFAULT, **changed))[1] > search(step)[1]

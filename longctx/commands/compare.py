@@ -6,7 +6,6 @@ and the search for ways to split a model `compare_parallel`.
 """
 
 import argparse
-import csv
 import json
 import platform
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
+from longctx.commands.output import check_folders, progress_bar, write_csv
 from longctx.commands.plan import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
@@ -135,23 +135,23 @@ def parse_baseline(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Runs the comparison asked for: of splits (--parallel 64), of steps in earnest (--measure run.yaml), or else of plans."""
     compare_parallel.refuse(arguments)
     if arguments.parallel is not None:
-        return compare_parallel.run(arguments, _source(arguments, "split"), arguments.profile)
+        return compare_parallel.compare_splits(arguments, _source(arguments, "split"))
     compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
     if arguments.measure is not None:
-        return compare_measure.run(arguments)
-    for path in (arguments.html, arguments.csv):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-    return _run(arguments)
+        return compare_measure.compare_steps(arguments)
+    return compare_plans(arguments)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
+def compare_plans(arguments: argparse.Namespace) -> int:
+    """Plans the documents in every way, and prints the modelled times."""
+    from longctx.comparison.modelled import COLUMNS, mean_rows, sweep_budgets, sweep_longest
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
+    check_folders(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     profile = with_levels(named.profile, arguments.exchange_levels)
     source, cases, changed = _cases(arguments, profile)
@@ -164,7 +164,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
-        _write_csv(rows, arguments.csv)
+        write_csv(arguments.csv, COLUMNS, map(asdict, rows))
     if arguments.html:
         _write_page(arguments, named.name, profile, title, means, here, plans, changed)
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
@@ -246,16 +246,11 @@ def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
 ) -> tuple[list["Row"], dict[str, "Plan"]]:
     """All rows, and the plans of one case. Shows progress on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=len(cases) * len(PLANNERS))
+    with progress_bar("planning", len(cases) * len(PLANNERS)) as (progress, task):
         for case in cases:
 
             def started(planner: str, case: "Case" = case) -> None:
@@ -266,15 +261,6 @@ def _compare(
             if case is shown:
                 plans.update(outcome.plans)
     return rows, plans
-
-
-def _write_csv(rows: Sequence["Row"], path: Path) -> None:
-    from longctx.comparison.modelled import COLUMNS
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
 
 
 def _write_page(

@@ -62,8 +62,8 @@ def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> Non
         )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
+def compare_steps(arguments: argparse.Namespace) -> int:
+    """Trains and prints what it took. Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
     from longctx.parallel.mesh import Launch
 
     launch = Launch.read()

@@ -1,18 +1,18 @@
 """`longctx compare --parallel`: the best splits of GPUs into tensor, pipeline and domain ranks for a model and documents."""
 
 import argparse
-import csv
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx.commands.output import check_folders, progress_bar, write_csv
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
+    from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.layouts.search import SearchResult
     from longctx.comparison.steps import Source
     from longctx.model.spec import ModelSpec
@@ -57,43 +57,34 @@ def refuse(arguments: argparse.Namespace) -> None:
         raise UserError(f"{', '.join(others)} does not go with --parallel: of the settings, it takes only those of the model")
 
 
-def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
-    from longctx.comparison.layouts.cost import Machine
+def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
+    """Searches, and prints the best splits with the settings that make them."""
     from longctx.comparison.layouts.search import BUDGETS, search
-    from longctx.comparison.modelled import cut
-    from longctx.planning.layout import longest_document
-    from longctx.planning.validation import MOST_TOKENS, check_settings
+    from longctx.comparison.layouts.table import COLUMNS, print_splits, row
+    from longctx.planning.validation import check_settings
 
-    gpus, budget = arguments.parallel, arguments.tokens_per_rank
-    if arguments.csv is not None and not arguments.csv.absolute().parent.is_dir():
-        raise UserError(f"{arguments.csv} cannot be written: there is no folder {arguments.csv.parent}")
+    gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
+    check_folders(arguments.csv)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
-    machine = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb)
-    levels = arguments.exchange_levels or machine.profile.exchange_levels
-    machine = replace(machine, profile=replace(machine.profile, exchange_levels=levels))
-    spec = _spec(arguments)
+    machine, spec = _machine(arguments), _spec(arguments)
+    budgets = BUDGETS if budget is None else (budget,)
+    steps, remark = _steps(source, gpus, max(budgets))
+    with _progress() as progress:
+        outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {
         "model.preset": arguments.model or DEFAULT_MODEL,
         **dict(override.split("=", 1) for override in arguments.overrides),
         "context.profile": profile,
-        "context.two_level_exchange": str(levels == 2).lower(),
+        "context.two_level_exchange": str(machine.profile.exchange_levels == 2).lower(),
     }
-    budgets = BUDGETS if budget is None else (budget,)
-    longest = min(MOST_TOKENS, longest_document(gpus, max(budgets)) or gpus * max(budgets))
-    drawn, remark = source.draw(gpus, longest)
-    steps = [cut(lengths, longest) for lengths in drawn]
-    with _progress() as progress:
-        outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     tokens = sum(map(sum, steps)) // len(steps)
     if arguments.csv is not None:
-        _write_csv(outcome, arguments.csv)
+        write_csv(arguments.csv, COLUMNS, map(row, outcome.best))
     if arguments.json:
         print(json.dumps(_to_json(outcome, gpus, profile, spec, tokens, common)))
         return 0
     from rich.console import Console
-
-    from longctx.comparison.layouts.table import print_splits
 
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {spec.parameters / 1e9:,.1f}B parameters, "
@@ -102,6 +93,26 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     )
     print_splits(title, outcome, common, Console())
     return 0
+
+
+def _machine(arguments: argparse.Namespace) -> "Machine":
+    """The GPUs by the profile, with the levels of exchange that were asked for."""
+    from longctx.comparison.layouts.cost import Machine
+
+    machine = Machine.load(arguments.profile, arguments.peak_tflops, arguments.memory_gb)
+    levels = arguments.exchange_levels or machine.profile.exchange_levels
+    return replace(machine, profile=replace(machine.profile, exchange_levels=levels))
+
+
+def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:
+    """Lengths of the documents of every step, cut to what fits, and what was remarked on them."""
+    from longctx.comparison.modelled import cut
+    from longctx.planning.layout import longest_document
+    from longctx.planning.validation import MOST_TOKENS
+
+    longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget)
+    drawn, remark = source.draw(gpus, longest)
+    return [cut(lengths, longest) for lengths in drawn], remark
 
 
 def _spec(arguments: argparse.Namespace) -> "ModelSpec":
@@ -116,22 +127,8 @@ def _spec(arguments: argparse.Namespace) -> "ModelSpec":
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """Shows on a terminal how many splits are looked at. Mostly it ends early: the rest cannot be faster."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
+    with progress_bar() as (progress, task):
         yield lambda doing, done, of: progress.update(task, description=doing, completed=done, total=of)
-
-
-def _write_csv(outcome: "SearchResult", path: Path) -> None:
-    from longctx.comparison.layouts.table import COLUMNS, row
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(row(found) for found in outcome.best)
 
 
 def _to_json(
