@@ -14,11 +14,11 @@ from longctx.planning.assignment import NEVER
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.auto.local_search import balance
-from longctx.planning.planners.auto.packing import Step
 from longctx.planning.planners.auto.search import search
 from longctx.planning.planners.auto.settings import DEFAULT
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.planners.step import Step
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -79,7 +79,7 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() 
 def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int, narrowest: int) -> None:
     if narrowest > ranks:
         return
-    step = Step.of(H100, np.array(lengths), ranks, 16384)
+    step = Step(H100, np.array(lengths), ranks, 16384)
     height = max(int(step.single_ns.sum()) // ranks, int(step.single_ns.max()) // ranks)
     rings = grouped_rings(step, height, narrowest)
     if rings is None:
@@ -162,10 +162,10 @@ def test_groups_of_next_to_no_time_end() -> None:
     """A bisection over whole nanoseconds ends where there are fewer of them than it has steps."""
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
-        assert grouped_rings(Step.of(H100, lengths, 24, 41), height, 1) is None
+        assert grouped_rings(Step(H100, lengths, 24, 41), height, 1) is None
 
 
 @pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
-    step = Step.of(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
+    step = Step(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
     assert search(step, replace(DEFAULT, **changed))[1] > search(step)[1]

@@ -18,7 +18,7 @@ from longctx.planning.cost.model import score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.modes import MODES
-from longctx.planning.planners.request import Candidate, Request, fastest
+from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
@@ -58,8 +58,8 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    request = Request(profile, sizes, ranks, tokens_per_rank, degree, bins)
-    best = MODES[mode](request) if pipeline.ranks == 1 else _best_in_pipeline(mode, request, pipeline)
+    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins)
+    best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step, pipeline)
     assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
@@ -78,32 +78,32 @@ def make_plan(
     return plan
 
 
-def _best_in_pipeline(mode: str, request: Request, pipeline: Pipeline) -> Candidate:
+def _best_in_pipeline(mode: str, step: Step, pipeline: Pipeline) -> Candidate:
     """The best plan in a pipeline, whose bubble counts as well.
 
     Mode auto takes what the other modes come to into account, so it is never worse than they are.
     """
-    best = _best_budget(MODES[mode], request, pipeline)
+    best = _best_budget(MODES[mode], step, pipeline)
     for other in ("bins", "static") if mode == "auto" else ():
         with contextlib.suppress(PlanError):  # of a mode that was not asked for
-            best = fastest(best, _best_budget(MODES[other], request, pipeline))
+            best = fastest(best, _best_budget(MODES[other], step, pipeline))
     return best
 
 
-def _best_budget(plan: Callable[[Request], Candidate], request: Request, pipeline: Pipeline) -> Candidate:
+def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeline) -> Candidate:
     """The best plan of a mode in a pipeline. The bubble is the smaller the more micro-batches share the work.
 
     Each halving of the budget gives more and smaller ones, until that no longer helps.
     """
 
     def planned(budget: int) -> Candidate:
-        found = plan(replace(request, tokens_per_rank=budget))
-        makespan = score(request.profile, request.lengths, found.assignment, request.ranks, pipeline).makespan_ns
+        found = plan(replace(step, tokens_per_rank=budget))
+        makespan = score(step.profile, step.lengths, found.assignment, step.ranks, pipeline).makespan_ns
         return found._replace(makespan_ns=makespan)
 
-    best, budget = planned(request.tokens_per_rank), request.tokens_per_rank // 2
+    best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
     with contextlib.suppress(PlanError):  # of a smaller budget
-        while budget and least_degrees(request.lengths, request.ranks, budget).all():
+        while budget and least_degrees(step.lengths, step.ranks, budget).all():
             if (found := planned(budget)).makespan_ns >= best.makespan_ns:
                 break
             best, budget = found, budget // 2

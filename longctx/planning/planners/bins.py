@@ -13,35 +13,34 @@ from longctx.planning.assignment import Integers, largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.packing import Step, even_out, fill, place_rings
-from longctx.planning.planners.request import Candidate, Request
+from longctx.planning.planners.auto.packing import even_out, fill, place_rings
+from longctx.planning.planners.step import Candidate, Step
 
 ROUNDS = 64
 """Rounds of evening out a plan by bins."""
 
 
-def plan_bins(request: Request) -> Candidate:
+def plan_bins(step: Step) -> Candidate:
     """The plan by the table that was given or is derived. Raises PlanError if it does not hold every document."""
-    return pack_bins(request, bin_degrees(request))
+    return pack_bins(step, bin_degrees(step))
 
 
-def bin_degrees(request: Request) -> Integers:
-    """The degree of every document by the table of the request; see `degrees_by_bins` and `derived_degrees`."""
-    if request.bins is None:
-        return derived_degrees(request.profile, request.lengths, request.ranks, request.tokens_per_rank)
-    return degrees_by_bins(request.bins, request.lengths, request.ranks, request.tokens_per_rank)
+def bin_degrees(step: Step) -> Integers:
+    """The degree of every document by the table that the step was given; see `degrees_by_bins` and `derived_degrees`."""
+    if step.bins is None:
+        return derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
+    return degrees_by_bins(step.bins, step.lengths, step.ranks, step.tokens_per_rank)
 
 
-def pack_bins(request: Request, degrees: Integers) -> Candidate:
+def pack_bins(step: Step, degrees: Integers) -> Candidate:
     """The packing of mode auto with these degrees, in the fewest micro-batches that can be packed."""
-    step = Step.of(request.profile, request.lengths, request.ranks, request.tokens_per_rank)
     split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
         rings = place_rings(step, split, micro_batches, 0, micro_batches)
         assignment = fill(rings) if rings else None
         if rings and assignment:
             assignment = even_out(rings, assignment, ROUNDS)
-            makespan = score(request.profile, request.lengths, assignment, request.ranks).makespan_ns
+            makespan = score(step.profile, step.lengths, assignment, step.ranks).makespan_ns
             return Candidate(makespan, "bins", assignment)
         micro_batches += max(1, micro_batches // 8)
 

@@ -15,28 +15,28 @@ import numpy as np
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds, score
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.request import Candidate, Request, fastest
+from longctx.planning.planners.step import Candidate, Step, fastest
 
 
-def plan_static(request: Request) -> Candidate:
+def plan_static(step: Step) -> Candidate:
     """The plan of the degree given, or of the best one. Raises PlanError if none holds every document."""
-    degree = request.degree
-    best = best_static(request, range(1, request.ranks + 1) if degree is None else range(degree, degree + 1))
+    degree = step.degree
+    best = best_static(step, range(1, step.ranks + 1) if degree is None else range(degree, degree + 1))
     if best is None:
-        raise PlanError(_no_degree(request))
+        raise PlanError(_no_degree(step))
     return best
 
 
-def best_static(request: Request, degrees: range, below: int | None = None) -> Candidate | None:
+def best_static(step: Step, degrees: range, below: int | None = None) -> Candidate | None:
     """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
 
     Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
     """
     bounds = []
     for degree in degrees:
-        if degree * request.tokens_per_rank < int(request.lengths.max()):
+        if degree * step.tokens_per_rank < int(step.lengths.max()):
             continue
-        on_all_ranks, on_groups = static_bounds_ns(request, degree)
+        on_all_ranks, on_groups = static_bounds_ns(step, degree)
         if below is not None and on_all_ranks >= below:
             break
         bounds.append((on_groups, degree))
@@ -45,13 +45,13 @@ def best_static(request: Request, degrees: range, below: int | None = None) -> C
         limit = best.makespan_ns if best else below
         if limit is not None and bound >= limit:
             break
-        if (found := pack_static(request, degree)) is not None:
+        if (found := pack_static(step, degree)) is not None:
             best = fastest(best, found)
     return best
 
 
-def _no_degree(request: Request) -> str:
-    lengths, ranks, tokens_per_rank, degree = request.lengths, request.ranks, request.tokens_per_rank, request.degree
+def _no_degree(step: Step) -> str:
+    lengths, ranks, tokens_per_rank, degree = step.lengths, step.ranks, step.tokens_per_rank, step.degree
     if degree is None:
         return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
     shards = largest_shards(lengths, np.full_like(lengths, degree))
@@ -63,9 +63,9 @@ def _no_degree(request: Request) -> str:
     )
 
 
-def pack_static(request: Request, degree: int) -> Candidate | None:
+def pack_static(step: Step, degree: int) -> Candidate | None:
     """The better packing at one degree, or None if a document does not fit at this degree."""
-    profile, lengths, ranks, tokens_per_rank = request.profile, request.lengths, request.ranks, request.tokens_per_rank
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     weights = largest_shards(lengths, np.full_like(lengths, degree))
     if int(weights.max()) > tokens_per_rank:
         return None
@@ -80,13 +80,13 @@ def pack_static(request: Request, degree: int) -> Candidate | None:
     return fastest(*(Candidate(score(profile, lengths, plan, ranks).makespan_ns, f"static:{degree}", plan) for plan in plans))
 
 
-def static_bounds_ns(request: Request, degree: int) -> tuple[int, int]:
+def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     """Times that no static plan of this degree can beat: its work evenly spread, its exchange hidden as well as can be.
 
     The first spreads it over all ranks, and holds for higher degrees as well: neither attention nor exchange gets less with the
     degree. The second spreads it over this degree's groups.
     """
-    profile, lengths, ranks, tokens_per_rank = request.profile, request.lengths, request.ranks, request.tokens_per_rank
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
     rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
     linear = int(linear_ns(profile, lengths // degree).sum())
@@ -96,9 +96,9 @@ def static_bounds_ns(request: Request, degree: int) -> tuple[int, int]:
     exchange = int(across.sum()) - degree * len(lengths)  # every mate was rounded up
     exposed = max(0, exchange - math.ceil(profile.overlap * attention))
     work = max(0, linear + attention + exposed - rounding)
-    total, launch, step = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    on_all_ranks = step + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
-    return on_all_ranks, step + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
+    total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
+    on_all_ranks = fixed + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
+    return on_all_ranks, fixed + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
 
 
 def _best_fit(weights: Integers, capacity: int) -> Integers:

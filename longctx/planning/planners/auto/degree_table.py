@@ -6,8 +6,8 @@ import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns
-from longctx.planning.planners.auto.packing import Degrees, Step
 from longctx.planning.planners.auto.settings import SearchSettings
+from longctx.planning.planners.step import Degrees, Step
 
 
 class DegreeTable:

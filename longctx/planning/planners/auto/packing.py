@@ -14,55 +14,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, spread
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.assignment import NEVER, Assignment, Integers, spread
 from longctx.planning.cost.model import alone_ns
 from longctx.planning.planners.auto.local_search import balance
+from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2
 """Load of a rank without the tokens for a document: more than any time, and another one can be added to it."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What is to be planned: the documents of a step, and what each would take on one rank alone (arrays [documents])."""
-
-    profile: HardwareProfile
-    lengths: Integers
-    ranks: int
-    tokens_per_rank: int
-    single_ns: Integers
-
-    @classmethod
-    def of(cls, profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> "Step":
-        return cls(profile, lengths, ranks, tokens_per_rank, alone_ns(profile, lengths, np.ones_like(lengths)))
-
-    @property
-    def fewest_micro_batches(self) -> int:
-        """No plan has fewer: all tokens over all ranks' budgets."""
-        return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
-
-    def split(self, degrees: Integers) -> "Degrees":
-        """The documents on these degrees."""
-        time, tokens = self.single_ns.copy(), self.lengths.copy()
-        rings = np.flatnonzero(degrees > 1)
-        time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
-        tokens[rings] = largest_shards(self.lengths[rings], degrees[rings])
-        return Degrees(degrees, time, tokens)
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """Of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents])."""
-
-    degree: Integers
-    time: Integers
-    tokens: Integers
-
-    @cached_property
-    def work(self) -> int:
-        """Nanoseconds of all documents on all their ranks."""
-        return int((self.degree * self.time).sum())
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ import numpy as np
 from longctx.planning.assignment import NEVER, Assignment, Integers
 from longctx.planning.cost.model import nanoseconds, score
 from longctx.planning.planners.auto.degree_table import DegreeTable
-from longctx.planning.planners.auto.packing import Degrees, Rings, Step, even_out, fill, place_rings
+from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
 from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.planners.step import Degrees, Step
 
 Filled = tuple[Rings, Assignment]
 """A layout, and a plan with all documents in it."""

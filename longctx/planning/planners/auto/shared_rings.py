@@ -12,7 +12,8 @@ import numpy as np
 
 from longctx.planning.assignment import largest_shards
 from longctx.planning.cost.model import alone_ns
-from longctx.planning.planners.auto.packing import Degrees, Rings, Step
+from longctx.planning.planners.auto.packing import Rings
+from longctx.planning.planners.step import Degrees, Step
 
 PRECISION = 512
 """Limits are told apart to one part of the even time in so many: more take more steps of bisection."""
