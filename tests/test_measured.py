@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from longctx import cli
-from longctx.comparison import measured as module
 from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, mode_configs, train_in_turn
 from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
+from longctx.training import trainer as module
 from longctx.training.setup import build_model
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers

@@ -10,6 +10,7 @@ from longctx.config import load
 from longctx.model.presets import PRESETS
 from longctx.parallel.pipeline import split_layers
 from longctx.training.metrics import StepMetrics
+from longctx.training.objective import StepWeights
 from longctx.training.trainer import Trainer
 from tests import training_cases
 from tests.training_cases import make_store, train
@@ -138,8 +139,10 @@ def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path,
 
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
-    trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device("meta"), rank=0))
-    given = Trainer._inputs(trainer, SimpleNamespace(micro_batches=(), target_tokens=0), 0)
+    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
+    trainer = SimpleNamespace(config=config, mesh=mesh, model=model)
+    batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
+    given = Trainer._inputs(trainer, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
     assert given.attention.check.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"

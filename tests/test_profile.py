@@ -101,7 +101,8 @@ def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) 
     profile = replace(profile, attention_split_penalty=penalty / 100, attention_s_per_token2=1e-3)
     lengths = [1 << (4 + i) for i in range(sizes)]
     # A table of these lengths alone, since between its points a finer one would bend.
-    rates = efficiency(profile.attention_efficiency, np.array(lengths, dtype=np.float64))
+    # Where it is flat, what lies between its points may be above them by a rounding.
+    rates = np.maximum.accumulate(efficiency(profile.attention_efficiency, np.array(lengths, dtype=np.float64)))
     profile = replace(profile, attention_efficiency=tuple(zip(lengths, rates.tolist(), strict=True)))
     times = []
     for degree in (1, 2, 4, 8):
