@@ -86,8 +86,7 @@ def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, sli
             block = segment.cut((start, start + BLOCK), (segment.k_start, segment.k_stop))
             mask = None
             if not block.dense:
-                hidden = ~visible(block, like.device)
-                mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+                mask = torch.where(visible(block, like.device), 0.0, float("-inf")).to(like.dtype)
             yield block.queries, block.keys, False, mask
 
 
