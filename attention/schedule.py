@@ -71,15 +71,14 @@ class Schedule:
         return sum(stage.received_rows for stage in self.stages)
 
     @cached_property
-    def calls(self) -> int:
-        """How many kernel calls a pass makes."""
-        return len(self.local) + sum(len(stage.calls) for stage in self.stages)
+    def calls(self) -> tuple[Call, ...]:
+        """All kernel calls of a pass."""
+        return *self.local, *(call for stage in self.stages for call in stage.calls)
 
     @cached_property
     def bands(self) -> bool:
         """Whether kernels need to know bands, not only dense and plain causal segments."""
-        calls = (*self.local, *(call for stage in self.stages for call in stage.calls))
-        return any(not (segment.dense or segment.causal) for call in calls for segment in call.segments)
+        return any(not (segment.dense or segment.causal) for call in self.calls for segment in call.segments)
 
     @classmethod
     def build(
@@ -135,10 +134,10 @@ class _Document:
 
     @classmethod
     def of(cls, shard: Shard, mask: Mask, ranks_per_node: int | None) -> "_Document":
-        runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard.length, shard.degree, shard.ring_index)]
+        runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard, shard.ring_index)]
         nodes: dict[int, list[int]] = defaultdict(list)
         for ring_index in range(shard.degree if ranks_per_node else 0):
-            if chunks(shard.length, shard.degree, ring_index):  # who holds nothing of a document takes no part in it
+            if chunks(shard, ring_index):  # who holds nothing of a document takes no part in it
                 nodes[shard.rank_of(ring_index) // (ranks_per_node or 1)].append(ring_index)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return cls(shard, mask.areas(shard.document, shard.length), runs, list(nodes.values()) if crosses else [])
@@ -148,10 +147,10 @@ class _Document:
         return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, self.shard.degree - 1)
 
     def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
-        """Which positions of a ring index the queries of others see."""
-        shard = self.shard
-        spans = (spans_needed(self.areas, shard.length, shard.degree, source, target) for target in targets)
-        return _union(span for needed in spans for span in needed)
+        """Which positions of a ring index the queries of others see: disjoint spans, ascending."""
+        queries = [run for target in targets for run in chunks(self.shard, target)]
+        cuts = (area.cut(run, keys) for keys in chunks(self.shard, source) for run in queries for area in self.areas)
+        return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
         """All that this rank sends and receives in a stage."""
@@ -186,18 +185,11 @@ class _Document:
                 yield from (_Message(1, False, rank_of(target), source, self.needed(source, [target])) for target in others)
 
 
-def chunks(length: int, degree: int, ring_index: int) -> list[Span]:
+def chunks(shard: Shard, ring_index: int) -> list[Span]:
     """The positions that a ring index holds: head and tail, one span where they are neighbours, without empty ones."""
-    head, tail = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
+    head, tail = (span(shard.length, shard.degree, ring_index) for span in (head_span, tail_span))
     spans = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
     return [span for span in spans if span[0] < span[1]]
-
-
-def spans_needed(areas: Sequence[Segment], length: int, degree: int, source: int, target: int) -> list[Span]:
-    """Which positions of ring index `source` the queries of ring index `target` see: disjoint spans, ascending."""
-    queries = chunks(length, degree, target)
-    cuts = (area.cut(run, keys) for keys in chunks(length, degree, source) for run in queries for area in areas)
-    return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

@@ -5,6 +5,7 @@ kernels can take it as one. So a causal mask needs one call for local keys, whos
 causal again, and at most two for a stage: both chunks against the keys before them, tails against those between.
 """
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -61,7 +62,7 @@ def gathered_calls(documents: Iterable[Document], device: torch.device | str) ->
     buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
     met = torch.zeros(buffer, dtype=torch.bool)
     made: list[Call] = []
-    for parts in _calls(_parts(*document, _appended) for document in documents):
+    for parts in _calls(_parts(*document, operator.add) for document in documents):
         rows = [keys for part in parts for keys in part.keys]
         starts = accumulate((part.key_count for part in parts), initial=0)
         segments = tuple(part.segment(start) for part, start in zip(parts, starts, strict=False))
@@ -160,10 +161,6 @@ Chain = Callable[[tuple[range, ...], tuple[range, ...]], tuple[range, ...] | Non
 def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | None:
     """Chains ranges that lie one after the other."""
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
-
-
-def _appended(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | None:
-    return a + b
 
 
 def _joined(parts: list[_Part], join: Callable[[_Part, _Part], _Part | None]) -> list[_Part]:

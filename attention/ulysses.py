@@ -78,13 +78,14 @@ class HybridAttention:
             return self.plain.unchecked(q, k, v, layer, sink_logits)
         u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
-        parts = self.swap.tokens_for_heads(packed, layer).split(widths, dim=1)
+        layer = operator.NO_LAYER if layer is None else layer
+        parts = gather_tokens(packed, self.swap.number, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out = self.wide.unchecked(wide_q, wide_k, wide_v, layer, mine)
-        out = self.swap.heads_for_tokens(out.flatten(1), len(q), layer).view(len(q), q.shape[1], v.shape[2])
+        out: torch.Tensor = self.wide.unchecked(wide_q, wide_k, wide_v, layer, mine)
+        out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
         return out + self.plain.unchecked(q, k, v, layer, sink_logits) if self.mixed else out
 
 
@@ -117,23 +118,13 @@ class HeadSwap:
     ) -> None:
         first = layout.rank - layout.rank % ulysses_degree
         self.mates = range(first, first + ulysses_degree)
-        self.me, self.ranks = layout.rank - first, ulysses_degree
+        self.me = layout.rank - first
         self.rows = row_index([range(shard.offset, shard.offset + shard.tokens) for shard in shards], device)
         self.counts = [sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards) for mate in self.mates]
         self.order = row_index(_chunk_order(shards, self.mates), device)
         self.back = torch.argsort(self.order)
         self.group, self.exchange, self.where = group, exchange, f"micro-batch {layout.micro_batch}"
         self.number = operator.register(self)
-
-    def tokens_for_heads(self, x: torch.Tensor, layer: int | None) -> torch.Tensor:
-        """[rows, u, width] of this rank → [rows of the group, width] of this rank's heads."""
-        out: torch.Tensor = gather_tokens(x, self.number, operator.NO_LAYER if layer is None else layer)
-        return out
-
-    def heads_for_tokens(self, x: torch.Tensor, rows: int, layer: int | None) -> torch.Tensor:
-        """[rows of the group, width] → [rows, u, width]; rows of documents that are not swapped are 0."""
-        out: torch.Tensor = gather_heads(x, rows, self.ranks, self.number, operator.NO_LAYER if layer is None else layer)
-        return out
 
     def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:
         """Gives parts[i] to mate i, and returns what the mates gave, `counts` rows each."""
@@ -171,7 +162,7 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
 def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
-    """`HeadSwap.tokens_for_heads`, as torch sees it."""
+    """[rows, u, width] of this rank → [rows of the group, width] of this rank's heads, by the `HeadSwap` of that number."""
     swap: HeadSwap = operator.find(number)
     mine = x.index_select(0, swap.rows)
     received = swap.run(list(mine.unbind(1)), swap.counts, x.shape[2], layer)
@@ -180,7 +171,7 @@ def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
 
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
 def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
-    """`HeadSwap.heads_for_tokens`, as torch sees it."""
+    """[rows of the group, width] → [rows, ranks, width]; rows of documents that are not swapped are 0."""
     swap: HeadSwap = operator.find(number)
     parts = list(x.index_select(0, swap.back).split(swap.counts))
     received = swap.run(parts, [len(swap.rows)] * len(parts), x.shape[1], layer)
