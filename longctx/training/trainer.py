@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
-        with self.loader, self.log or nullcontext(), self.tracer or nullcontext():
+        with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
                     if self.tracer is not None:
