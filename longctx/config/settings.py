@@ -6,7 +6,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from longctx.config.problems import ConfigError, Problem
+from longctx.config.problems import ConfigError, Problem, plain
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
@@ -25,19 +25,16 @@ def _path(default: str | None, description: str) -> Any:
     return Field(None if default is None else Path(default), strict=False, description=description)
 
 
-def _size(name: str) -> Any:
-    """A setting that replaces one size of the preset. ModelShape holds its bounds."""
-    return Field(None, description=f"{ModelShape.model_fields[name].description} (null: the preset's)")
-
-
 _SIZES: dict[str, Any] = {
     "preset": (str, Field("tiny", description=f"one of {', '.join(PRESETS)}")),
-    **{name: (field.annotation | None, _size(name)) for name, field in ModelShape.model_fields.items() if field.annotation},
-    "vocab_size": (
-        int | None,
-        Field(None, description="entries of the embedding (null: those of the store's tokenizer)"),
-    ),
+    **{
+        name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
+        for name, size in ModelShape.model_fields.items()
+        if size.annotation
+    },
+    "vocab_size": (int | None, Field(None, description="entries of the embedding (null: those of the store's tokenizer)")),
 }
+"""Settings that replace the sizes of the preset. ModelShape holds their bounds."""
 
 
 class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
@@ -278,11 +275,6 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """Every setting with its value; `load` reads it back as an equal Config."""
-        data = self.model_dump()
-        for section in data.values():
-            for key, value in section.items():
-                if isinstance(value, Path):
-                    section[key] = str(value)
-                elif isinstance(value, tuple):
-                    section[key] = list(value)
+        sections = self.model_dump().items()
+        data = {section: {key: plain(value) for key, value in values.items()} for section, values in sections}
         return yaml.safe_dump(data, sort_keys=False)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from longctx.config import Config, ConfigError, check
+from longctx.config import Config
 from longctx.config.problems import yaml_text
+from longctx.config.rules import broken_rules
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
@@ -77,11 +78,7 @@ def as_override(name: str, value: object) -> str:
 
 def allowed(config: Config, ranks: int) -> bool:
     """Whether the rules take these settings on so many processes."""
-    try:
-        check(config, world_size=ranks)
-    except ConfigError:
-        return False
-    return True
+    return not broken_rules(config, ranks)
 
 
 def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:

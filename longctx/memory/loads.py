@@ -13,10 +13,11 @@ from longctx.config import Config
 from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.ulysses import choose_ulysses_degree, swaps_heads
+from longctx.planning.cost.ulysses import swaps_heads
 from longctx.planning.layout import Placement, largest_shard, longest_document
 from longctx.planning.plan import Plan
 from longctx.training.run_profile import run_profile
+from longctx.training.setup import ulysses_degree
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -56,7 +57,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
     """The load of every rank of the domain, in order, in one micro-batch."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
-    ulysses_degree = _ulysses_degree(plan, number, config)
+    swapping = ulysses_degree(config, config.model.sizes().spec, plan, number)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, plan.stages[number] + 1))
     for placement in plan.micro_batches[number]:
@@ -64,7 +65,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         here = slice(placement.first_rank, placement.first_rank + degree)
         tokens[here] += largest_shard(length, degree)
         # Where u ranks swap heads there are u rings of chunks u times as long, with rows that are narrower by as much.
-        rings = ulysses_degree if swaps_heads(length, placement.first_rank, degree, ulysses_degree) else 1
+        rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
             swapped[here] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
@@ -85,15 +86,6 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             micro_batches=len(plan.micro_batches),
             swapped=int(swapped[rank]),
         )
-
-
-def _ulysses_degree(plan: Plan, micro_batch: int, config: Config) -> int:
-    """How many ranks swap heads in a micro-batch."""
-    wanted = config.context.ulysses_degree
-    if wanted != "auto":
-        return wanted
-    layer, tensor = config.model.sizes().spec.largest_layer, config.parallel.tensor_parallel_size
-    return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
-from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.model.spec import ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.training.loss import CHUNK_TOKENS
+from longctx.training.run_profile import ELEMENT_BYTES
 
 FLOAT32 = 4
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -98,197 +98,88 @@ def _moments(spec: ModelSpec, config: Config, ranks: int, candidates: Sequence[L
             yield from _Step(spec, config, ranks, load, fused, stage).moments()
 
 
-@dataclass(frozen=True)
 class _Step:
     """The sizes that the moments of a step are made of, in bytes unless said otherwise; of pipeline rank `stage`."""
 
-    spec: ModelSpec
-    config: Config
-    ranks: int
-    load: Load
-    fused: bool
-    stage: int
-
-    @property
-    def number(self) -> int:
-        """Bytes of a number in the compute dtype."""
-        return BYTES[self.config.train.dtype]
-
-    @property
-    def shards(self) -> int:
-        return self.config.parallel.shard_ranks or self.config.domain(self.ranks)
-
-    @property
-    def split(self) -> int:
-        return self.config.parallel.tensor_parallel_size
-
-    @property
-    def held(self) -> list[LayerSpec]:
-        """Blocks of this rank."""
-        numbers = layers_of_ranks(self.spec, self.config.pipeline, self.config.batch.tokens_per_rank)[self.stage]
-        return [self.spec.layers[number] for number in numbers]
-
-    @property
-    def layers(self) -> int:
-        return len(self.held)
-
-    @property
-    def layer(self) -> LayerSpec:
-        """The largest of them, by which all are taken to be."""
-        return max(self.held, key=lambda layer: layer.parameters)
-
-    @property
-    def first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def last(self) -> bool:
-        return self.stage == self.config.pipeline.ranks - 1
-
-    @property
-    def block(self) -> int:
-        """Parameters of a block on this rank, before sharding."""
-        return self.layer.matrix_parameters // self.split + self.layer.other_parameters
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of one vocabulary matrix on this rank, before sharding."""
-        return self.spec.vocabulary_parameters // self.split
-
-    @property
-    def root(self) -> int:
-        """Parameters outside of the blocks: those of the embedding, and of the last norm and the head."""
-        tied = self.spec.tie_word_embeddings
-        matrices = int(self.first) + int(self.last) - int(self.first and self.last and tied)
-        return matrices * self.embedding + (self.spec.hidden_size if self.last else 0)
-
-    @property
-    def all(self) -> int:
-        return self.layers * self.block + self.root
-
-    # Activations of one block, by what keeps them.
-
-    @property
-    def stream(self) -> int:
-        """The residual stream."""
-        return self.load.tokens * self.spec.hidden_size * self.number // self.split
-
-    @property
-    def queries(self) -> int:
-        return self.load.tokens * self.layer.num_attention_heads * self.layer.head_dim * self.number // self.split
-
-    @property
-    def keys(self) -> int:
-        """K and V of the tokens that a rank holds."""
-        return self.kv_row * self.load.tokens
-
-    @property
-    def kv_row(self) -> int:
-        return 2 * self.layer.num_key_value_heads * self.layer.head_dim * self.number // self.split
-
-    @property
-    def mlp(self) -> int:
-        """One intermediate of the MLP, over the tokens that are computed at once."""
-        tile = self.config.train.mlp_tile_tokens or self.load.tokens
-        return min(tile, self.load.tokens) * self.layer.intermediate_size * self.number // self.split
-
-    @property
-    def lse(self) -> int:
-        return self.load.tokens * self.layer.num_attention_heads * FLOAT32 // self.split
-
-    @property
-    def norm(self) -> int:
-        """What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input."""
-        return self.stream if self.fused else 2 * self.stream * FLOAT32 // self.number
-
-    @property
-    def normed(self) -> int:
-        """The output of a norm, gathered for the matrices that are split over ranks."""
-        return self.stream * self.split
-
-    @property
-    def gathered_gradients(self) -> int:
-        """Gradients of an MLP's output and input over all tokens, where matrices are split over ranks."""
-        return 2 * self.normed if self.split > 1 else 0
-
-    @property
-    def attention_part(self) -> int:
-        """What the first half of a block keeps: norm, q, k, v, out, log-sum-exp."""
-        return self.norm + self.normed + 2 * self.queries + self.keys + self.lse
-
-    @property
-    def mlp_part(self) -> int:
-        """What the second half keeps; a tiled MLP its input alone."""
-        return self.norm + self.normed + 4 * self.mlp - self.tile
-
-    @property
-    def tile(self) -> int:
-        """What backward computes again of one tile of the MLP, if it is tiled."""
-        return 4 * self.mlp if self.config.train.mlp_tile_tokens else 0
-
-    @property
-    def kept_kv(self) -> int:
-        """Received rows that one layer holds until its backward."""
-        return self.kv_row * self.load.remote if self.config.context.keep_kv else 0
-
-    @property
-    def saved(self) -> int:
-        """What one block keeps from forward to backward, without received K and V, on the device."""
-        mode = self.config.train.recompute
-        if mode == "none":
-            return self.attention_part + self.mlp_part + self.swap_part
-        block_input = 0 if self.config.train.offload_activations and self.fused else self.stream
-        return block_input + (self.operator_outputs if mode == "selective" else 0)
-
-    @property
-    def swapped_share(self) -> float:
-        """Share of a rank's rows whose heads are swapped for tokens."""
-        return self.load.swapped / self.load.tokens if self.load.tokens else 0.0
-
-    @property
-    def swap_part(self) -> int:
-        """What Ulysses keeps beside `attention_part`: what comes of it, for the next matrix.
-
-        Where not all rows are swapped, attention runs twice; its second run keeps q, k, v, out and log-sum-exp of its own.
-        """
-        if not self.load.swapped:
-            return 0
-        second = 2 * self.queries + self.keys + self.lse if self.swapped_share < 1 else 0
-        return self.queries + round(self.swapped_share * second)
-
-    @property
-    def operator_outputs(self) -> int:
-        """What selective recomputation keeps: out and log-sum-exp; with Ulysses also swapped q, k, v and outputs."""
-        swapped_in = round(self.swapped_share * (self.queries + self.keys)) if self.swapped_share == 1 else 0
-        return self.queries + self.lse + self.swap_part + swapped_in
-
-    @property
-    def saved_kv(self) -> int:
-        return self.kept_kv if self.config.train.recompute != "full" else 0
-
-    @property
-    def tables(self) -> int:
-        """RoPE's cosines and sines, float32; tokens, labels and positions, int64."""
-        return self.load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
-
-    # Weights and gradients.
-
-    @property
-    def fixed(self) -> Memory:
-        on_device = not (self.config.train.offload_optimizer and self.fused)
+    def __init__(self, spec: ModelSpec, config: Config, ranks: int, load: Load, fused: bool, stage: int) -> None:
+        self.spec, self.config, self.load, self.fused, self.stage = spec, config, load, fused, stage
+        self.first, self.last = stage == 0, stage == config.pipeline.ranks - 1
+        self.recompute = config.train.recompute
+        # Bytes of a number in the compute dtype.
+        self.number = ELEMENT_BYTES[config.train.dtype]
+        self.shards = config.parallel.shard_ranks or config.domain(ranks)
+        self.split = config.parallel.tensor_parallel_size
+        held = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[stage]
+        # How many blocks this rank has, and the largest, by which all are taken to be.
+        self.layers = len(held)
+        self.layer = max((spec.layers[number] for number in held), key=lambda layer: layer.parameters)
+        self._count_parameters()
+        self._measure_block()
+        # What all blocks keep for backward, without received K and V; RoPE's cosines and sines are float32, and tokens, labels
+        # and positions int64.
+        self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
+        self.activations = self.layers * self.saved + self.tables
+        # Received K and V that one layer, and all of them, keep for backward; if attention is repeated, that is one at a time.
+        kept_kv = self.kv_row * load.remote if config.context.keep_kv else 0
+        self.saved_kv, self.kept_again = (0, kept_kv) if self.recompute == "full" else (kept_kv, 0)
+        self.kept = self.layers * self.saved_kv
+        on_device = not (config.train.offload_optimizer and fused)
         shard = FLOAT32 * self.all // self.shards if on_device else 0
-        return Memory("", parameters=shard, optimizer=2 * shard)
+        self.fixed = Memory("", parameters=shard, optimizer=2 * shard)
+        # Gradients of the micro-batches before this one: whole if they are reduced at the end of the step.
+        spread = 1 if config.parallel.reduce_after == "step" else self.shards
+        self.earlier_gradients = 0 if load.micro_batches == 1 else FLOAT32 * self.all // spread
 
-    @property
-    def whole_gradients(self) -> bool:
-        return self.config.parallel.reduce_after == "step"
+    def _count_parameters(self) -> None:
+        """Parameters on this rank, before sharding."""
+        self.block = self.layer.matrix_parameters // self.split + self.layer.other_parameters
+        # One vocabulary matrix.
+        self.embedding = self.spec.vocabulary_parameters // self.split
+        # Outside of the blocks: the embedding, and the last norm and the head.
+        matrices = self.first + self.last - (self.first and self.last and self.spec.tie_word_embeddings)
+        self.root = matrices * self.embedding + (self.spec.hidden_size if self.last else 0)
+        self.all = self.layers * self.block + self.root
 
-    @property
-    def earlier_gradients(self) -> int:
-        """Gradients of the micro-batches before this one."""
-        if self.load.micro_batches == 1:
-            return 0
-        return FLOAT32 * self.all // (1 if self.whole_gradients else self.shards)
+    def _measure_block(self) -> None:
+        """Activations of one block, by what keeps them."""
+        tokens, layer, load, train = self.load.tokens, self.layer, self.load, self.config.train
+        # The residual stream.
+        self.stream = tokens * self.spec.hidden_size * self.number // self.split
+        self.queries = tokens * layer.num_attention_heads * layer.head_dim * self.number // self.split
+        # K and V, of one token and of those that the rank holds.
+        self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
+        self.keys = self.kv_row * tokens
+        lse = tokens * layer.num_attention_heads * FLOAT32 // self.split
+        # One intermediate of the MLP, over the tokens that are computed at once.
+        self.mlp = min(train.mlp_tile_tokens or tokens, tokens) * layer.intermediate_size * self.number // self.split
+        # What backward computes again of one tile of the MLP, if it is tiled.
+        self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
+        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input.
+        self.norm = self.stream if self.fused else 2 * self.stream * FLOAT32 // self.number
+        # The output of a norm, gathered for the matrices that are split over ranks.
+        self.normed = self.stream * self.split
+        # Gradients of an MLP's output and input over all tokens, where matrices are split over ranks.
+        self.gathered_gradients = 2 * self.normed if self.split > 1 else 0
+        # What the first half of a block keeps: norm, q, k, v, out, log-sum-exp.
+        self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse
+        # What the second half keeps; a tiled MLP its input alone.
+        self.mlp_part = self.norm + self.normed + 4 * self.mlp - self.tile
+        # Share of the rows whose heads are swapped for tokens.
+        self.swapped_share = load.swapped / tokens if tokens else 0.0
+        # What Ulysses keeps beside `attention_part`: what comes of it, for the next matrix. Where not all rows are swapped,
+        # attention runs twice; its second run keeps q, k, v, out and log-sum-exp of its own.
+        second = 2 * self.queries + self.keys + lse if self.swapped_share < 1 else 0
+        self.swap_part = self.queries + round(self.swapped_share * second) if load.swapped else 0
+        # What selective recomputation keeps: out and log-sum-exp; with Ulysses also swapped q, k, v and outputs.
+        swapped_in = self.queries + self.keys if self.swapped_share == 1 else 0
+        self.operator_outputs = self.queries + lse + self.swap_part + swapped_in
+        # What is kept from forward to backward, without received K and V, on the device.
+        block_input = 0 if train.offload_activations and self.fused else self.stream
+        self.saved = {
+            "none": self.attention_part + self.mlp_part + self.swap_part,
+            "selective": block_input + self.operator_outputs,
+            "full": block_input,
+        }[self.recompute]
 
     def gathered(self, blocks: int) -> int:
         """Weights that are gathered while `blocks` of the blocks are in use."""
@@ -314,27 +205,12 @@ class _Step:
     def moments(self) -> Iterator[Memory]:
         """The moments of the heaviest micro-batch that may be the fullest."""
         moments = [self._last_mlp, self._last_attention]
-        if self.config.train.recompute == "full":
+        if self.recompute == "full":
             moments.append(self._attention_repeated)
         if self.last:
             moments += [self._last_norm, self._loss]
         for moment in (*moments, self._end_of_backward, self._optimizer):
             yield replace(moment(), pipeline=self.pipeline())
-
-    @property
-    def activations(self) -> int:
-        """What all blocks keep for backward."""
-        return self.layers * self.saved + self.tables
-
-    @property
-    def kept(self) -> int:
-        """Received K and V that all blocks keep for backward."""
-        return self.layers * self.saved_kv
-
-    @property
-    def kept_again(self) -> int:
-        """Received K and V that a block which repeats its attention keeps for its own backward."""
-        return self.kept_kv if self.config.train.recompute == "full" else 0
 
     def _in_block(self, moment: str, **parts: int) -> Memory:
         """A moment in the backward of the last block.
@@ -355,7 +231,7 @@ class _Step:
 
     def _last_attention(self) -> Memory:
         """The MLP part is done with: freed if it was kept, and not computed again."""
-        recomputed = self.config.train.recompute != "none"
+        recomputed = self.recompute != "none"
         again = max(0, self._recomputed() - self.mlp_part)
         return self._in_block(
             "backward of the last attention",
@@ -414,9 +290,9 @@ class _Step:
 
     def _recomputed(self) -> int:
         """What a block's second forward holds, beside what was saved of the first; 0 if there is none."""
-        if self.config.train.recompute == "none":
+        if self.recompute == "none":
             return 0
-        there = self.operator_outputs if self.config.train.recompute == "selective" else 0
+        there = self.operator_outputs if self.recompute == "selective" else 0
         if self.fused or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a copy in float32
             there += self.stream
         return self.attention_part + self.swap_part + self.mlp_part - there

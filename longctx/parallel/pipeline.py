@@ -116,7 +116,7 @@ class Stage(nn.Module):
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
         self.wire_rows: int
-        self.rows: Callable[[Inputs], int]
+        self.tensor_ranks: int
 
     def forward(self, hidden: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
         """Micro-batch number `micro_batch` [1] through this stage: hidden states for the next one, or its loss.
@@ -124,7 +124,7 @@ class Stage(nn.Module):
         The first stage makes nothing of `hidden`.
         """
         given = self.inputs(int(micro_batch))
-        x = self.embed(given.tokens) if self.is_first else hidden[: self.rows(given)]
+        x = self.embed(given.tokens) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
         out = self.run(self.layers, x, given.positions, given.attention, given.head if self.is_last else None)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
@@ -162,8 +162,7 @@ class PipelineRun:
         tensor = mesh.tensor.size()
         self.wire_rows = -(-wire_rows // tensor)
         for stage in stages:
-            stage.wire_rows = self.wire_rows
-            stage.rows = lambda given: len(given.tokens) // tensor
+            stage.wire_rows, stage.tensor_ranks = self.wire_rows, tensor
         self._schedule: tuple[int, Any] | None = None
 
     @property
@@ -352,14 +351,11 @@ class Clock:
         yield
         self.spans.append((start, now(self.device)))
 
-    def idle_share(self) -> float:
-        """Share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
+    def idle(self) -> tuple[float, float]:
+        """Seconds and share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
         assert self.all is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self.idle_s() / seconds(*self.all)
-
-    def idle_s(self) -> float:
-        """Seconds of the last schedule in which this rank computed nothing. On a GPU its stream must be done."""
-        assert self.all is not None
-        return seconds(*self.all) - sum(itertools.starmap(seconds, self.spans))
+        whole = seconds(*self.all)
+        idle = whole - sum(itertools.starmap(seconds, self.spans))
+        return idle, idle / whole

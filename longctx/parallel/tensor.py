@@ -91,11 +91,15 @@ class VocabularyPart:
         return everyones
 
 
-def vocabulary_part(hidden: torch.Tensor, weight: DTensor) -> tuple[torch.Tensor, torch.Tensor, VocabularyPart]:
+def vocabulary_part(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, VocabularyPart | None]:
     """All hidden states [tokens, hidden] and this rank's rows of the output weight, as plain tensors, and which rows these are.
+
+    Without tensor parallelism these are the arguments, and None for all rows.
 
     Each rank's gradient of the hidden states is that of its rows of the weight; autograd sums these up and scatters them.
     """
+    if not isinstance(weight, DTensor):
+        return hidden, weight, None
     mesh = weight.device_mesh
     assert isinstance(hidden, DTensor)
     gathered = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])

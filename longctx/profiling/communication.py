@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from longctx.attention.exchange import Exchange
@@ -73,13 +72,13 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
         links["intra_node_bytes_per_s"] = nodes.neighbours(profiled.mesh.rank)
     if nodes.per_node < nodes.ranks:
         links["inter_node_bytes_per_s"] = nodes.counterparts(profiled.mesh.rank)
-    width = 2 * profiled.kv_heads * profiled.layer.head_dim
-    most = max(profiled.config.batch.tokens_per_rank, -(-LEAST_BYTES // (width * profiled.dtype.itemsize)))
+    row_bytes = profiled.kv_rows(1).nbytes
+    most = max(profiled.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
     rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
-    sizes = [count * width * profiled.dtype.itemsize for count in rows]
+    sizes = [count * row_bytes for count in rows]
     found, latencies = [], []
     for name, peers in links.items():
-        shortest, *others = profiled.time(*(_messages(profiled, count, width, peers) for count in rows))
+        shortest, *others = profiled.time(*(_messages(profiled, count, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
         timings = zip(sizes, (shortest, *others), strict=True)
@@ -92,10 +91,10 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
     return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
-def _messages(profiled: ProfiledRun, rows: int, width: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
+def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
     """So many rows to the first of each pair of `peers` together, and as many from the second ones."""
     exchange = Exchange(profiled.mesh.exchange, "longctx profile")
-    outgoing, incoming = (torch.zeros(rows, width, dtype=profiled.dtype, device=profiled.mesh.device) for _ in range(2))
+    outgoing, incoming = profiled.kv_rows(rows), profiled.kv_rows(rows)
     shares = [len(part) for part in outgoing.tensor_split(len(peers))]
     sends = list(zip((after for after, _ in peers), outgoing.split(shares), strict=True))
     receives = list(zip((before for _, before in peers), shares, strict=True))
@@ -160,11 +159,7 @@ def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
     """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
     schedule = profiled.attention(layout).schedule
     exchange = Exchange(profiled.mesh.exchange, "longctx profile")
-    width = 2 * profiled.kv_heads * profiled.layer.head_dim
-
-    def rows(count: int) -> torch.Tensor:
-        return torch.zeros(count, width, dtype=profiled.dtype, device=profiled.mesh.device)
-
+    rows = profiled.kv_rows
     stages = []
     for hop in (hop for stage in schedule.stages for hop in stage.hops):
         given = [(peer, rows(len(index))) for peer, index in hop.sends]

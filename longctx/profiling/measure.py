@@ -1,6 +1,5 @@
 """Measurement of a whole hardware profile, one group of constants after the other, checked against a step at the end."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -71,8 +70,7 @@ class Measured:
     def to_json(self) -> dict[str, Any]:
         """Everything, the single measurements included, as plain data."""
         content: dict[str, Any] = yaml.safe_load(self.to_yaml())
-        plain: dict[str, Any] = json.loads(json.dumps({**content, "points": self.points, "warnings": self.warnings}))
-        return plain
+        return {**content, "points": self.points, "warnings": self.warnings}
 
 
 def measure_profile(

@@ -71,6 +71,10 @@ class ProfiledRun:
         assert isinstance(attention, RingAttention)
         return attention
 
+    def kv_rows(self, count: int) -> torch.Tensor:
+        """Room for so many rows of K and V, as they are exchanged in one layer: [count, 2 · kv heads · head_dim]."""
+        return torch.zeros(count, 2 * self.kv_heads * self.layer.head_dim, dtype=self.dtype, device=self.mesh.device)
+
     def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
         """A step of micro-batches with these layouts and so many random tokens, padded as tensor parallelism needs it.
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from longctx.data import IGNORED_LABEL
 from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
-IGNORE = -100
 CHUNK_TOKENS = 1024
 
 
@@ -34,7 +33,7 @@ class _Chunk:
         cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None, softcap: float
     ) -> "_Chunk":
         first = 0 if part is None else part.first
-        valid = labels != IGNORE
+        valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
         # The target is an entry of exactly one rank; elsewhere entry 0 is read, and nothing is made of it.
         here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
@@ -122,12 +121,10 @@ def cross_entropy_sum(
     gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor parallelism has split the weight by entries
     and hidden by tokens, every rank gives all labels and gets the whole loss.
     """
-    part = None
-    if isinstance(weight, DTensor):
-        hidden, weight, part = vocabulary_part(hidden, weight)
-    counts = (labels != IGNORE).to(torch.promote_types(hidden.dtype, torch.float32))
+    hidden, weight, part = vocabulary_part(hidden, weight)
+    counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
-        counts = counts * weights.to(counts.dtype).where(labels != IGNORE, 0)
+        counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, counts, divisor, chunk_tokens, part, softcap)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
@@ -137,12 +134,10 @@ def log_probabilities(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
 ) -> torch.Tensor:
     """log p of every label, float32 [tokens], 0 where nothing is predicted; arguments as in `cross_entropy_sum`."""
-    part = None
-    if isinstance(weight, DTensor):
-        hidden, weight, part = vocabulary_part(hidden, weight)
+    hidden, weight, part = vocabulary_part(hidden, weight)
     found = [
         chunk.target_logits - chunk.log_total
         for rows, targets in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
         for chunk in [_Chunk.of(rows, weight, targets, part, softcap)]
     ]
-    return torch.cat(found).where(labels != IGNORE, 0)
+    return torch.cat(found).where(labels != IGNORED_LABEL, 0)

@@ -220,7 +220,7 @@ def preset_profile(
     return found if found.profile == profile else replace(found, name=f"{name}, scaled to {what}")
 
 
-def default_profile(device: str, gpu: str | None = None) -> str:
+def default_profile(device: str, gpu: str | None) -> str:
     """The profile that goes with a device of this type, and of this name if it is a GPU that can be asked."""
     if device != "cuda":
         return "cpu-2core"

@@ -124,6 +124,15 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         )
 
 
+def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
+    """How many ranks swap heads in a micro-batch, as the settings or the cost model have it."""
+    wanted, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
+    if wanted != "auto":
+        return wanted
+    layer = spec.largest_layer
+    return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)
+
+
 def make_attention(
     config: Config,
     mesh: Mesh,
@@ -137,11 +146,7 @@ def make_attention(
     timed: dict[str, Any] = {"exchange": exchange}
     if clock is not None:
         timed = {"watch": clock.attention, "exchange": clock.exchange}
-    context, tensor = config.context, config.parallel.tensor_parallel_size
-    degree = context.ulysses_degree
-    if degree == "auto":
-        heads = (spec.largest_layer.num_attention_heads // tensor, spec.largest_layer.num_key_value_heads // tensor)
-        degree = choose_ulysses_degree(plan, layout.micro_batch, *heads)
+    context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
 
     def attend(window: int | None) -> RingAttention | HybridAttention:
         return packed_attention(

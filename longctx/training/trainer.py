@@ -5,7 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
-        with self.loader, self.log or nullcontext(), self.tracer or nullcontext():
+        with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
                     if self.tracer is not None:
@@ -246,15 +246,16 @@ class Trainer:
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
         counts, spent = self.mesh.counts, self.clock.take()
+        idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
         mine = {
             "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
-            "bubble_share": self.pipeline.clock.idle_share() if self.pipeline is not None else 0.0,
+            "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],
             "exchange_wait_s": spent[EXCHANGE],
             "optimizer_s": spent[OPTIMIZER],
-            "bubble_s": 0.0 if self.pipeline is None else self.pipeline.clock.idle_s(),
+            "bubble_s": idle_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
         }
