@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from longctx import cli
-from longctx.comparison import measured as module
 from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, mode_configs, train_in_turn
 from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
+from longctx.training import trainer
 from longctx.training.setup import build_model
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
@@ -39,7 +39,7 @@ def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None 
         return build_model(shape, config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})}), mesh)
 
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
-    with mock.patch.object(module, "build_model", with_fault):
+    with mock.patch.object(trainer, "build_model", with_fault):
         result = train_in_turn(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
     return result.to_json(), lines
 
