@@ -287,18 +287,11 @@ def _write_page(
         rows=means,
         plans=plans,
         static_curve=static_curve(here[0], profile),
-        megatron_groups_s=_megatron_groups_s(here[0], profile) if "megatron-main" in plans else None,
         model=arguments.model,
         about=_about(),
         changed="; ".join(changed),
     )
     arguments.html.write_text(render(comparison), encoding="utf-8")
-
-
-def _megatron_groups_s(case: "Case", profile: "HardwareProfile") -> float:
-    from longctx.comparison.baselines.megatron_main import unsynchronised_s
-
-    return unsynchronised_s(profile, case.lengths, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank)
 
 
 def _about() -> dict[str, str]:
