@@ -4,7 +4,7 @@ Every figure is followed by a sentence that says what it shows and how it was co
 at the end, so that a reader who doubts one can follow it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 
@@ -20,7 +20,7 @@ from longctx.planning.cost.bounds import tight_bound_s
 def render(comparison: Comparison) -> str:
     """The page as HTML text."""
     c = comparison
-    sections = [_summary(c), _setting(c), _at_reference(c), _timelines(c), sweeps(c), _documents(c), _method(c), _all_rows(c)]
+    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), sweeps(c), _documents(c), _method(c), _all_rows(c)]
     style = files("longctx.comparison.page").joinpath("page.css").read_text(encoding="utf-8")
     title = f"Dynamic against static context parallelism: {c.source}"
     return (
@@ -70,55 +70,51 @@ def _setting(c: Comparison) -> str:
     return f"<table class=facts>{lines}</table>"
 
 
-def _at_reference(c: Comparison) -> str:
+def _at_reference(c: Comparison) -> Iterator[str]:
     rows = c.reference()
     auto = next(row for row in rows if row.planner == "auto")
-    parts = [f"<h2>One step on {c.ranks:,} ranks</h2>", *_speedup_bars(c, rows)]
+    yield f"<h2>One step on {c.ranks:,} ranks</h2>"
+    yield from _speedup_bars(c, rows)
     if (free := over_fixed_without_barriers(rows)) is not None:
-        parts.append(
+        yield (
             "<p>The cost model has ranks wait for each other at the end of every micro-batch, as they do where weights are "
             "gathered in it. Where every rank keeps all weights for the step, the groups of fixed static, which never change, "
             f"wait only at its end: auto is then {times(free)} as fast as fixed static.</p>"
         )
-    parts.append(
-        figure(
-            figures.time_bars(rows),
-            "Where the time of the step goes under every plan",
-            "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that "
-            "attention could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the "
-            "optimizer. A bar's parts add up to the time of the step. Splitting short documents shows up twice: as exchange, "
-            "and as longer work, because attention on short chunks is less efficient.",
-        )
+    yield figure(
+        figures.time_bars(rows),
+        "Where the time of the step goes under every plan",
+        "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that "
+        "attention could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the "
+        "optimizer. A bar's parts add up to the time of the step. Splitting short documents shows up twice: as exchange, "
+        "and as longer work, because attention on short chunks is less efficient.",
     )
-    parts.append(_reference_table(rows, c.model))
+    yield _reference_table(rows, c.model)
     if megatron := c.plans.get("megatron-main"):
         groups_s = unsynchronised_s(c.profile, megatron.lengths, ranks=megatron.ranks, tokens_per_rank=megatron.tokens_per_rank)
-        parts.append(
+        yield (
             "<p class=caption>Megatron's own runtime runs the documents of a rank one by one and has no barrier inside a "
             "group, so the token budget costs it less than here. With neither budget nor barrier its groups would take "
             f"{groups_s:.3g} s in the first step instead of {megatron.makespan_s:.3g} s, if starting a document cost "
             "nothing.</p>"
         )
     if any(seconds is not None for _, seconds in c.static_curve):
-        parts.append(
-            figure(
-                figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, tight_bound_s(c.plans["auto"])),
-                "Time of the step at every static degree",
-                "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
-                "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
-                "all degrees; shown are 2^k, 3·2^k and the number of ranks.",
-            )
+        yield figure(
+            figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, tight_bound_s(c.plans["auto"])),
+            "Time of the step at every static degree",
+            "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
+            "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
+            "all degrees; shown are 2^k, 3·2^k and the number of ranks.",
         )
     missing = [row for row in rows if row.note]
     if missing:
         items = "".join(f"<li><b>{escape(TITLES[row.planner])}</b>: {escape(row.note)}</li>" for row in missing)
-        parts.append(f"<p>Not shown, with the reason:</p><ul>{items}</ul>")
+        yield f"<p>Not shown, with the reason:</p><ul>{items}</ul>"
     if auto.winner.startswith("static"):
-        parts.append("<p>Here auto's own search found nothing better than the best static plan, and so it chose that one.</p>")
-    return "\n".join(parts)
+        yield "<p>Here auto's own search found nothing better than the best static plan, and so it chose that one.</p>"
 
 
-def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> list[str]:
+def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> Iterator[str]:
     """A figure of speedups over each static plan that there is, fixed static first."""
     about = {
         "fixed-static": (
@@ -133,23 +129,19 @@ def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> list[str]:
             "sought anew for every step: an oracle, which no trainer has.",
         ),
     }
-    parts = []
     for speedup, planner in SPEEDUPS.items():
         baseline = next((row for row in rows if row.planner == planner and row.makespan_s), None)
         if baseline is None:
             continue
         title, words = about[planner]
         bound = most_speedup(rows, speedup) or 0.0
-        parts.append(
-            figure(
-                figures.speedup_bars(rows, speedup, bound),
-                title,
-                f"Each bar is the time of {title_of(baseline)}, {baseline.makespan_s:.3g} s, divided by the time of this plan, "
-                f"for the same documents and the same cost model{mean_words(c)}. {words} The dashed line is the "
-                "tight bound at the end of this page: it is proven that no plan passes it.",
-            )
+        yield figure(
+            figures.speedup_bars(rows, speedup, bound),
+            title,
+            f"Each bar is the time of {title_of(baseline)}, {baseline.makespan_s:.3g} s, divided by the time of this plan, "
+            f"for the same documents and the same cost model{mean_words(c)}. {words} The dashed line is the "
+            "tight bound at the end of this page: it is proven that no plan passes it.",
         )
-    return parts
 
 
 def _reference_table(rows: Sequence[Row], model: str | None) -> str:
