@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.output import check_folders, progress_bar, write_csv
+from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
+    LENGTHS_HELP,
     PROFILE_HELP,
     add_exchange_levels,
     read_lengths,
@@ -53,12 +54,7 @@ DETAILED = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = parser.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
-    lengths.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="FILE|STORE",
-        help="a text file with the length of one document a line, or a store made by `longctx prepare`",
-    )
+    lengths.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=LENGTHS_HELP)
     lengths.add_argument(
         "--measure",
         type=Path,
@@ -139,7 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
     compare_parallel.refuse(arguments)
     if arguments.parallel is not None:
         return compare_parallel.compare_splits(arguments, _source(arguments, "split"))
-    compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
+    compare_measure.refuse(arguments)
     if arguments.measure is not None:
         return compare_measure.compare_steps(arguments)
     return compare_plans(arguments)
@@ -147,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents in every way, and prints the modelled times."""
-    from longctx.comparison.modelled import COLUMNS, mean_rows, sweep_budgets, sweep_longest
+    from longctx.comparison.modelled import mean_rows, static_curve, sweep_budgets, sweep_longest
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
@@ -164,9 +160,26 @@ def compare_plans(arguments: argparse.Namespace) -> int:
     rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
-        write_csv(arguments.csv, COLUMNS, map(asdict, rows))
+        write_csv(arguments.csv, [asdict(row) for row in rows])
     if arguments.html:
-        _write_page(arguments, named.name, profile, title, means, here, plans, changed)
+        from longctx.comparison.page.html import render
+        from longctx.comparison.page.parts import Comparison
+
+        comparison = Comparison(
+            source=title,
+            profile_name=named.name,
+            profile=profile,
+            ranks=detailed,
+            tokens_per_rank=here[0].tokens_per_rank,
+            steps=len(here),
+            rows=means,
+            plans=plans,
+            static_curve=static_curve(here[0], profile),
+            about=_about(),
+            model=arguments.model,
+            changed="; ".join(changed),
+        )
+        arguments.html.write_text(render(comparison), encoding="utf-8")
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
@@ -212,10 +225,8 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
     belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
     for name, kinds in belongs.items():
-        if getattr(arguments, name) is not None and kind not in kinds:
-            raise UserError(
-                f"--{name.replace('_', '-')} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out"
-            )
+        if kind not in kinds and (given := given_options(arguments, name)):
+            raise UserError(f"{given[0]} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out")
     seed = arguments.seed or 0
     few = 1 if (arguments.parallel or 0) >= MANY_GPUS else DEFAULT_STEPS
     steps = few if arguments.steps is None else arguments.steps
@@ -263,44 +274,6 @@ def _compare(
     return rows, plans
 
 
-def _write_page(
-    arguments: argparse.Namespace,
-    profile_name: str,
-    profile: "HardwareProfile",
-    title: str,
-    means: Sequence["Row"],
-    here: Sequence["Case"],
-    plans: dict[str, "Plan"],
-    changed: Sequence[str],
-) -> None:
-    from longctx.comparison.modelled import static_curve
-    from longctx.comparison.page.html import render
-    from longctx.comparison.page.parts import Comparison
-
-    comparison = Comparison(
-        source=title,
-        profile_name=profile_name,
-        profile=profile,
-        ranks=here[0].ranks,
-        tokens_per_rank=here[0].tokens_per_rank,
-        steps=len(here),
-        rows=means,
-        plans=plans,
-        static_curve=static_curve(here[0], profile),
-        megatron_groups_s=_megatron_groups_s(here[0], profile) if "megatron-main" in plans else None,
-        model=arguments.model,
-        about=_about(),
-        changed="; ".join(changed),
-    )
-    arguments.html.write_text(render(comparison), encoding="utf-8")
-
-
-def _megatron_groups_s(case: "Case", profile: "HardwareProfile") -> float:
-    from longctx.comparison.baselines.megatron_main import unsynchronised_s
-
-    return unsynchronised_s(profile, case.lengths, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank)
-
-
 def _about() -> dict[str, str]:
     """What a reader needs to make the page again."""
     versions = []
@@ -309,9 +282,8 @@ def _about() -> dict[str, str]:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"{package} not installed")
-    command = shlex.join(["longctx", "compare", *sys.argv[2:]])
     return {
-        "made with": command,
+        "made with": shlex.join(["longctx", "compare", *sys.argv[2:]]),
         "on": f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "versions": ", ".join(versions),
     }

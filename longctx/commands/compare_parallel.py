@@ -2,18 +2,16 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_folders, progress_bar, write_csv
+from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
+from longctx.commands.plan import with_levels
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.comparison.layouts.cost import Machine
-    from longctx.comparison.layouts.search import SearchResult
     from longctx.comparison.steps import Source
     from longctx.model.spec import ModelSpec
 
@@ -42,14 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that go only with --parallel, or never with it."""
     if arguments.parallel is None:
-        given = [f"--{name.replace('_', '-')}" for name in ("peak_tflops", "memory_gb") if getattr(arguments, name) is not None]
+        given = given_options(arguments, "peak_tflops", "memory_gb")
         if given:
             raise UserError(f"{', '.join(given)} goes with --parallel: leave it out, or say --parallel GPUS")
         return
     if not 1 <= arguments.parallel <= MOST_GPUS:
         raise UserError(f"--parallel is {arguments.parallel}: must be a whole number of GPUs in 1..{MOST_GPUS}")
-    names = ("measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+    given = given_options(arguments, "measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
     if given:
         raise UserError(f"{', '.join(given)} does not go with --parallel, which searches for the ranks: leave it out")
     others = [f"--{override.split('=')[0]}" for override in arguments.overrides if not override.startswith("model.")]
@@ -60,7 +57,7 @@ def refuse(arguments: argparse.Namespace) -> None:
 def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     """Searches, and prints the best splits with the settings that make them."""
     from longctx.comparison.layouts.search import BUDGETS, search
-    from longctx.comparison.layouts.table import COLUMNS, print_splits, row
+    from longctx.comparison.layouts.table import counts, print_splits, row
     from longctx.planning.validation import check_settings
 
     gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
@@ -70,7 +67,11 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     machine, spec = _machine(arguments), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
-    with _progress() as progress:
+    with progress_bar() as (bar, task):  # mostly it ends early: the rest cannot be faster
+
+        def progress(doing: str, done: int, of: int) -> None:
+            bar.update(task, description=doing, completed=done, total=of)
+
         outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {
         "model.preset": arguments.model or DEFAULT_MODEL,
@@ -80,9 +81,14 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     }
     tokens = sum(map(sum, steps)) // len(steps)
     if arguments.csv is not None:
-        write_csv(arguments.csv, COLUMNS, map(row, outcome.best))
+        write_csv(arguments.csv, [row(found) for found in outcome.best])
     if arguments.json:
-        print(json.dumps(_to_json(outcome, gpus, profile, spec, tokens, common)))
+        best = [
+            {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
+            for found in outcome.best
+        ]
+        about = {"version": 1, "gpus": gpus, "profile": profile, "parameters": spec.parameters, "tokens": tokens}
+        print(json.dumps({**about, "splits": {"possible": outcome.possible, **counts(outcome)}, "best": best}))
         return 0
     from rich.console import Console
 
@@ -100,8 +106,7 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     from longctx.comparison.layouts.cost import Machine
 
     machine = Machine.load(arguments.profile, arguments.peak_tflops, arguments.memory_gb)
-    levels = arguments.exchange_levels or machine.profile.exchange_levels
-    return replace(machine, profile=replace(machine.profile, exchange_levels=levels))
+    return replace(machine, profile=with_levels(machine.profile, arguments.exchange_levels))
 
 
 def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:
@@ -120,32 +125,4 @@ def _spec(arguments: argparse.Namespace) -> "ModelSpec":
 
     preset = f"model.preset={arguments.model or DEFAULT_MODEL}"
     model = load(None, [preset, *arguments.overrides]).model
-    spec: ModelSpec = model.shape(model.vocab_size or LLAMA_3_VOCABULARY).spec
-    return spec
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows on a terminal how many splits are looked at. Mostly it ends early: the rest cannot be faster."""
-    with progress_bar() as (progress, task):
-        yield lambda doing, done, of: progress.update(task, description=doing, completed=done, total=of)
-
-
-def _to_json(
-    outcome: "SearchResult", gpus: int, profile: str, spec: "ModelSpec", tokens: int, common: dict[str, str]
-) -> dict[str, Any]:
-    from longctx.comparison.layouts.table import counts, row
-
-    best = [
-        {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
-        for found in outcome.best
-    ]
-    return {
-        "version": 1,
-        "gpus": gpus,
-        "profile": profile,
-        "parameters": spec.parameters,
-        "tokens": tokens,
-        "splits": {"possible": outcome.possible, **counts(outcome)},
-        "best": best,
-    }
+    return model.shape(model.vocab_size or LLAMA_3_VOCABULARY).spec

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import said_once
 from longctx.config import Config, describe, load
 from longctx.errors import UserError
 
@@ -60,17 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError(f"--ranks is {ranks}: a run has at least one process")
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
         return 0
-    try:
+    with said_once(launch):
         if arguments.ranks is not None:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
         start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
-    except (UserError, OSError):
-        # All processes of a node meet the same mistake: one of them says so.
-        if launch.local_rank == 0:
-            raise
-        return 2
     return _train(config, launch, *start, traced)
 
 

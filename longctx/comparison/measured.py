@@ -25,8 +25,6 @@ from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.training.setup import build_loader
 from longctx.training.trainer import Trainer
 
-MODES = ("auto", "static")
-WARMUP = 2
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Greatest relative difference of losses that rounding explains, by the dtype of the computation."""
 
@@ -162,9 +160,9 @@ def train_in_turn(
     mesh: Mesh,
     store: Store,
     *,
-    modes: Sequence[str] = MODES,
-    steps: int = 10,
-    warmup: int = WARMUP,
+    modes: Sequence[str],
+    steps: int,
+    warmup: int,
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeasuredComparison:
     """Trains `warmup` + `steps` steps under every mode in turn. All ranks of the mesh call it; nothing is written.
@@ -230,7 +228,7 @@ def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
     if unknown:
         raise UserError(f"no mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and static:DEGREE")
     if len(set(modes)) < len(modes) or len(modes) < 2:
-        raise UserError(f"modes are {', '.join(modes)}: give at least two, none of them twice, such as {','.join(MODES)}")
+        raise UserError(f"modes are {', '.join(modes)}: give at least two, none of them twice, such as auto,static")
     if steps < 1 or warmup < 0:
         raise UserError(f"steps is {steps} and warmup {warmup}: at least 1 step is measured, after 0 or more to warm up")
 

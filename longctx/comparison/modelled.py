@@ -8,9 +8,9 @@ an oracle which no trainer has.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,16 +111,11 @@ class Row:
 COLUMNS = tuple(f.name for f in fields(Row))
 
 
-@dataclass(frozen=True)
-class ComparedCase:
+class ComparedCase(NamedTuple):
     """The rows of one case, and the plans behind them by planner."""
 
-    case: Case
-    rows: tuple[Row, ...]
-    plans: Mapping[str, Plan] = field(repr=False)
-
-    def row(self, planner: str) -> Row | None:
-        return next((row for row in self.rows if row.planner == planner), None)
+    rows: list[Row]
+    plans: dict[str, Plan]
 
 
 def compare_case(
@@ -138,30 +133,43 @@ def compare_case(
 
     Raises PlanError if the documents fit no degree at all.
     """
+    request = _request(case, profile)
     started("auto")
-    plans: dict[str, Plan] = {"auto": make_plan(case.lengths, **_request(case, profile))}
+    plans = {"auto": make_plan(case.lengths, **request)}
     notes: dict[str, str] = {}
     for planner in planners:
         started(planner)
         try:
             if planner in BASELINES:
-                plans[planner] = plan_baseline(planner, case.lengths, **_request(case, profile))
+                plans[planner] = plan_baseline(planner, case.lengths, **request)
             elif planner == "fixed-static":
-                plans[planner] = plan_fixed_static(case.lengths, **_request(case, profile), degree=_fixed_degree(case))
+                of_data_set = case.longest or max(case.lengths)
+                degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
+                plans[planner] = plan_fixed_static(case.lengths, **request, degree=degree)
             elif planner not in plans:
-                plans[planner] = make_plan(case.lengths, **_request(case, profile), mode=planner)
+                plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
         finished()
     baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
-    rows = []
-    for planner in planners:
-        row = _description(case, planner, notes.get(planner, ""))
-        if planner in plans:
-            row = replace(row, **_figures(plans[planner], baselines, tight_s, kv_bytes))
-        rows.append(row)
-    return ComparedCase(case, tuple(rows), plans)
+    rows = [
+        Row(
+            sweep=case.sweep,
+            seed=case.seed,
+            ranks=case.ranks,
+            tokens_per_rank=case.tokens_per_rank,
+            max_length=case.max_length,
+            documents=len(case.lengths),
+            tokens=sum(case.lengths),
+            longest=max(case.lengths),
+            planner=planner,
+            note=notes.get(planner, ""),
+            **(_figures(plans[planner], baselines, tight_s, kv_bytes) if planner in plans else {}),
+        )
+        for planner in planners
+    ]
+    return ComparedCase(rows, plans)
 
 
 def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:
@@ -188,31 +196,8 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(pieces)
 
 
-def _fixed_degree(case: Case) -> int:
-    """The degree that was named, else that of the data set. Raises PlanError if all ranks do not hold its longest document."""
-    if case.fixed_degree is not None:
-        return case.fixed_degree
-    return fixed_degree(max(case.lengths) if case.longest is None else case.longest, case.ranks, case.tokens_per_rank)
-
-
 def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
     return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
-
-
-def _description(case: Case, planner: str, note: str) -> Row:
-    """A row without figures."""
-    return Row(
-        sweep=case.sweep,
-        seed=case.seed,
-        ranks=case.ranks,
-        tokens_per_rank=case.tokens_per_rank,
-        max_length=case.max_length,
-        documents=len(case.lengths),
-        tokens=sum(case.lengths),
-        longest=max(case.lengths),
-        planner=planner,
-        note=note,
-    )
 
 
 def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
@@ -223,14 +208,15 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
     makespan, ranks = times.makespan_ns, plan.ranks
     exchange = int(times.exposed.sum()) / ranks / makespan
     busy = int(times.time.sum()) / ranks / makespan
-    fixed = (times.step_ns + len(times.time) * times.launch_ns) / makespan
+    fixed_ns = times.step_ns + len(times.time) * times.launch_ns
+    fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
     own, remote = _tokens(lengths, assignment, shape)
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
         "lower_bound_s": plan.lower_bound_s,
-        "no_barrier_s": (times.step_ns + len(times.time) * times.launch_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
+        "no_barrier_s": (fixed_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
         "tight_bound_s": tight_s,
         **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
         "gap": plan.gap,
@@ -334,6 +320,6 @@ def sweep_budgets(tokens_per_rank: int) -> list[int]:
 
 def sweep_longest(longest: int, tokens_per_rank: int) -> list[int]:
     """Maximum lengths, in powers of two from a quarter of the budget up to the longest document."""
-    start = max(1, 1 << (max(1, tokens_per_rank // 4).bit_length() - 1))
+    start = 1 << (max(1, tokens_per_rank // 4).bit_length() - 1)
     powers = [start << i for i in range(64) if start << i < longest]
     return [*powers[-7:], longest]

@@ -22,8 +22,6 @@ from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
 from longctx.planning.validation import check_lengths, check_settings
 
-LONG_DOCUMENTS = ("split", "drop", "error")
-
 
 @dataclass(frozen=True)
 class Source:
@@ -138,7 +136,7 @@ def _cases(
     fitted = [_fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
         check_lengths(lengths, ranks, tokens_per_rank, profile)
-    data_set = np.concatenate([np.array(lengths) for lengths in drawn]) if source.data_set is None else source.data_set
+    data_set = np.concatenate(drawn) if source.data_set is None else source.data_set
     kept = data_set[data_set <= longest] if long_documents == "drop" else np.minimum(data_set, longest)
     if fixed_degree is not None:
         check_fixed_degree(fixed_degree, int(kept.max()), ranks, tokens_per_rank)

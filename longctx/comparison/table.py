@@ -89,7 +89,7 @@ def _details(rows: Sequence[Row]) -> Table:
     figures = ("seconds", "over\nfixed", "over\nbest", "gap", "waits", "idle", "padding", "micro-\nbatches", "ms to\nplan")
     for name in ("", *figures):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)):
+    for row in rows:
         if row.makespan_s is None:
             continue
         name = f"{TITLES[row.planner]} ({degree_of(row)})" if degree_of(row) else TITLES[row.planner]
@@ -113,7 +113,7 @@ def _details(rows: Sequence[Row]) -> Table:
 
 def _memory(rows: Sequence[Row]) -> Table:
     """Tokens of its own, tokens of its ring mates, and the bytes of their K and V if it is known what a token takes."""
-    shown = [row for row in sorted(rows, key=lambda row: PLANNERS.index(row.planner)) if row.makespan_s is not None]
+    shown = [row for row in rows if row.makespan_s is not None]
     in_bytes = any(row.remote_kv_bytes is not None for row in shown)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("", "tokens", "tokens of others", *(["their K and V in a layer"] if in_bytes else [])):

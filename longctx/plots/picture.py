@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -21,15 +20,14 @@ def save_plan(plan: Plan, path: Path) -> None:
     """Draws the plan into an image file: .png, .svg, .pdf. Raises OSError."""
     times = timeline(plan)
     figure = Figure(figsize=(12, 5.6), dpi=160, facecolor="white")
-    FigureCanvasAgg(figure)  # draws without a display
     axes = figure.add_axes((0.055, 0.105, 0.93, 0.70))
-    draw_timeline(axes, times)
+    draw_timeline(axes, times, times.makespan_s)
     _words(figure, plan, bool(times.waits))
     figure.savefig(path)
 
 
-def draw_timeline(axes: Axes, times: Timeline, span_s: float | None = None) -> None:
-    """Draws ranks over time; the axis ends at `span_s` (default: the makespan), so that several drawings can share a scale."""
+def draw_timeline(axes: Axes, times: Timeline, span_s: float) -> None:
+    """Draws ranks over time; the axis ends at `span_s`, so that several drawings can share a scale."""
     edge = min(0.9, 30 / times.ranks)
     for face in dict.fromkeys(colour(block.degree) for block in times.blocks):
         shapes = [_outline(block) for block in times.blocks if colour(block.degree) == face]
@@ -37,7 +35,7 @@ def draw_timeline(axes: Axes, times: Timeline, span_s: float | None = None) -> N
     waits = [_box(wait.start_s, wait.stop_s, wait.rank, wait.rank + 1) for wait in times.waits]
     axes.add_collection(PolyCollection(waits, facecolors=WAIT, edgecolors="none"))
     _fixed_costs(axes, times)
-    _frame(axes, times, times.makespan_s if span_s is None else span_s)
+    _frame(axes, times.ranks, span_s)
 
 
 def _outline(block: Block) -> Polygon:
@@ -61,13 +59,13 @@ def _fixed_costs(axes: Axes, times: Timeline) -> None:
         axes.axvline(stop, color=INK, linewidth=0.9)
 
 
-def _frame(axes: Axes, times: Timeline, span_s: float) -> None:
+def _frame(axes: Axes, ranks: int, span_s: float) -> None:
     axes.set_xlim(0, span_s)
-    axes.set_ylim(times.ranks, 0)
+    axes.set_ylim(ranks, 0)
     axes.set_xlabel("seconds (modelled)", color=QUIET, fontsize=10)
     axes.set_ylabel("rank", color=QUIET, fontsize=10)
-    step = max(1, 1 << max(0, (times.ranks // 8).bit_length() - 1))
-    axes.set_yticks([rank + 0.5 for rank in range(0, times.ranks, step)], [str(rank) for rank in range(0, times.ranks, step)])
+    named = range(0, ranks, 1 << max(0, (ranks // 8).bit_length() - 1))
+    axes.set_yticks([rank + 0.5 for rank in named], [str(rank) for rank in named])
     axes.tick_params(colors=QUIET, labelsize=9, length=3)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

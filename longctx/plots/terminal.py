@@ -4,6 +4,9 @@ A letter is a document: capitals are rings, and the same capital on neighbouring
 rank. Colour is the degree. Without colour (a file, a pipe) the letters say the same.
 """
 
+import itertools
+import string
+
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
@@ -15,7 +18,6 @@ from longctx.plots.timeline import Timeline, timeline
 
 MOST_ROWS = 32
 IDLE, WAIT, LAUNCH = "·", "~", "│"
-RINGS, SINGLES = "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz"
 BAR = 24
 
 
@@ -82,10 +84,8 @@ def _ranks_over_time(plan: Plan, console: Console) -> None:
 
 def _letters(times: Timeline) -> dict[int, str]:
     """A letter for every document, in the order of the timeline, so that neighbours differ."""
-    rings = [block.document for block in times.blocks if block.degree > 1]
-    singles = [block.document for block in times.blocks if block.degree == 1]
-    named = [(document, RINGS[i % len(RINGS)]) for i, document in enumerate(rings)]
-    return dict(named + [(document, SINGLES[i % len(SINGLES)]) for i, document in enumerate(singles)])
+    rings, singles = itertools.cycle(string.ascii_uppercase), itertools.cycle(string.ascii_lowercase)
+    return {block.document: next(rings if block.degree > 1 else singles) for block in times.blocks}
 
 
 def _row(times: Timeline, letters: dict[int, str], rank: int, width: int) -> list[tuple[str, str]]:

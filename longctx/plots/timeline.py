@@ -19,7 +19,6 @@ class Block:
     """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i] of the step."""
 
     document: int
-    length: int
     degree: int
     micro_batch: int
     first_rank: int
@@ -69,7 +68,7 @@ def timeline(plan: Plan) -> Timeline:
             start = busy[p.first_rank : p.first_rank + p.degree]
             stop = [a + attention[p.document] + b for a, b in zip(start, linear_ns(plan.profile, tokens).tolist(), strict=True)]
             busy[p.first_rank : p.first_rank + p.degree] = stop
-            blocks.append(Block(p.document, length, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)))
+            blocks.append(Block(p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)))
         for rank, exposed in enumerate(result.exposed[k].tolist()):
             if exposed:
                 waits.append(Wait(k, rank, *_seconds([busy[rank], busy[rank] + exposed])))

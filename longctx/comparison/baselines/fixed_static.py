@@ -10,6 +10,7 @@ import numpy as np
 
 from longctx.comparison.baselines.groups import Group, powers_of_two, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
 
@@ -41,8 +42,10 @@ def check_fixed_degree(degree: int, longest: int, ranks: int, tokens_per_rank: i
     )
 
 
-def place_fixed_static(lengths: Integers, ranks: int, tokens_per_rank: int, degree: int) -> Assignment:
-    """Where every document stands. `degree` must pass `check_fixed_degree` for the longest of them."""
+def place_fixed_static(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
+) -> Assignment:
+    """Where every document stands. `degree` must pass `check_fixed_degree` for the longest; the profile is not used."""
     groups = ranks // degree
     packs = _next_fit(largest_shards(lengths, np.full_like(lengths, degree)).tolist(), tokens_per_rank)
     _split_last(packs, groups)

@@ -13,8 +13,8 @@ import itertools
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, powers_of_two, stand_in_rows, too_long
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.comparison.baselines.groups import Group, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.plan import PlanError
@@ -28,12 +28,9 @@ PRECISION = 0.01
 def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """Where every document stands. Raises PlanError if a document needs more ranks than a power of two provides."""
     degrees = powers_of_two(ranks)
-    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
-    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
-    if len(unfit):
-        raise too_long("FlexSP", int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
+    shards = shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank)
     times = np.stack([alone_ns(profile, lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
-    packer = _Packer(degrees, times.tolist(), shards.tolist(), ranks, tokens_per_rank)
+    packer = _Packer(degrees, times.tolist(), shards, ranks, tokens_per_rank)
     order = np.argsort(-lengths, kind="stable")
     best: tuple[int, Assignment] | None = None
     tried, number = 0, max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
@@ -115,25 +112,22 @@ class _Packer:
         free = self.ranks
         for document in documents:
             times, shards = self.times[document], self.shards[document]
-            chosen = -1
             for i, heap in enumerate(heaps):
                 if not heap or heap[0][0] + times[i] > limit:
                     continue
-                if groups[heap[0][1]].tokens + shards[i] <= self.tokens_per_rank:
-                    chosen = heap[0][1]
-                    heapq.heapreplace(heap, (groups[chosen].time + times[i], chosen))
+                time, chosen = heap[0]
+                if groups[chosen].tokens + shards[i] <= self.tokens_per_rank:
                     groups[chosen].add(document, times[i], shards[i])
+                    heapq.heapreplace(heap, (time + times[i], chosen))
                     break
-            if chosen >= 0:
-                continue
-            for i, degree in enumerate(self.degrees):
-                if degree <= free and times[i] <= limit and shards[i] <= self.tokens_per_rank:
-                    chosen = len(groups)
-                    groups.append(Group(degree))
-                    groups[chosen].add(document, times[i], shards[i])
-                    heapq.heappush(heaps[i], (times[i], chosen))
-                    free -= degree
-                    break
-            if chosen < 0:
-                return None
+            else:  # no open group takes it
+                for i, degree in enumerate(self.degrees):
+                    if degree <= free and times[i] <= limit and shards[i] <= self.tokens_per_rank:
+                        groups.append(Group(degree))
+                        groups[-1].add(document, times[i], shards[i])
+                        heapq.heappush(heaps[i], (times[i], len(groups) - 1))
+                        free -= degree
+                        break
+                else:
+                    return None
         return groups

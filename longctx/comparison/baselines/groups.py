@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.plan import PlanError
 
 
@@ -55,6 +55,19 @@ def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
     if (micro_batch < 0).any():
         raise PlanError(f"document {int(micro_batch.argmin())} was left out")
     return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
+
+
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> list[list[int]]:
+    """Tokens of each document on the fullest rank of each degree, [documents][degrees].
+
+    Raises PlanError in the name of the system if the largest degree does not hold a document.
+    """
+    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
+    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
+    if len(unfit):
+        raise too_long(system, int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
+    result: list[list[int]] = shards.tolist()
+    return result
 
 
 def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:

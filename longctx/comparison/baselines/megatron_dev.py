@@ -12,8 +12,8 @@ import heapq
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, powers_of_two, stand_in_rows, too_long
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.comparison.baselines.groups import Group, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 
@@ -23,11 +23,8 @@ SLACK = 1.05
 def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """Where every document stands. The profile is not used: this scheduler knows no hardware."""
     degrees = sorted({*powers_of_two(ranks), ranks})
-    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
-    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
-    if len(unfit):
-        raise too_long("Megatron dev", int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
-    scheduler = _Scheduler(lengths.tolist(), degrees, shards.tolist(), ranks, tokens_per_rank)
+    shards = shards_by_degree("Megatron dev", lengths, degrees, tokens_per_rank)
+    scheduler = _Scheduler(lengths.tolist(), degrees, shards, ranks, tokens_per_rank)
     waiting = np.argsort(-lengths, kind="stable").tolist()
     rows: list[list[Group]] = []
     while waiting:

@@ -12,6 +12,7 @@ The wheel is an optional dependency (extra `bench`) and is loaded by name, so th
 import importlib
 import warnings
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,16 +28,6 @@ MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 class MissingBaseline(UserError):
     """A baseline whose package is not installed."""
-
-
-class _Domain:
-    """What the scheduler asks of a process group: its size."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-
-    def size(self) -> int:
-        return self.ranks
 
 
 def place_megatron_main(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -62,7 +53,8 @@ def unsynchronised_s(profile: HardwareProfile, lengths: Sequence[int], *, ranks:
 
 def scheduled(lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """The scheduler's own result, its groups as micro-batches; tokens on a rank may exceed the budget."""
-    scheduler = load_scheduler()(tokens_per_rank, _Domain(ranks))
+    process_group = SimpleNamespace(size=lambda: ranks)
+    scheduler = load_scheduler()(tokens_per_rank, process_group)
     try:
         _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
     except Exception as error:  # whatever it is, it is theirs, and the comparison goes on without it

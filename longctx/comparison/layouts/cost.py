@@ -110,7 +110,7 @@ class Split:
             "parallel.reshard_after": self.reshard_after,
             "parallel.reduce_after": self.reduce_after,
             "train.recompute": self.recompute,
-            "train.dtype": "bfloat16",
+            "train.dtype": DTYPE,
             "batch.tokens_per_rank": self.tokens_per_rank,
             "context.max_remote_tokens": self.tokens_per_rank,
             "context.ulysses_degree": 1,

@@ -95,7 +95,7 @@ def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Seq
     8 GPUs in a node, 8 kv heads: tensor 1, 2, 4, 8; for tensor 2, pipelines of 1, 2, 4 ranks on a domain of 4, 2, 1.
     """
     kv_heads = spec.largest_layer.num_key_value_heads
-    for tensor in (tensor for tensor in _divisors(gpus) if gpus_per_node % tensor == 0 and kv_heads % tensor == 0):
+    for tensor in _divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
         held = [budget for budget in budgets if budget % tensor == 0]
         for ranks in _divisors(gpus // tensor):
             domain = gpus // tensor // ranks
@@ -210,19 +210,18 @@ def _plan(
         outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
         return None
     outcome.planned += 1
-    count = len(steps)
-    if len(plans) < count:
+    if len(plans) < len(steps):
         return None
-    step_s = sum(plan.makespan_s for plan in plans) / count
-    flops = sum(model_flops(spec, lengths.tolist()) for lengths in steps) / count
+    step_s = _mean([plan.makespan_s for plan in plans])
+    flops = _mean([model_flops(spec, lengths.tolist()) for lengths in steps])
     return Found(
         split=split,
         step_s=step_s,
-        tokens_per_s_per_gpu=sum(int(lengths.sum()) for lengths in steps) / count / step_s / split.gpus,
+        tokens_per_s_per_gpu=_mean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,
         mfu=flops / (step_s * split.gpus * machine.peak_flops_per_s),
-        bubble_share=sum(plan.bubble_share for plan in plans) / count,
-        exposed_share=sum(plan.exposed_share for plan in plans) / count,
-        micro_batches=sum(len(plan.micro_batches) for plan in plans) / count,
+        bubble_share=_mean([plan.bubble_share for plan in plans]),
+        exposed_share=_mean([plan.exposed_share for plan in plans]),
+        micro_batches=_mean([len(plan.micro_batches) for plan in plans]),
         memory=memory,
     )
 

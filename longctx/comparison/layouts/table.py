@@ -10,48 +10,28 @@ from longctx.comparison.layouts.cost import Split
 from longctx.comparison.layouts.search import Found, SearchResult
 from longctx.planning.cost.pipeline import Pipeline
 
-COLUMNS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "pipeline_chunks",
-    "pipeline_schedule",
-    "domain",
-    "recompute",
-    "reshard_after",
-    "reduce_after",
-    "tokens_per_rank",
-    "step_s",
-    "tokens_per_s_per_gpu",
-    "mfu",
-    "bubble_share",
-    "exposed_share",
-    "micro_batches",
-    "memory_bytes",
-)
-
 
 def row(found: Found) -> dict[str, Any]:
-    """A split by the names of `COLUMNS`."""
+    """A split as plain values, the columns of a table."""
     split = found.split
-    values = (
-        split.tensor,
-        split.pipeline.ranks,
-        split.pipeline.chunks,
-        split.pipeline.schedule,
-        split.domain,
-        split.recompute,
-        split.reshard_after,
-        split.reduce_after,
-        split.tokens_per_rank,
-        found.step_s,
-        found.tokens_per_s_per_gpu,
-        found.mfu,
-        found.bubble_share,
-        found.exposed_share,
-        found.micro_batches,
-        found.memory.total,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+    return {
+        "tensor_parallel_size": split.tensor,
+        "pipeline_parallel_size": split.pipeline.ranks,
+        "pipeline_chunks": split.pipeline.chunks,
+        "pipeline_schedule": split.pipeline.schedule,
+        "domain": split.domain,
+        "recompute": split.recompute,
+        "reshard_after": split.reshard_after,
+        "reduce_after": split.reduce_after,
+        "tokens_per_rank": split.tokens_per_rank,
+        "step_s": found.step_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "mfu": found.mfu,
+        "bubble_share": found.bubble_share,
+        "exposed_share": found.exposed_share,
+        "micro_batches": found.micro_batches,
+        "memory_bytes": found.memory.total,
+    }
 
 
 def counts(outcome: SearchResult) -> dict[str, int]:

@@ -2,13 +2,11 @@
 
 import base64
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -18,30 +16,30 @@ from longctx.plots.colours import by_class, class_name, colour
 from longctx.plots.picture import FIXED, INK, QUIET, WAIT, draw_timeline
 from longctx.plots.timeline import timeline
 
-PLANNER_COLOURS = {
-    "auto": "#1f5c99",
-    "bins": "#3f8fc5",
-    "fixed-static": "#3c4650",
-    "static": "#6d7a86",
-    "plain-static": "#a9b4bd",
-    "megatron-main": "#cf4b3e",
-    "megatron-dev": "#e8833a",
-    "flexsp": "#932f5e",
-    "bytescale": "#c79a1e",
+LOOKS = {
+    "auto": ("#1f5c99", "o"),
+    "bins": ("#3f8fc5", "s"),
+    "fixed-static": ("#3c4650", "|"),
+    "static": ("#6d7a86", "_"),
+    "plain-static": ("#a9b4bd", "x"),
+    "megatron-main": ("#cf4b3e", "v"),
+    "megatron-dev": ("#e8833a", "^"),
+    "flexsp": ("#932f5e", "D"),
+    "bytescale": ("#c79a1e", "P"),
 }
-MARKERS = {
-    "auto": "o",
-    "bins": "s",
-    "fixed-static": "|",
-    "static": "_",
-    "plain-static": "x",
-    "megatron-main": "v",
-    "megatron-dev": "^",
-    "flexsp": "D",
-    "bytescale": "P",
+"""Colour and marker of every planner."""
+AXES = {
+    "ranks": "ranks",
+    "tokens_per_rank": "tokens a rank",
+    "max_length": "longest document in tokens",
+    "speedup_over_fixed": "speedup",
+    "speedup_over_best_static": "speedup",
+    "gap": "% above the bound",
 }
+"""Figure of a row → what an axis says of it."""
 GRID = "#e3e8ec"
 BOUND = "#2f7d4f"
+BOUND_LINE: dict[str, Any] = {"color": BOUND, "linewidth": 1.4, "linestyle": (0, (4, 3))}
 STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "longctx", "font.family": "sans-serif", "font.size": 10}
 
 
@@ -50,11 +48,11 @@ def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
     shown = {row.planner: value for row in rows if (value := getattr(row, speedup)) is not None}
     figure, axes = _figure(9.2, 0.42 * len(shown) + 1.15)
     for y, (planner, value) in enumerate(shown.items()):
-        axes.barh(y, value, height=0.64, color=PLANNER_COLOURS[planner], zorder=2)
+        axes.barh(y, value, height=0.64, color=LOOKS[planner][0], zorder=2)
         _label(axes, f"{value:.2f}×", value, y, -7, color="white", fontweight="bold")
     axes.set_yticks(range(len(shown)), [TITLES[planner] for planner in shown])
     axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
-    axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
+    axes.axvline(bound, **BOUND_LINE)
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     _label(axes, f"no plan can pass {bound:.2f}×", bound, -0.82, -6, color=BOUND, fontsize=9, bbox=white)
     axes.set_ylim(len(shown) - 0.5, -1.15)
@@ -82,7 +80,7 @@ def time_bars(rows: Sequence[Row]) -> str:
     for y, row in enumerate(shown):
         _label(axes, f"{row.makespan_s:.3g} s", row.makespan_s or 0, y, 6, color=INK)
     bound = shown[0].tight_bound_s or 0
-    axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)), label=f"no plan is faster than {bound:.3g} s")
+    axes.axvline(bound, label=f"no plan is faster than {bound:.3g} s", **BOUND_LINE)
     axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlim(0, max(row.makespan_s or 0 for row in shown) * 1.12)
@@ -91,37 +89,35 @@ def time_bars(rows: Sequence[Row]) -> str:
     return _svg(figure)
 
 
-def lines(
-    rows: Sequence[Row],
-    x: Callable[[Row], int],
-    y: Callable[[Row], float | None],
-    x_label: str,
-    y_label: str,
-    planners: Sequence[str],
-    bound: Sequence[tuple[int, float]] = (),
-) -> str:
-    """One line a planner over whole numbers, evenly spaced in their order; `bound` (x, y) is one that no plan can pass."""
+def lines(rows: Sequence[Row], x: str, y: str, planners: Sequence[str], bound: str | None = None) -> str:
+    """One line a planner: figure `y` of a row over `x`, evenly spaced in its order; no plan can pass the figure `bound`."""
     figure, axes = _figure(9.2, 3.6)
-    positions = sorted({x(row) for row in rows})
+    positions = sorted({getattr(row, x) for row in rows})
+    scale = 100 if y == "gap" else 1  # in percent
+
+    def points(of: Sequence[Row], name: str) -> list[tuple[int, float]]:
+        found = ((getattr(row, x), getattr(row, name)) for row in of)
+        return sorted({(positions.index(at), scale * value) for at, value in found if value is not None})
+
     for planner in planners:
-        points = [(positions.index(x(row)), value) for row in rows if row.planner == planner and (value := y(row)) is not None]
-        if points:
+        line = points([row for row in rows if row.planner == planner], y)
+        if line:
+            face, marker = LOOKS[planner]
             front = planner == "auto"
             axes.plot(
-                *zip(*sorted(points), strict=True),
-                marker=MARKERS[planner],
+                *zip(*line, strict=True),
+                marker=marker,
                 markersize=6,
                 linewidth=2.6 if front else 1.3,
-                color=PLANNER_COLOURS[planner],
+                color=face,
                 label=TITLES[planner],
                 zorder=3 if front else 2,
             )
-    if bound:
-        points = sorted({(positions.index(at), value) for at, value in bound})
-        axes.plot(*zip(*points, strict=True), color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)), label="no plan can pass")
+    if bound is not None and (line := points(rows, bound)):
+        axes.plot(*zip(*line, strict=True), label="no plan can pass", **BOUND_LINE)
     axes.set_xticks(range(len(positions)), [f"{value:,}" for value in positions])
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_xlabel(AXES[x])
+    axes.set_ylabel(AXES[y])
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color=GRID)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
@@ -132,14 +128,14 @@ def static_curve(points: Sequence[tuple[int, float | None]], auto_s: float, boun
     """Time of the step under one degree for all, for every degree tried, beside auto and the bound."""
     figure, axes = _figure(9.2, 3.0)
     held = [(i, seconds) for i, (_, seconds) in enumerate(points) if seconds is not None]
-    axes.bar([i for i, _ in held], [seconds for _, seconds in held], width=0.66, color=PLANNER_COLOURS["static"])
+    axes.bar([i for i, _ in held], [seconds for _, seconds in held], width=0.66, color=LOOKS["static"][0])
     for i, (_, seconds) in enumerate(points):
         if seconds is None:
             axes.annotate("does\nnot fit", (i, 0), ha="center", va="bottom", color=QUIET, fontsize=8)
         else:
             axes.annotate(f"{seconds:.3g}", (i, seconds), ha="center", va="bottom", color=INK, fontsize=8.5)
-    axes.axhline(auto_s, color=PLANNER_COLOURS["auto"], linewidth=2, label=f"auto, {auto_s:.3g} s")
-    axes.axhline(bound_s, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)), label=f"no plan is faster than {bound_s:.3g} s")
+    axes.axhline(auto_s, color=LOOKS["auto"][0], linewidth=2, label=f"auto, {auto_s:.3g} s")
+    axes.axhline(bound_s, label=f"no plan is faster than {bound_s:.3g} s", **BOUND_LINE)
     axes.set_xlim(-0.6, len(points) - 0.4)
     axes.set_xticks(range(len(points)), [str(degree) for degree, _ in points])
     axes.set_xlabel("degree of every document")
@@ -151,9 +147,9 @@ def static_curve(points: Sequence[tuple[int, float | None]], auto_s: float, boun
 
 def length_histogram(lengths: Sequence[int]) -> str:
     """Share of documents and of tokens by length, in bins from one power of two to the next."""
-    low = [(length).bit_length() - 1 for length in lengths]
+    low = [length.bit_length() - 1 for length in lengths]
     bins = range(min(low), max(low) + 1)
-    documents = [sum(1 for value in low if value == b) / len(lengths) for b in bins]
+    documents = [low.count(b) / len(lengths) for b in bins]
     tokens = [sum(s for s, value in zip(lengths, low, strict=True) if value == b) / sum(lengths) for b in bins]
     return _pairs(documents, tokens, [_power(b) for b in bins], "length of the document in tokens: from this up to the next")
 
@@ -169,7 +165,6 @@ def degree_histogram(plan: Plan) -> str:
 def timelines(plans: Sequence[tuple[str, Plan]]) -> str:
     """Ranks over time under several plans, one above the other on the same scale."""
     figure = Figure(figsize=(11, 3.1 * len(plans) + 0.7), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
     span = max(plan.makespan_s for _, plan in plans)
     classes: set[int] = set()
     for i, (title, plan) in enumerate(plans):
@@ -183,9 +178,7 @@ def timelines(plans: Sequence[tuple[str, Plan]]) -> str:
     keys += [Patch(facecolor=WAIT, label="waits for K and V"), Patch(facecolor=FIXED, label="launch, optimizer")]
     figure.legend(handles=keys, loc="lower center", ncols=6, frameon=False, fontsize=9, labelcolor=INK)
     figure.tight_layout(rect=(0, 0.085, 1, 1), h_pad=1.6)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return _uri("image/png", buffer.getvalue())
+    return _uri("image/png", figure, format="png")
 
 
 def _pairs(documents: Sequence[float], tokens: Sequence[float], names: Sequence[str], label: str) -> str:
@@ -227,12 +220,11 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _svg(figure: Figure) -> str:
-    FigureCanvasSVG(figure)
-    buffer = io.BytesIO()
     with mpl.rc_context(STYLE):
-        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    return _uri("image/svg+xml", buffer.getvalue())
+        return _uri("image/svg+xml", figure, format="svg", bbox_inches="tight", metadata={"Date": None, "Creator": None})
 
 
-def _uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+def _uri(kind: str, figure: Figure, **how: Any) -> str:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, **how)
+    return f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -4,22 +4,15 @@ Every figure is followed by a sentence that says what it shows and how it was co
 at the end, so that a reader who doubts one can follow it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 from importlib.resources import files
 
 from longctx.comparison.baselines import BASELINES
+from longctx.comparison.baselines.megatron_main import unsynchronised_s
 from longctx.comparison.modelled import SPEEDUPS, TITLES, Row, degree_of, gibibytes, most_speedup, over_fixed_without_barriers
 from longctx.comparison.page import figures
-from longctx.comparison.page.parts import (
-    Comparison,
-    degree_words,
-    figure,
-    mean_words,
-    speedup_cells,
-    text,
-    times,
-    title_of,
-)
+from longctx.comparison.page.parts import Comparison, degree_words, figure, mean_words, plan_cells, times, title_of
 from longctx.comparison.page.sweeps import sweeps
 from longctx.planning.cost.bounds import tight_bound_s
 
@@ -27,13 +20,13 @@ from longctx.planning.cost.bounds import tight_bound_s
 def render(comparison: Comparison) -> str:
     """The page as HTML text."""
     c = comparison
-    sections = [_summary(c), _setting(c), _at_reference(c), _timelines(c), sweeps(c), _documents(c), _method(c), _all_rows(c)]
+    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), sweeps(c), _documents(c), _method(c), _all_rows(c)]
     style = files("longctx.comparison.page").joinpath("page.css").read_text(encoding="utf-8")
     title = f"Dynamic against static context parallelism: {c.source}"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(sections)
         + "\n</main>\n</body>\n</html>\n"
     )
@@ -58,11 +51,11 @@ def _summary(c: Comparison) -> str:
     cards.append((f"{auto.planning_ms:,.0f} ms", "to plan the step, while the one before it trains"))
     lead = (
         "How long would one training step take if every document had the same context-parallel degree, and how long if each "
-        f"has its own? Here: {text(c.source)}; {c.ranks:,} ranks with {c.tokens_per_rank:,} tokens each, hardware profile "
-        f"{text(c.profile_name)}{f'; mean of {c.steps} steps' if c.steps > 1 else ''}. All times are modelled, by the cost "
+        f"has its own? Here: {escape(c.source)}; {c.ranks:,} ranks with {c.tokens_per_rank:,} tokens each, hardware profile "
+        f"{escape(c.profile_name)}{f'; mean of {c.steps} steps' if c.steps > 1 else ''}. All times are modelled, by the cost "
         "model at the end of this page."
     )
-    boxes = "".join(f"<div class=card><b>{value}</b><span>{text(words)}</span></div>" for value, words in cards)
+    boxes = "".join(f"<div class=card><b>{value}</b><span>{escape(words)}</span></div>" for value, words in cards)
     return f"<h1>Dynamic against static context parallelism</h1>\n<p class=lead>{lead}</p>\n<div class=cards>{boxes}</div>"
 
 
@@ -73,84 +66,82 @@ def _setting(c: Comparison) -> str:
         **({"long documents": c.changed} if c.changed else {}),
         **c.about,
     }
-    lines = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts.items())
+    lines = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
     return f"<table class=facts>{lines}</table>"
 
 
-def _at_reference(c: Comparison) -> str:
+def _at_reference(c: Comparison) -> Iterator[str]:
     rows = c.reference()
     auto = next(row for row in rows if row.planner == "auto")
-    parts = [f"<h2>One step on {c.ranks:,} ranks</h2>", *_speedup_bars(c, rows)]
+    yield f"<h2>One step on {c.ranks:,} ranks</h2>"
+    yield from _speedup_bars(c, rows)
     if (free := over_fixed_without_barriers(rows)) is not None:
-        parts.append(
+        yield (
             "<p>The cost model has ranks wait for each other at the end of every micro-batch, as they do where weights are "
             "gathered in it. Where every rank keeps all weights for the step, the groups of fixed static, which never change, "
             f"wait only at its end: auto is then {times(free)} as fast as fixed static.</p>"
         )
-    parts.append(
-        figure(
-            figures.time_bars(rows),
-            "Where the time of the step goes under every plan",
-            "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that "
-            "attention could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the "
-            "optimizer. A bar's parts add up to the time of the step. Splitting short documents shows up twice: as exchange, "
-            "and as longer work, because attention on short chunks is less efficient.",
-        )
+    yield figure(
+        figures.time_bars(rows),
+        "Where the time of the step goes under every plan",
+        "Seconds of the step, averaged over ranks, by what a rank does in them: it computes; waits for K and V that "
+        "attention could not hide; waits for the slowest rank of its micro-batch; or launches micro-batches and runs the "
+        "optimizer. A bar's parts add up to the time of the step. Splitting short documents shows up twice: as exchange, "
+        "and as longer work, because attention on short chunks is less efficient.",
     )
-    parts.append(_reference_table(rows, c.model))
-    if c.megatron_groups_s is not None and "megatron-main" in c.plans:
-        parts.append(
+    yield _reference_table(rows, c.model)
+    if megatron := c.plans.get("megatron-main"):
+        groups_s = unsynchronised_s(c.profile, megatron.lengths, ranks=megatron.ranks, tokens_per_rank=megatron.tokens_per_rank)
+        yield (
             "<p class=caption>Megatron's own runtime runs the documents of a rank one by one and has no barrier inside a "
             "group, so the token budget costs it less than here. With neither budget nor barrier its groups would take "
-            f"{c.megatron_groups_s:.3g} s in the first step instead of {c.plans['megatron-main'].makespan_s:.3g} s, if "
-            "starting a document cost nothing.</p>"
+            f"{groups_s:.3g} s in the first step instead of {megatron.makespan_s:.3g} s, if starting a document cost "
+            "nothing.</p>"
         )
-    held = [(degree, seconds) for degree, seconds in c.static_curve if seconds is not None]
-    if held:
-        parts.append(
-            figure(
-                figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, tight_bound_s(c.plans["auto"])),
-                "Time of the step at every static degree",
-                "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
-                "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
-                "all degrees; shown are 2^k, 3·2^k and the number of ranks.",
-            )
+    if any(seconds is not None for _, seconds in c.static_curve):
+        yield figure(
+            figures.static_curve(c.static_curve, c.plans["auto"].makespan_s, tight_bound_s(c.plans["auto"])),
+            "Time of the step at every static degree",
+            "The same documents with one degree for all (first step). Low degrees cannot hold the longest document, high "
+            "ones exchange too much and cut documents too short. The best static plan of the first figure is sought among "
+            "all degrees; shown are 2^k, 3·2^k and the number of ranks.",
         )
     missing = [row for row in rows if row.note]
     if missing:
-        items = "".join(f"<li><b>{text(TITLES[row.planner])}</b>: {text(row.note)}</li>" for row in missing)
-        parts.append(f"<p>Not shown, with the reason:</p><ul>{items}</ul>")
+        items = "".join(f"<li><b>{escape(TITLES[row.planner])}</b>: {escape(row.note)}</li>" for row in missing)
+        yield f"<p>Not shown, with the reason:</p><ul>{items}</ul>"
     if auto.winner.startswith("static"):
-        parts.append("<p>Here auto's own search found nothing better than the best static plan, and so it chose that one.</p>")
-    return "\n".join(parts)
+        yield "<p>Here auto's own search found nothing better than the best static plan, and so it chose that one.</p>"
 
 
-def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> list[str]:
+def _speedup_bars(c: Comparison, rows: Sequence[Row]) -> Iterator[str]:
     """A figure of speedups over each static plan that there is, fixed static first."""
     about = {
-        "fixed-static": "Speedup of every way of planning over fixed static|Fixed static takes one degree for all steps, the "
-        "smallest power of two that holds the longest document of the data set unless one was named, and packs documents in "
-        "the order in which they are drawn: what trainers without dynamic degrees run.",
-        "static": "Speedup over the best static degree of every step|The best static plan is the fastest of all degrees, not "
-        "of powers of two alone, and of two ways of packing, sought anew for every step: an oracle, which no trainer has.",
+        "fixed-static": (
+            "Speedup of every way of planning over fixed static",
+            "Fixed static takes one degree for all steps, the smallest power of two that holds the longest document of the "
+            "data set unless one was named, and packs documents in the order in which they are drawn: what trainers without "
+            "dynamic degrees run.",
+        ),
+        "static": (
+            "Speedup over the best static degree of every step",
+            "The best static plan is the fastest of all degrees, not of powers of two alone, and of two ways of packing, "
+            "sought anew for every step: an oracle, which no trainer has.",
+        ),
     }
-    parts = []
     for speedup, planner in SPEEDUPS.items():
         baseline = next((row for row in rows if row.planner == planner and row.makespan_s), None)
         if baseline is None:
             continue
-        title, words = about[planner].split("|")
+        title, words = about[planner]
         bound = most_speedup(rows, speedup) or 0.0
-        parts.append(
-            figure(
-                figures.speedup_bars(rows, speedup, bound),
-                title,
-                f"Each bar is the time of {title_of(baseline)}, {baseline.makespan_s:.3g} s, divided by the time of this plan, "
-                f"for the same documents and the same cost model{mean_words(c)}. {words} The dashed line is the "
-                "tight bound at the end of this page: it is proven that no plan passes it.",
-            )
+        yield figure(
+            figures.speedup_bars(rows, speedup, bound),
+            title,
+            f"Each bar is the time of {title_of(baseline)}, {baseline.makespan_s:.3g} s, divided by the time of this plan, "
+            f"for the same documents and the same cost model{mean_words(c)}. {words} The dashed line is the "
+            "tight bound at the end of this page: it is proven that no plan passes it.",
         )
-    return parts
 
 
 def _reference_table(rows: Sequence[Row], model: str | None) -> str:
@@ -160,9 +151,8 @@ def _reference_table(rows: Sequence[Row], model: str | None) -> str:
         f"{'<th>their K and V' if model else ''}<th>planning</tr>"
     )
     body = "".join(
-        f"<tr{' class=ours' if row.planner == 'auto' else ''}><th>{text(title_of(row))}</th><td>{row.makespan_s:.3g} s</td>"
-        f"{speedup_cells(row)}<td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
-        f"<td>{row.padding_share:.1%}</td><td>{row.micro_batches}</td><td>{row.most_tokens:,}</td><td>{row.remote_tokens:,}</td>"
+        f"<tr{' class=ours' if row.planner == 'auto' else ''}><th>{escape(title_of(row))}</th><td>{row.makespan_s:.3g} s</td>"
+        f"{plan_cells(row)}<td>{row.micro_batches}</td><td>{row.most_tokens:,}</td><td>{row.remote_tokens:,}</td>"
         f"{f'<td>{gibibytes(row.remote_kv_bytes)}</td>' if model else ''}"
         f"<td>{row.planning_ms:,.0f} ms</td></tr>"
         for row in rows
@@ -220,15 +210,15 @@ def _documents(c: Comparison) -> str:
     degrees = figure(
         figures.degree_histogram(auto),
         "Which degrees auto gives them",
-        f"Share of the same documents and tokens by the number of ranks that auto splits them over ({text(auto.winner)}).",
+        f"Share of the same documents and tokens by the number of ranks that auto splits them over ({escape(auto.winner)}).",
     )
     return f"<h2>Documents and degrees</h2>{lengths}{degrees}"
 
 
 def _method(c: Comparison) -> str:
-    baselines = "".join(f"<li><b>{text(b.title)}</b>. {text(b.about)}</li>" for b in BASELINES.values())
+    baselines = "".join(f"<li><b>{escape(b.title)}</b>. {escape(b.about)}</li>" for b in BASELINES.values())
     constants = "".join(
-        f"<tr><th>{text(name)}</th><td>{text(str(value))}</td></tr>" for name, value in c.profile.to_dict().items()
+        f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>" for name, value in c.profile.to_dict().items()
     )
     return f"""<h2>How it was computed</h2>
 <p>Every way of planning gets the same documents, ranks and token budget, and its plan is checked: each document stands in one
@@ -252,7 +242,7 @@ degrees, documents packed best-fit by tokens, or emptiest group first where that
 <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses degree, ranks and
 micro-batch of every document; it also scores static and bins, and so is never worse.</p>
 <ul>{baselines}</ul>
-<details><summary>Constants of the hardware profile {text(c.profile_name)}</summary>
+<details><summary>Constants of the hardware profile {escape(c.profile_name)}</summary>
 <table class=facts>{constants}</table></details>"""
 
 
@@ -270,13 +260,12 @@ def _all_rows(c: Comparison) -> str:
 
 def _row(row: Row) -> str:
     first = (
-        f"<tr><th>{row.sweep}</th><th>{text(title_of(row))}</th><td>{row.ranks:,}</td><td>{row.tokens_per_rank:,}</td>"
+        f"<tr><th>{row.sweep}</th><th>{escape(title_of(row))}</th><td>{row.ranks:,}</td><td>{row.tokens_per_rank:,}</td>"
         f"<td>{row.documents:,}</td><td>{row.longest:,}</td>"
     )
     if row.makespan_s is None:
-        return first + f"<td class=note colspan=10>{text(row.note)}</td></tr>"
+        return first + f"<td class=note colspan=10>{escape(row.note)}</td></tr>"
     return (
         f"{first}<td>{row.makespan_s:.4g} s</td><td>{row.lower_bound_s:.4g} s</td><td>{row.tight_bound_s:.4g} s</td>"
-        f"{speedup_cells(row)}<td>{row.gap:.1%}</td><td>{row.exchange_share:.1%}</td><td>{row.idle_share:.1%}</td>"
-        f"<td>{row.padding_share:.1%}</td><td>{row.planning_ms:,.0f} ms</td></tr>"
+        f"{plan_cells(row)}<td>{row.planning_ms:,.0f} ms</td></tr>"
     )

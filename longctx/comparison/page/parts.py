@@ -1,10 +1,10 @@
 """What the parts of the comparison page share: its contents, and how figures and numbers are written."""
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
-from longctx.comparison.modelled import PLANNERS, SPEEDUPS, TITLES, Row, degree_of
+from longctx.comparison.modelled import SPEEDUPS, TITLES, Row, degree_of
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
@@ -19,7 +19,6 @@ class Comparison:
         changed: what was done to documents that do not fit, in words; empty if nothing.
         static_curve: (degree, makespan in seconds or None if a document does not fit).
         model: the preset in whose K and V memory is counted, if one was named.
-        megatron_groups_s: time of the first step if Megatron main's groups were run as they are, without the token budget.
     """
 
     source: str
@@ -31,22 +30,18 @@ class Comparison:
     rows: Sequence[Row]
     plans: dict[str, Plan]
     static_curve: Sequence[tuple[int, float | None]]
-    megatron_groups_s: float | None
     about: dict[str, str]
-    model: str | None = None
-    changed: str = ""
+    model: str | None
+    changed: str
 
     def reference(self) -> list[Row]:
         """The rows of the ranks sweep on `ranks` ranks, in the order of PLANNERS."""
-        rows = [row for row in self.rows if row.sweep == "ranks" and row.ranks == self.ranks]
-        return sorted(rows, key=lambda row: PLANNERS.index(row.planner))
-
-    def sweep(self, name: str) -> list[Row]:
-        return [row for row in self.rows if row.sweep == name]
+        return [row for row in self.rows if row.sweep == "ranks" and row.ranks == self.ranks]
 
 
 def figure(uri: str, title: str, words: str) -> str:
-    return f'<figure><h3>{text(title)}</h3><img src="{uri}" alt="{text(title)}"><figcaption>{text(words)}</figcaption></figure>'
+    title, words = escape(title), escape(words)
+    return f'<figure><h3>{title}</h3><img src="{uri}" alt="{title}"><figcaption>{words}</figcaption></figure>'
 
 
 def title_of(row: Row) -> str:
@@ -58,8 +53,11 @@ def degree_words(row: Row) -> str:
     return f"degree {degree_of(row)}"
 
 
-def speedup_cells(row: Row) -> str:
-    return "".join(f"<td>{times(getattr(row, speedup))}</td>" for speedup in SPEEDUPS)
+def plan_cells(row: Row) -> str:
+    """Speedups, gap, waits, idle and padding."""
+    speedups = "".join(f"<td>{times(getattr(row, speedup))}</td>" for speedup in SPEEDUPS)
+    shares = (row.gap, row.exchange_share, row.idle_share, row.padding_share)
+    return speedups + "".join(f"<td>{share:.1%}</td>" for share in shares)
 
 
 def mean_words(c: Comparison) -> str:
@@ -68,7 +66,3 @@ def mean_words(c: Comparison) -> str:
 
 def times(speedup: float | None) -> str:
     return "" if speedup is None else f"{speedup:.2f}×"
-
-
-def text(words: str) -> str:
-    return html.escape(words)

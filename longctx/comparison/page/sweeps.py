@@ -1,92 +1,63 @@
 """The part of the comparison page that varies ranks, budget and longest document."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 
 from longctx.comparison.modelled import PLANNERS, TITLES, Row
 from longctx.comparison.page import figures
-from longctx.comparison.page.parts import Comparison, figure, mean_words, text
+from longctx.comparison.page.parts import Comparison, figure, mean_words
 
 
 def sweeps(c: Comparison) -> str:
+    """The part; empty if nothing varies."""
+    shown = list(_figures(c))
+    return "\n".join(["<h2>How the gain moves</h2>", *shown, _where_behind(c)]) if shown else ""
+
+
+def _figures(c: Comparison) -> Iterator[str]:
     planners = [planner for planner in PLANNERS if planner != "fixed-static"]
-    parts = ["<h2>How the gain moves</h2>"]
-    by_ranks, by_budget, by_longest = c.sweep("ranks"), c.sweep("budget"), c.sweep("longest")
+    by_ranks, by_budget, by_longest = ([row for row in c.rows if row.sweep == name] for name in ("ranks", "budget", "longest"))
     same = "Speedup over fixed static in the same setting, whose degree follows from the longest document unless it was named"
     if len({row.ranks for row in by_ranks}) > 1:
         documents = {row.ranks: row.documents for row in by_ranks}
         grow = "the same documents on all" if len(set(documents.values())) == 1 else "the step grows with the ranks"
-        parts.append(
-            figure(
-                figures.lines(by_ranks, lambda r: r.ranks, lambda r: r.speedup_over_fixed, "ranks", "speedup", planners),
-                "Speedup over fixed static by ranks",
-                f"{same}, at {c.tokens_per_rank:,} tokens a rank; {grow} "
-                f"({', '.join(f'{documents[n]:,} documents on {n:,}' for n in sorted(documents))}){mean_words(c)}. On few "
-                "ranks a static degree cannot waste much; the more ranks a long document forces upon short ones, the more "
-                "dynamic degrees gain.",
-            )
+        yield figure(
+            figures.lines(by_ranks, "ranks", "speedup_over_fixed", planners),
+            "Speedup over fixed static by ranks",
+            f"{same}, at {c.tokens_per_rank:,} tokens a rank; {grow} "
+            f"({', '.join(f'{documents[n]:,} documents on {n:,}' for n in sorted(documents))}){mean_words(c)}. On few "
+            "ranks a static degree cannot waste much; the more ranks a long document forces upon short ones, the more "
+            "dynamic degrees gain.",
         )
-        parts.append(
-            figure(
-                figures.lines(
-                    by_ranks,
-                    lambda r: r.ranks,
-                    lambda r: r.speedup_over_best_static,
-                    "ranks",
-                    "speedup",
-                    [planner for planner in PLANNERS if planner != "static"],
-                ),
-                "Speedup over the best static degree of every step by ranks",
-                "The same plans, over the fastest static plan of every step, which is sought among all degrees anew for each.",
-            )
+        yield figure(
+            figures.lines(
+                by_ranks, "ranks", "speedup_over_best_static", [planner for planner in PLANNERS if planner != "static"]
+            ),
+            "Speedup over the best static degree of every step by ranks",
+            "The same plans, over the fastest static plan of every step, which is sought among all degrees anew for each.",
         )
-        unavoidable = [(row.ranks, 100 * row.unavoidable_gap) for row in by_ranks if row.unavoidable_gap is not None]
-        parts.append(
-            figure(
-                figures.lines(
-                    by_ranks,
-                    lambda r: r.ranks,
-                    lambda r: None if r.gap is None else 100 * r.gap,
-                    "ranks",
-                    "% above the bound",
-                    _near(by_ranks),
-                    unavoidable,
-                ),
-                "Distance to the lower bound by ranks",
-                "Time of each plan over the lower bound, less one. That bound takes the network for free, so that part of "
-                "the distance no plan can close, above all where one document is a large part of the step: below the dashed "
-                "line, the tight bound, there is no plan. Planners further away than the best static degree are left out; the "
-                "table has them.",
-            )
+        yield figure(
+            figures.lines(by_ranks, "ranks", "gap", _near(by_ranks), bound="unavoidable_gap"),
+            "Distance to the lower bound by ranks",
+            "Time of each plan over the lower bound, less one. That bound takes the network for free, so that part of "
+            "the distance no plan can close, above all where one document is a large part of the step: below the dashed "
+            "line, the tight bound, there is no plan. Planners further away than the best static degree are left out; the "
+            "table has them.",
         )
     if by_budget:
-        parts.append(
-            figure(
-                figures.lines(
-                    by_budget, lambda r: r.tokens_per_rank, lambda r: r.speedup_over_fixed, "tokens a rank", "speedup", planners
-                ),
-                "Speedup over fixed static by token budget",
-                f"{same}: the same documents on {c.ranks:,} ranks, with a quarter to four times the tokens a "
-                f"rank{mean_words(c)}. A larger budget lets a static plan take a lower degree.",
-            )
+        yield figure(
+            figures.lines(by_budget, "tokens_per_rank", "speedup_over_fixed", planners),
+            "Speedup over fixed static by token budget",
+            f"{same}: the same documents on {c.ranks:,} ranks, with a quarter to four times the tokens a "
+            f"rank{mean_words(c)}. A larger budget lets a static plan take a lower degree.",
         )
     if by_longest:
-        parts.append(
-            figure(
-                figures.lines(
-                    by_longest,
-                    lambda r: r.max_length or 0,
-                    lambda r: r.speedup_over_fixed,
-                    "longest document in tokens",
-                    "speedup",
-                    planners,
-                ),
-                "Speedup over fixed static by longest document",
-                f"{same}: {c.ranks:,} ranks, {c.tokens_per_rank:,} tokens each, documents longer than the number below cut "
-                f"into pieces of that length, so that all points hold the same tokens{mean_words(c)}.",
-            )
+        yield figure(
+            figures.lines(by_longest, "max_length", "speedup_over_fixed", planners),
+            "Speedup over fixed static by longest document",
+            f"{same}: {c.ranks:,} ranks, {c.tokens_per_rank:,} tokens each, documents longer than the number below cut "
+            f"into pieces of that length, so that all points hold the same tokens{mean_words(c)}.",
         )
-    parts.append(_where_behind(c))
-    return "\n".join(parts) if len(parts) > 2 else ""
 
 
 def _near(rows: Sequence[Row]) -> list[str]:
@@ -112,7 +83,7 @@ def _where_behind(c: Comparison) -> str:
         if auto and best and best.makespan_s and auto / best.makespan_s > 1.001:
             cut = f", documents of at most {best.max_length:,}" if best.max_length else ""
             behind.append(
-                f"<li>{text(TITLES[best.planner])} by {auto / best.makespan_s - 1:.1%} on {best.ranks:,} ranks with "
+                f"<li>{escape(TITLES[best.planner])} by {auto / best.makespan_s - 1:.1%} on {best.ranks:,} ranks with "
                 f"{best.tokens_per_rank:,} tokens each{cut}</li>"
             )
     if not behind:
