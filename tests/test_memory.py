@@ -64,6 +64,10 @@ MEASURED = {
     "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
     "heads swapped for tokens": (2, SWAPPED),
     "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
+    "norms of heads and of outputs, biases": (
+        1,
+        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
+    ),
     "pipeline": (
         2,
         ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],

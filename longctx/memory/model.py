@@ -155,15 +155,17 @@ class _Step:
         # What backward computes again of one tile of the MLP, if it is tiled.
         self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
         # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input.
-        self.norm = self.stream if self.fused else 2 * self.stream * FLOAT32 // self.number
+        kept = self.number if self.fused else 2 * FLOAT32
+        self.norm = tokens * self.spec.hidden_size * kept // self.split
+        attention_norms, mlp_norms = (tokens * count * kept // self.split for count in (layer.attention_norms, layer.mlp_norms))
         # The output of a norm, gathered for the matrices that are split over ranks.
         self.normed = self.stream * self.split
         # Gradients of an MLP's output and input over all tokens, where matrices are split over ranks.
         self.gathered_gradients = 2 * self.normed if self.split > 1 else 0
         # What the first half of a block keeps: norm, q, k, v, out, log-sum-exp.
-        self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse
+        self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse + attention_norms
         # What the second half keeps; a tiled MLP its input alone.
-        self.mlp_part = self.norm + self.normed + 4 * self.mlp - self.tile
+        self.mlp_part = self.norm + self.normed + 4 * self.mlp - self.tile + mlp_norms
         # Share of the rows whose heads are swapped for tokens.
         self.swapped_share = load.swapped / tokens if tokens else 0.0
         # What Ulysses keeps beside `attention_part`: what comes of it, for the next matrix. Where not all rows are swapped,

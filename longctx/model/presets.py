@@ -94,8 +94,10 @@ def _spec(shape: ModelShape) -> ModelSpec:
         shape.sliding_window if every is None or (layer + 1) % every else None for layer in range(shape.num_hidden_layers)
     )
     sizes = (shape.hidden_size, *attention, shape.intermediate_size, matrices, norms + biases)
+    behind = shape.hidden_size if shape.output_norms else 0
+    of_heads = heads * shape.head_dim if shape.qk_norm else 0
     return ModelSpec(
-        layers=tuple(LayerSpec(*sizes, window) for window in windows),
+        layers=tuple(LayerSpec(*sizes, window, behind + of_heads, behind) for window in windows),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         tie_word_embeddings=shape.tie_word_embeddings,

@@ -15,6 +15,7 @@ class LayerSpec:
         matrix_parameters: by which every token is multiplied.
         other_parameters: of norms and biases.
         window: tokens that a token sees, itself counted; None: all before it.
+        attention_norms, mlp_norms: numbers of a token that norms behind the one at the entrance of either half keep.
     """
 
     hidden_size: int
@@ -25,6 +26,8 @@ class LayerSpec:
     matrix_parameters: int
     other_parameters: int
     window: int | None = None
+    attention_norms: int = 0
+    mlp_norms: int = 0
 
     @property
     def parameters(self) -> int:
