@@ -320,5 +320,5 @@ class _Step:
 
     def _logits(self) -> int:
         assert self.spec.vocab_size is not None
-        each = 3 * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
+        each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
         return each * min(CHUNK_TOKENS, self.load.tokens) * self.spec.vocab_size // self.split

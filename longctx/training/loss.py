@@ -54,7 +54,7 @@ class _Chunk:
         gradient = (self.logits - self.log_total.unsqueeze(-1)).exp_()
         gradient.scatter_add_(1, self.targets, -self.here.to(gradient.dtype))
         gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
-        return gradient if slope is None else gradient * slope
+        return gradient if slope is None else gradient.mul_(slope)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
