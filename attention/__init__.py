@@ -9,20 +9,24 @@
 if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
+from longctx.attention.by_layer import LayerAttention, PackedAttention, by_layer
 from longctx.attention.exchange import ExchangeError
-from longctx.attention.heads import OPERATORS, HybridAttention, packed_attention
 from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.schedule import Schedule
+from longctx.attention.ulysses import OPERATORS, HybridAttention, packed_attention
 
 __all__ = [
     "OPERATORS",
     "ExchangeError",
     "HybridAttention",
+    "LayerAttention",
     "Mask",
+    "PackedAttention",
     "RingAttention",
     "Schedule",
+    "by_layer",
     "packed_attention",
     "reference_attention",
     "ring_attention",

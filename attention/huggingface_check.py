@@ -16,6 +16,7 @@ from longctx.errors import UserError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers that work on packed documents; others (convolutions, linear attention, ..) would mix them."""
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 TOKENS = 16
 REPLACED = [0, 3, 6, 10, 11, 15]
 """Rows that change, and are no numbers, while their neighbours on both sides must stay what they were."""
@@ -53,18 +54,15 @@ def longest_exact(config: Any) -> tuple[int, str] | None:
     `dynamic` and `longrope` choose their frequencies by the longest position in the row, here in what one rank holds. Up to
     this length they never change them. With a fixed `alpha` (HunYuan) `dynamic` is not dynamic.
     """
-    found = [
-        (rope.get("original_max_position_embeddings") or _original(config), kind)
-        if kind == "longrope"
-        else (config.max_position_embeddings, kind)
-        for rope in _ropes(config)
-        if (kind := str(rope.get("rope_type", rope.get("type")))) == "longrope" or ("dynamic" in kind and not rope.get("alpha"))
-    ]
+    found: list[tuple[int, str]] = []
+    for rope in _ropes(config):
+        kind = str(rope.get("rope_type", rope.get("type")))
+        if kind == "longrope":
+            original = rope.get(ORIGINAL_LENGTH) or getattr(config, ORIGINAL_LENGTH, None) or config.max_position_embeddings
+            found.append((original, kind))
+        elif "dynamic" in kind and not rope.get("alpha"):
+            found.append((config.max_position_embeddings, kind))
     return min(found, default=None)
-
-
-def _original(config: Any) -> int:
-    return int(getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: t
 def merge_plain_(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, segments: Segments) -> None:
     """`merge_` in PyTorch's operations, for any device and dtype."""
     for segment in segments:
-        rows = slice(segment.q_start, segment.q_stop)
+        rows = segment.queries
         total = torch.logaddexp(lse[rows], part_lse[rows])
         keep, add = (lse[rows] - total).exp_(), (part_lse[rows] - total).exp_()
         out[rows].mul_(keep.unsqueeze(-1)).addcmul_(part[rows].to(out.dtype), add.unsqueeze(-1))

@@ -8,19 +8,34 @@ through compilation without a guard on the micro-batch.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from longctx.attention.exchange import Pending
+from longctx.attention.exchange import Exchange
 from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
-from longctx.attention.parts import Call
-from longctx.attention.schedule import Hop, Stage
+from longctx.attention.schedule import ExchangeStage, Hop, Schedule
+from longctx.attention.segment_builder import Call
 
-if TYPE_CHECKING:
-    from longctx.attention.ring import RingAttention
+
+class Ring(Protocol):
+    """Attention of one micro-batch, as `RingAttention` describes it."""
+
+    schedule: Schedule
+    exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
+    watch: Callable[[str], AbstractContextManager[object]]
+    group: dist.ProcessGroup | None
+    scale: float | None
+    softcap: float
+    kernel: str
+    keep_kv: bool
+    last: str
+
 
 _live: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = itertools.count()
@@ -66,15 +81,15 @@ def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 @torch.library.custom_op("longctx::ring_attention", mutates_args=())
 @_watched("forward")
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """out [tokens, heads, v_dim], lse [tokens, heads], and the received K and V [rows, width] if they are to be kept.
 
     `layer` is for messages, NO_LAYER if unknown.
     """
     this = _Pass(find(call), layer, "forward", q, k, v)
     kept = k.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.width)
-    result: tuple[torch.Tensor, torch.Tensor] | None = None
+    result: tuple[Tensor, Tensor] | None = None
     for received, calls in this.steps(k, v, kept, fetch=True):
         for part in calls:
             partial = this.kernel.forward(q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap)
@@ -95,55 +110,51 @@ def forward(
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
 @_watched("backward")
 def backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    call: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, call: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv. Runs the calls of the forward pass on the final out and log-sum-exp.
 
-    dQ, dK and dV are summed in the dtype of lse; gradients of remote rows go back to their owners in the compute dtype.
+    Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
+    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows go back to their
+    owners in the compute dtype.
     """
     this = _Pass(find(call), layer, "backward", q, k, v)
-    sums: list[torch.Tensor] = []
-    number = -1
+    sums: list[Tensor] = []
+    stage_numbers = itertools.count()
     returning: list[Iterator[None]] = []
     for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
-        # Several calls may add to a row: that is done in float32 as well. Else rows are only carried, as they will be sent.
-        dtype = this.sum_dtype if any(part.again for part in calls) else k.dtype
-        remote = None if received is None else torch.zeros_like(received, dtype=dtype)
+        remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.kernel.backward(
                 dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
             )
-            if not sums:  # every rank with a token has local keys, and these come first
+            if sums:
+                _add_call(sums, remote, part, *gradients)
+            else:  # every rank with a token has local keys, and these come first
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
-                continue
-            sums[0] += gradients[0]
-            if remote is None or part.rows is None:
-                sums[1] += gradients[1]
-                sums[2] += gradients[2]
-            else:
-                packed = torch.cat([gradient.flatten(1) for gradient in gradients[1:]], dim=1).to(remote.dtype)
-                if part.again:
-                    remote.index_add_(0, part.rows, packed)
-                else:
-                    remote[part.rows] = packed
         if remote is not None:
             # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
-            number += 1
-            returning = _advanced([this.give_back(number, remote.to(k.dtype), *sums[1:]), *returning])
+            returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     while returning:
         returning = _advanced(returning)
     if not sums:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     return sums[0].to(q.dtype), sums[1].to(k.dtype), sums[2].to(v.dtype)
+
+
+def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """Adds a call's gradients: dq to this rank's, dk and dv there too or, for received rows, to `remote` [rows, width]."""
+    sums[0] += dq
+    if remote is None or part.rows is None:
+        sums[1] += dk
+        sums[2] += dv
+        return
+    packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
+    if part.again:
+        remote.index_add_(0, part.rows, packed)
+    else:
+        remote[part.rows] = packed
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
@@ -157,7 +168,7 @@ DONE = object()
 class _Pass:
     """One forward or backward pass of one layer on this rank: what it exchanges, and the keys that it then works on."""
 
-    def __init__(self, call: "RingAttention", layer: int, name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def __init__(self, call: Ring, layer: int, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
@@ -170,26 +181,23 @@ class _Pass:
         self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.promote_types(q.dtype, torch.float32)
 
-    def widened(self, x: torch.Tensor) -> torch.Tensor:
+    def widened(self, x: Tensor) -> Tensor:
         """`x` in the dtype of sums, if anything will be added to it."""
-        return x.to(self.sum_dtype) if self.schedule.calls > 1 or self.schedule.stages else x
+        return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.stages else x
 
-    def keys(
-        self, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor | None, part: Call
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of a call: this rank's own, or those picked from the received rows."""
+    def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
+        """Zeros for the gradients of received rows: in float32 if several calls may add to a row, else as they will be sent."""
+        several = any(part.again for part in calls)
+        return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
+
+    def keys(self, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
+        """The keys and values of a call: this rank's own, or those picked from the received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
-        return self._split(received.index_select(0, part.rows))
-
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[rows, width] as exchanged → k [rows, kv_heads, dim] and v [rows, kv_heads, v_dim], views."""
-        k, v = rows.split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        k, v = received.index_select(0, part.rows).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
-    def steps(
-        self, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, *, fetch: bool
-    ) -> Iterator[tuple[torch.Tensor | None, tuple[Call, ...]]]:
+    def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """The calls on local keys, then for each stage the rows it received and its calls.
 
         The messages of a step are posted before the one before it is computed, so that computing hides them. With keep_kv they
@@ -215,22 +223,21 @@ class _Pass:
             else:
                 yield next(under_way.pop(number - 1)), stages[number - 1].calls
 
-    def _fetch(self, stage: Stage, buffer: torch.Tensor | None, kv: torch.Tensor) -> Iterator[torch.Tensor | None]:
+    def _fetch(self, stage: ExchangeStage, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
         """Posts the first hop, then the second one if there is one, and at last gives the rows received."""
         incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
         parts = incoming.split([hop.received_rows for hop in stage.hops])
         source = kv
         for hop, part in zip(stage.hops, parts, strict=True):
-            pending = self._send(hop, source, part)
+            # Only what is under way holds the rows sent: they are gone when it has arrived.
+            pending = self.exchange.start(
+                [(peer, source.index_select(0, rows)) for peer, rows in hop.sends], part, hop.receives
+            )
             yield None
             source = pending.wait()
         yield incoming
 
-    def _send(self, hop: Hop, source: torch.Tensor, incoming: torch.Tensor) -> Pending:
-        outgoing = [(peer, source.index_select(0, rows)) for peer, rows in hop.sends]
-        return self.exchange.start(outgoing, incoming, hop.receives)
-
-    def give_back(self, number: int, gradients: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> Iterator[None]:
+    def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
         """Returns the gradients of the rows received in a stage the way these came, and adds what comes back to dk and dv.
 
         Posts one hop at a time, as steps go on: the last hop at once, the first one a step later if there could be two. Who
@@ -256,16 +263,14 @@ class _Pass:
                 self._add(hop, returned[:, :width], dk.flatten(1))
                 self._add(hop, returned[:, width:], dv.flatten(1))
 
-    def _add(self, hop: Hop, returned: torch.Tensor, total: torch.Tensor) -> None:
+    def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
         """Adds returned rows to the rows that were sent, in place."""
         for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
             total.index_add_(0, rows, part.to(total.dtype))
 
 
 @forward.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None, call: int, layer: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     lse = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
     rows = torch.library.get_ctx().new_dynamic_size()
     kept = k.new_empty(rows, k.shape[1] * (k.shape[2] + v.shape[2]))
@@ -274,27 +279,19 @@ def _(
 
 @backward.register_fake
 def _(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    kept: torch.Tensor,
-    call: int,
-    layer: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, call: int, layer: int
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, sink_logits, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(q, k, v, sink_logits, *output)
     ctx.alive = find(ctx.number)
     ctx.set_materialize_grads(False)  # or zeros as large as the kept K and V would come as their gradient
 
 
-def _gradients(ctx: Any, dout: torch.Tensor, dlse: None, dkept: None) -> tuple[torch.Tensor | None, ...]:
+def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor | None, ...]:
     q, k, v, sink_logits, out, lse, kept = ctx.saved_tensors
     dout = dout.contiguous()
     dq, dk, dv = backward(dout, q, k, v, out, lse, kept, ctx.number, ctx.layer)

@@ -8,7 +8,7 @@ its content from the same cut points, in the same order of documents, so no meta
 Where a ring crosses nodes, rows may cross the network once for each node and not for each rank: stage 0 then gathers
 from the own node, the later ones from others, in two hops: to a relay in the node, and from there to whoever needs the rows.
 
-What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`parts`).
+What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`segment_builder`).
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.parts import Call, Run, gathered_calls, local_calls, row_index
+from longctx.attention.segment_builder import Call, Run, gathered_calls, local_calls, row_index
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
 
@@ -45,7 +45,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Stage:
+class ExchangeStage:
     """Messages and kernel calls of one exchange stage. The calls' rows are those received by its one or two hops, in order."""
 
     hops: tuple[Hop, ...]
@@ -62,7 +62,7 @@ class Schedule:
 
     layout: Layout
     local: tuple[Call, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[ExchangeStage, ...]
     two_levels: bool = False
     """Whether stages after the first may have two hops, on this rank or another."""
 
@@ -71,15 +71,14 @@ class Schedule:
         return sum(stage.received_rows for stage in self.stages)
 
     @cached_property
-    def calls(self) -> int:
-        """How many kernel calls a pass makes."""
-        return len(self.local) + sum(len(stage.calls) for stage in self.stages)
+    def calls(self) -> tuple[Call, ...]:
+        """All kernel calls of a pass."""
+        return *self.local, *(call for stage in self.stages for call in stage.calls)
 
     @cached_property
     def bands(self) -> bool:
         """Whether kernels need to know bands, not only dense and plain causal segments."""
-        calls = (*self.local, *(call for stage in self.stages for call in stage.calls))
-        return any(not (segment.dense or segment.causal) for call in calls for segment in call.segments)
+        return any(not (segment.dense or segment.causal) for call in self.calls for segment in call.segments)
 
     @classmethod
     def build(
@@ -112,8 +111,10 @@ def stage_of(distance: int, degree: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class _Message:
-    """Positions of one document that ring index `source` or a relay sends on to another ring index; `peer` is a rank."""
+    """Positions of one document that ring index `source` or a relay sends on in a hop; `peer` is the rank at the other end."""
 
+    hop: int
+    incoming: bool
     peer: int
     source: int
     spans: list[Span]
@@ -133,10 +134,10 @@ class _Document:
 
     @classmethod
     def of(cls, shard: Shard, mask: Mask, ranks_per_node: int | None) -> "_Document":
-        runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard.length, shard.degree, shard.ring_index)]
+        runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard, shard.ring_index)]
         nodes: dict[int, list[int]] = defaultdict(list)
         for ring_index in range(shard.degree if ranks_per_node else 0):
-            if chunks(shard.length, shard.degree, ring_index):  # who holds nothing of a document takes no part in it
+            if chunks(shard, ring_index):  # who holds nothing of a document takes no part in it
                 nodes[shard.rank_of(ring_index) // (ranks_per_node or 1)].append(ring_index)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return cls(shard, mask.areas(shard.document, shard.length), runs, list(nodes.values()) if crosses else [])
@@ -146,20 +147,20 @@ class _Document:
         return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, self.shard.degree - 1)
 
     def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
-        """Which positions of a ring index the queries of others see."""
-        shard = self.shard
-        spans = (spans_needed(self.areas, shard.length, shard.degree, source, target) for target in targets)
-        return _union(span for needed in spans for span in needed)
+        """Which positions of a ring index the queries of others see: disjoint spans, ascending."""
+        queries = [run for target in targets for run in chunks(self.shard, target)]
+        cuts = (area.cut(run, keys) for keys in chunks(self.shard, source) for run in queries for area in self.areas)
+        return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
-    def messages(self, stage: int, stages: int) -> Iterator[tuple[int, bool, _Message]]:
-        """Hop, whether it comes in, and message, for all that this rank sends and receives in a stage."""
+    def messages(self, stage: int, stages: int) -> Iterator[_Message]:
+        """All that this rank sends and receives in a stage."""
         shard, mine = self.shard, self.shard.ring_index
         here = self._node_of(mine)
         for other in self.nodes[here] if self.nodes else range(shard.degree):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
                 distance = (target - source) % shard.degree
                 if distance and stage == (0 if self.nodes else stage_of(distance, shard.degree, stages)):
-                    yield 0, incoming, _Message(shard.rank_of(other), source, self.needed(source, [target]))
+                    yield _Message(0, incoming, shard.rank_of(other), source, self.needed(source, [target]))
         for there in range(len(self.nodes) if stage else 0):
             for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
                 distance = (target_node - source_node) % len(self.nodes)
@@ -169,34 +170,26 @@ class _Document:
     def _node_of(self, ring_index: int) -> int:
         return next((i for i, members in enumerate(self.nodes) if ring_index in members), 0)
 
-    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[tuple[int, bool, _Message]]:
+    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[_Message]:
         """This rank's part in what one node sends another: relays take turns by source."""
-        mine, targets = self.shard.ring_index, self.nodes[target_node]
+        mine, rank_of, targets = self.shard.ring_index, self.shard.rank_of, self.nodes[target_node]
         for source in self.nodes[source_node] if incoming else [mine]:
             relay = targets[source % len(targets)]
             if not incoming:
-                yield 0, False, _Message(self.shard.rank_of(relay), source, self.needed(source, targets))
-            elif relay == mine:
-                yield 0, True, _Message(self.shard.rank_of(source), source, self.needed(source, targets))
-                for target in targets:
-                    if target != mine:
-                        yield 1, False, _Message(self.shard.rank_of(target), source, self.needed(source, [target]))
+                yield _Message(0, False, rank_of(relay), source, self.needed(source, targets))
+            elif relay != mine:
+                yield _Message(1, True, rank_of(relay), source, self.needed(source, [mine]))
             else:
-                yield 1, True, _Message(self.shard.rank_of(relay), source, self.needed(source, [mine]))
+                yield _Message(0, True, rank_of(source), source, self.needed(source, targets))
+                others = [target for target in targets if target != mine]
+                yield from (_Message(1, False, rank_of(target), source, self.needed(source, [target])) for target in others)
 
 
-def chunks(length: int, degree: int, ring_index: int) -> list[Span]:
+def chunks(shard: Shard, ring_index: int) -> list[Span]:
     """The positions that a ring index holds: head and tail, one span where they are neighbours, without empty ones."""
-    head, tail = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
+    head, tail = (span(shard.length, shard.degree, ring_index) for span in (head_span, tail_span))
     spans = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
     return [span for span in spans if span[0] < span[1]]
-
-
-def spans_needed(areas: Sequence[Segment], length: int, degree: int, source: int, target: int) -> list[Span]:
-    """Which positions of ring index `source` the queries of ring index `target` see: disjoint spans, ascending."""
-    queries = chunks(length, degree, target)
-    cuts = (area.cut(run, keys) for keys in chunks(length, degree, source) for run in queries for area in areas)
-    return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
@@ -210,26 +203,31 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> Stage:
-    keys: list[list[Run]] = [[] for _ in documents]
+def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> ExchangeStage:
+    """The hops of a stage, and the calls on what they bring.
+
+    Both ends of a message list its rows by document, source and position: if rank 0 sends rank 1 the positions [0, 4) of
+    document 0 and [8, 10) of document 2, six rows come in that order.
+    """
+    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
+    messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
+    keys: list[list[Run]] = [[] for _ in documents]  # what came of each document
     hops: list[Hop] = []
     row = 0
-    messages = [(i, *message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
-    for number in range(1 + max((hop for _, hop, _, _ in messages), default=0)):
+    for number in range(1 + max((message.hop for _, message in messages), default=0)):
         sends: dict[int, list[range]] = defaultdict(list)
         receives: dict[int, int] = defaultdict(int)
-        # Both ends list messages by document, source and position.
-        for i, hop, incoming, message in sorted(messages, key=lambda m: (m[3].peer, m[0], m[3].source)):
-            for start, stop in message.spans if hop == number else ():
-                if incoming:
-                    keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
-                    receives[message.peer] += stop - start
-                    row += stop - start
-                elif number == 0:
-                    sends[message.peer].append(documents[i].shard.rows(start, stop))
-                else:
-                    held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
-                    sends[message.peer] += held.part(start, stop)
+        spans = ((i, message, *span) for i, message in messages if message.hop == number for span in message.spans)
+        for i, message, start, stop in spans:
+            if message.incoming:
+                keys[i].append(Run(start, stop, (range(row, row + stop - start),)))
+                receives[message.peer] += stop - start
+                row += stop - start
+            elif number == 0:
+                sends[message.peer].append(documents[i].shard.rows(start, stop))
+            else:  # a relay passes on what it got in the first hop
+                held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
+                sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
     documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
-    return Stage(tuple(hops), gathered_calls(documents_here, device))
+    return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))

@@ -20,6 +20,14 @@ class Segment(NamedTuple):
     hi: int | None = None
 
     @property
+    def queries(self) -> slice:
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_start, self.k_stop)
+
+    @property
     def dense(self) -> bool:
         return self.lo is None and self.hi is None
 

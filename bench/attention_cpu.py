@@ -11,26 +11,24 @@ of some repetitions, ring and single in turn. Prints JSON, and writes it with --
 import argparse
 import json
 import os
-import platform
 import random
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from longctx.attention import Mask, RingAttention, reference_attention
+from attention_checks import document_rows, in_float64
+from harness import facts, options
+from longctx.attention import Mask, RingAttention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import cpu
 from longctx.attention.segments import packed_causal
-from longctx.planning.layout import rank_layout
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout, Placement
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 
 class Counting(Exchange):
@@ -44,7 +42,7 @@ class Counting(Exchange):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
@@ -53,72 +51,67 @@ def main() -> None:
     parser.add_argument("--precision", type=int, metavar="CASES")
     parser.add_argument("--kernel", default="cpu", help="of --precision")
     parser.add_argument("--out", type=Path)
-    a = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if a.precision:
-        errors = [precision(random.Random(case), a.kernel) for case in range(a.precision)]
-        if dist.get_rank() == 0:
-            write({"cases": a.precision, "kernel": a.kernel, "ring_over_single": spread(errors)}, a.out)
-        dist.destroy_process_group()
-        return
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if given.precision:
+        errors = [precision(random.Random(case), given.kernel) for case in range(given.precision)]
+        report = {"cases": given.precision, "kernel": given.kernel, "ring_over_single": spread(errors)}
+    else:
+        report = times(given)
+    if dist.get_rank() == 0:
+        about = facts("torch")
+        load = f"load {os.getloadavg()[0]:.1f}"
+        report |= {"date": about["date"], "torch": about["torch"], "machine": f"{about['machine']}, {load}"}
+        print(json.dumps(report, indent=1))
+        if given.out:
+            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def times(given: argparse.Namespace) -> dict[str, Any]:
+    """CPU seconds of forward and backward, of all ranks and of rank 0 alone; and the bytes sent."""
+    rank, ranks, tokens = dist.get_rank(), dist.get_world_size(), given.tokens
     profile = HardwareProfile.load("cpu-2core")
-    plan = make_plan([a.tokens], ranks=ranks, tokens_per_rank=a.tokens, profile=profile, mode="static", degree=ranks)
+    plan = make_plan([tokens], ranks=ranks, tokens_per_rank=tokens, profile=profile, mode="static", degree=ranks)
     layout = plan.layout(0, rank)
     attention = RingAttention(layout, exchange=Counting)
 
     def inputs(tokens: int) -> list[torch.Tensor]:
-        return [torch.randn(tokens, heads, a.head_dim) for heads in (a.heads, a.kv_heads, a.kv_heads, a.heads)]
+        heads = given.heads, given.kv_heads, given.kv_heads, given.heads
+        return [torch.randn(tokens, count, given.head_dim) for count in heads]
 
-    q, k, v, dout = inputs(layout.tokens)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
+    *leaves, dout = inputs(layout.tokens)
+    for x in leaves:
+        x.requires_grad_()
+    whole, segments, scale = inputs(tokens if rank == 0 else 0), packed_causal([tokens]), given.head_dim**-0.5
 
     def ring() -> None:
         torch.autograd.grad(attention(*leaves), leaves, dout)
 
-    whole = inputs(a.tokens) if rank == 0 else []
-    segments = packed_causal([a.tokens])
-
     def single() -> None:
         if rank == 0:
             q, k, v, dout = whole
-            out, lse = cpu.forward(q, k, v, segments, a.head_dim**-0.5)
-            cpu.backward(dout, q, k, v, out, lse, segments, a.head_dim**-0.5)
+            out, lse = cpu.forward(q, k, v, segments, scale)
+            cpu.backward(dout, q, k, v, out, lse, segments, scale)
 
     ring()
     bytes_sent = torch.tensor(float(Counting.sent))
     dist.all_reduce(bytes_sent)
-    times = [(summed(ring), summed(single)) for _ in range(a.repeat)]
-    if rank == 0:
-        together, alone = (min(column) for column in zip(*times, strict=True))
-        chunk = a.tokens // (2 * ranks) * 2 * a.kv_heads * a.head_dim * 4
-        passes = 3 * chunk * sum((ranks - 1 - r) + 2 * r for r in range(ranks))
-        report = {
-            "ranks": ranks,
-            "tokens": a.tokens,
-            "heads": a.heads,
-            "kv_heads": a.kv_heads,
-            "head_dim": a.head_dim,
-            "ring_cpu_s": round(together, 3),
-            "single_cpu_s": round(alone, 3),
-            "ratio": round(together / alone, 3),
-            "bytes_sent": int(bytes_sent),
-            "bytes_by_formula": passes if a.tokens % (2 * ranks) == 0 else None,
-        }
-        write(report, a.out)
-    dist.destroy_process_group()
-
-
-def write(report: dict[str, Any], out: Path | None) -> None:
-    report |= {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+    together, alone = (
+        min(column) for column in zip(*((summed(ring), summed(single)) for _ in range(given.repeat)), strict=True)
+    )
+    chunk = tokens // (2 * ranks) * 2 * given.kv_heads * given.head_dim * 4
+    passes = 3 * chunk * sum((ranks - 1 - r) + 2 * r for r in range(ranks))
+    return {
+        "ranks": ranks,
+        **{name: getattr(given, name) for name in ("tokens", "heads", "kv_heads", "head_dim")},
+        "ring_cpu_s": round(together, 3),
+        "single_cpu_s": round(alone, 3),
+        "ratio": round(together / alone, 3),
+        "bytes_sent": int(bytes_sent),
+        "bytes_by_formula": passes if tokens % (2 * ranks) == 0 else None,
     }
-    print(json.dumps(report, indent=1))
-    if out:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def summed(work: Callable[[], None]) -> float:
@@ -129,12 +122,6 @@ def summed(work: Callable[[], None]) -> float:
     spent = torch.tensor(time.process_time() - before, dtype=torch.float64)
     dist.all_reduce(spent)
     return float(spent)
-
-
-MEASURES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "norm": torch.linalg.vector_norm,
-    "largest": lambda x: x.abs().max(),
-}
 
 
 def precision(draw: random.Random, kernel: str) -> dict[str, float]:
@@ -153,28 +140,24 @@ def precision(draw: random.Random, kernel: str) -> dict[str, float]:
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16() for shape in shapes]
 
     def attend(placements: list[Placement], **options: Any) -> list[torch.Tensor]:
-        plan = SimpleNamespace(ranks=ranks, lengths=lengths, micro_batches=(placements,), stages=(stages,))
-        layout = rank_layout(cast(Plan, plan), 0, rank)  # it has all that is read of a plan
-        spans = [(sum(lengths[: s.document]), span) for s in layout.shards for span in (s.head, s.tail)]
-        rows = torch.tensor([start + i for start, span in spans for i in range(*span)], dtype=torch.int64)
-        q, k, v, dout = (x[rows] for x in inputs)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = RingAttention(layout, mask=mask, kernel=kernel, **options)(q, k, v)
+        layout = Layout.of(placements, lengths, 0, rank, stages)
+        rows = document_rows(layout, lengths, torch.device("cpu"))
+        *leaves, dout = (x[rows] for x in inputs)
+        for x in leaves:
+            x.requires_grad_()
+        out = RingAttention(layout, mask=mask, kernel=kernel, **options)(*leaves)
         results = [torch.zeros(x.shape, dtype=torch.float64) for x in (inputs[3], *inputs[:3])]
         for result, part in zip(results, (out.detach(), *torch.autograd.grad(out, leaves, dout)), strict=True):
             result[rows] = part.double()
             dist.all_reduce(result)
         return results
 
-    ring, single = attend(rings, ranks_per_node=per_node), attend(whole)
-    leaves = [x.double().requires_grad_() for x in inputs[:3]]
-    out = reference_attention(*leaves, lengths, mask=mask)
-    exact = out.detach(), *torch.autograd.grad(out, leaves, inputs[3].double())
-    return {
-        f"{name}, {tensor}": float(measure(r - e) / measure(s - e))
-        for name, measure in MEASURES.items()
-        for tensor, r, s, e in zip(("out", "dq", "dk", "dv"), ring, single, exact, strict=True)
-    }
+    ring, single, exact = attend(rings, ranks_per_node=per_node), attend(whole), in_float64(inputs, lengths, mask)
+    errors = {}
+    for tensor, r, s, e in zip(("out", "dq", "dk", "dv"), ring, single, exact, strict=True):
+        errors[f"norm, {tensor}"] = float((r - e).norm() / (s - e).norm())
+        errors[f"largest, {tensor}"] = float((r - e).abs().max() / (s - e).abs().max())
+    return errors
 
 
 def spread(errors: list[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -182,8 +165,8 @@ def spread(errors: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     table = {}
     for name in errors[0]:
         ratios = torch.tensor([case[name] for case in errors], dtype=torch.float64)
-        median, high = ratios.quantile(torch.tensor([0.5, 0.99], dtype=torch.float64)).tolist()
-        table[name] = {"median": round(median, 2), "p99": round(high, 2), "most": round(float(ratios.max()), 2)}
+        shares = torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64)
+        table[name] = dict(zip(("median", "p99", "most"), (round(x, 2) for x in ratios.quantile(shares).tolist()), strict=True))
     return table
 
 

@@ -19,19 +19,20 @@ times of the baseline alone. Nothing measured of the dynamic runs enters.
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from harness import markdown, options
+from longctx.comparison.baselines import MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
-from longctx.planning.baselines import MissingBaseline, plan_baseline, plan_fixed_static
-from longctx.planning.pipeline import NO_PIPELINE
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.report.parallel_cost import Machine, Split, profile_of
 
+Lengths = np.ndarray[tuple[int], np.dtype[np.int64]]
 MEASURED_MS = {4: (195.269, 151.906), 8: (220.119, 155.850), 16: (226.775, 187.125)}
 MEASURED_MS |= {32: (286.206, 208.088), 64: (271.988, 181.912)}
 """GPUs → milliseconds of an iteration under dp_balanced and under default_dynamic_cp."""
@@ -49,15 +50,15 @@ SHAPE = ModelShape(
 WHY = """Most of an iteration of so few tokens is time that depends on no token, of which the model knows the launches alone.
 We think that a ring of four costs more of it than no ring: the model counts rings in bytes, not in kernels and messages. Its
 barrier after every micro-batch, which their runs have not, works the other way: it slows the modelled baseline."""
-PLANNERS = ("fixed-static", "megatron-main", "megatron-dev", "auto")
 
 
 def main() -> None:
+    out = options(__doc__, "megatron-published").parse_args().out
     lengths = mock_lengths()
     scaled = {gpus: scaled_profile(gpus) for gpus in MEASURED_MS}
-    plans = {gpus: plan_steps(steps(lengths, gpus), profile) for gpus, profile in scaled.items()}
+    plans = {gpus: plan_steps(lengths, gpus, profile) for gpus, profile in scaled.items()}
     launch_s = fit_launch_s([by["fixed-static"] for by in plans.values()], [base for base, _ in MEASURED_MS.values()])
-    fitted = {gpus: plan_steps(steps(lengths, gpus), replace(scaled[gpus], launch_s=launch_s)) for gpus in scaled}
+    fitted = {gpus: plan_steps(lengths, gpus, replace(scaled[gpus], launch_s=launch_s)) for gpus in scaled}
     measured = [before / after for before, after in MEASURED_MS.values()]
     off = [ratio(by, "megatron-dev") / found - 1 for by, found in zip(plans.values(), measured, strict=True)]
     lines = [
@@ -70,44 +71,34 @@ def main() -> None:
         *table(fitted),
         "\nMade by `python bench/megatron_published.py`, whose head says what is published and what is assumed.\n",
     ]
-    (Path(__file__).parent / "results" / "megatron-published.md").write_text("\n".join(lines), encoding="utf-8")
+    out.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
-def mock_lengths() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def mock_lengths() -> Lengths:
     """A million lengths as their mock data set has them: without the last token, padded to 2 × degree."""
     drawn = np.random.RandomState(0).lognormal(np.log(1024) - 1.5**2 / 2, 1.5, 1_000_000)
     samples = np.clip(drawn, 128, 8192).astype(np.int64)
     return -(-(samples - 1) // (2 * DEGREE)) * 2 * DEGREE
 
 
-def steps(lengths: np.ndarray[tuple[int], np.dtype[np.int64]], gpus: int) -> list[list[int]]:
-    batch = gpus // DEGREE * MICRO_BATCHES
-    return [lengths[i * batch : (i + 1) * batch].tolist() for i in range(RUNS * STEPS)]
-
-
 def scaled_profile(gpus: int) -> HardwareProfile:
     """Of the shipped profile's GPUs, for this model; gradients are reduced once a step, weights not sharded in between."""
     machine = Machine.load(PROFILE)
     machine = replace(machine, profile=replace(machine.profile, ranks_per_node=GPUS_PER_NODE))
-    return profile_of(machine, SHAPE, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK))
+    return profile_of(machine, SHAPE.spec, Split(1, NO_PIPELINE, gpus, "none", "step", "step", TOKENS_PER_RANK))
 
 
-def plan_steps(drawn: Sequence[list[int]], profile: HardwareProfile) -> dict[str, list[Plan]]:
+def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[str, list[Plan]]:
     """Every step's plan under each planner; without the wheel, none of Megatron main."""
-    plans: dict[str, list[Plan]] = {}
-    for planner in PLANNERS:
-        request: dict[str, Any] = {
-            "ranks": len(drawn[0]) // MICRO_BATCHES * DEGREE,
-            "tokens_per_rank": TOKENS_PER_RANK,
-            "profile": profile,
-        }
+    drawn = lengths[: RUNS * STEPS * MICRO_BATCHES * gpus // DEGREE].reshape(RUNS * STEPS, -1).tolist()
+    request: dict[str, Any] = {"ranks": gpus, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+    plans = {
+        "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
+        "auto": [make_plan(step, **request) for step in drawn],
+    }
+    for planner in ("megatron-main", "megatron-dev"):
         try:
-            if planner == "fixed-static":
-                plans[planner] = [plan_fixed_static(lengths, **request, degree=DEGREE) for lengths in drawn]
-            elif planner == "auto":
-                plans[planner] = [make_plan(lengths, **request) for lengths in drawn]
-            else:
-                plans[planner] = [plan_baseline(planner, lengths, **request) for lengths in drawn]
+            plans[planner] = [plan_baseline(planner, step, **request) for step in drawn]
         except MissingBaseline as error:
             print(error, file=sys.stderr)
     return plans
@@ -133,20 +124,20 @@ def ratio(by: dict[str, list[Plan]], planner: str, run: slice = slice(None)) -> 
     return trimmed_ms(by["fixed-static"][run]) / trimmed_ms(by[planner][run])
 
 
-def speedup(by: dict[str, list[Plan]], planner: str) -> str:
-    of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
-    return f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})"
-
-
 def table(plans: dict[int, dict[str, list[Plan]]]) -> list[str]:
     head = ["GPUs", "baseline, measured", "modelled", "**theirs, measured**", "modelled: wheel", "modelled: dev", "auto"]
-    lines = ["| " + " | ".join(head) + " |", "|" + "---:|" * len(head)]
+    lines = []
     for gpus, by in plans.items():
         base, dynamic = MEASURED_MS[gpus]
-        cells = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
-        cells += [speedup(by, planner) if planner in by else "—" for planner in PLANNERS[1:]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        line = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
+        for planner in ("megatron-main", "megatron-dev", "auto"):
+            if planner in by:
+                of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
+                line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")
+            else:
+                line.append("—")
+        lines.append(line)
+    return markdown(head, lines, 0)
 
 
 if __name__ == "__main__":

@@ -2,55 +2,36 @@
 
     python bench/plan.py      # both tables: some minutes
     python bench/plan.py --tables speedups --mixes wlb_128k --ranks 64 --seeds 2 --out /tmp/plan
+    python bench/plan.py --append --out /tmp/plan    # goes on where an earlier run stopped
 
 Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, that
 of their longest document) and over the best static degree of every step; `gaps` has auto's distance to the lower bound, and
 how much of it no plan can avoid, also on numbers of ranks that are no powers of two, and with documents stretched until the
-longest of a step has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds, with machine, versions
-and date) and OUT.md. Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in
-one process: compare them within one run, on a machine that does nothing else (its load before the run is noted).
+longest of a step has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds) and OUT.md. Where
+documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare them
+within one run, on a machine that does nothing else (its load before the run is noted).
 """
 
-import argparse
-import csv
+import math
 import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
-
+from harness import Table, command, facts, markdown, options
+from longctx.comparison import modelled
+from longctx.comparison.mixes import load_mix, mix_names
+from longctx.comparison.modelled import COLUMNS, PLANNERS, SPEEDUPS, TITLES, Case, Row
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
-from longctx.planning.mixes import load_mix, mix_names
-from longctx.planning.profile import HardwareProfile
-from longctx.report.compare import (
-    COLUMNS,
-    PLANNERS,
-    SPEEDUPS,
-    TITLES,
-    Case,
-    Row,
-    compare_case,
-    cut,
-    degree_of,
-    mean_rows,
-    most_speedup,
-    over_fixed_without_barriers,
-)
 
 TOKENS_PER_RANK = 16384
-SEEDS = 5
 PROFILE = "h100-nvlink-ib"
 STRETCHED = 2 << 20
 """Tokens of the longest document of every step, where documents are stretched."""
 BRACKETS = "In brackets those ahead of auto; no plan passes `limit`."
+FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
 
 
 @dataclass(frozen=True)
@@ -64,8 +45,10 @@ class Setting:
     longest: int | None = None
 
     @property
-    def planners(self) -> tuple[str, ...]:
-        return PLANNERS if self.table == "speedups" else ("auto", "static")
+    def columns(self) -> dict[str, object]:
+        """What tells its rows from others."""
+        here = {"table": self.table, "mix": self.mix, "documents_a_rank": self.documents}
+        return {**here, "stretched_to": self.longest, "ranks": self.ranks}
 
 
 Result = tuple[Setting, list[Row]]
@@ -79,63 +62,65 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "plan", minutes=math.inf)
     parser.add_argument("--tables", default="speedups,gaps")
     parser.add_argument("--mixes", default=",".join(mix_names()))
     parser.add_argument("--ranks", help="only rows with these ranks, such as 8,64")
     parser.add_argument("--documents", help="only cells with so many documents a rank, such as 1,4")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--exchange-levels", type=int, choices=(1, 2), default=2, help="2: one copy for each node, as training")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "plan", help="without a suffix")
-    arguments = parser.parse_args()
-    began, load = time.perf_counter(), os.getloadavg()[0]
-    profile = HardwareProfile.load(PROFILE, arguments.exchange_levels)
+    parser.add_argument("--append", action="store_true", help="keep the rows of OUT.csv and plan those that it does not have")
+    given = parser.parse_args()
+    began, load = time.monotonic(), os.getloadavg()[0]
+    profile = HardwareProfile.load(PROFILE, given.exchange_levels)
     wanted = [
         setting
-        for setting in settings(arguments.mixes.split(","))
-        if setting.table in arguments.tables.split(",")
-        and (arguments.ranks is None or str(setting.ranks) in arguments.ranks.split(","))
-        and (arguments.documents is None or str(setting.documents) in arguments.documents.split(","))
+        for setting in settings(given.mixes.split(","))
+        if setting.table in given.tables.split(",")
+        and (given.ranks is None or str(setting.ranks) in given.ranks.split(","))
+        and (given.documents is None or str(setting.documents) in given.documents.split(","))
     ]
-    warm_up(profile)
-    results: list[Result] = []
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("planning", total=len(wanted))
-        for setting in wanted:
-            progress.update(task, description=f"{setting.mix}, {setting.ranks} ranks, {setting.documents} a rank")
-            results.append((setting, measure(setting, arguments.seeds, profile)))
-            progress.advance(task)
-    facts = {
-        **machine(),
+    about = {
+        **facts("longctx", "numpy", "megatron-core"),
         "profile": PROFILE,
-        "exchange levels": str(arguments.exchange_levels),
-        "seeds": str(arguments.seeds),
+        "exchange levels": str(given.exchange_levels),
+        "seeds": str(given.seeds),
         "load before": f"{load:.1f}",
-        "minutes": f"{(time.perf_counter() - began) / 60:.1f}",
-        "command": shlex.join(["python", "bench/plan.py", *sys.argv[1:]]),
+        "minutes": "0.0",
+        "command": command(),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_csv(results, facts, arguments.out.with_suffix(".csv"))
-    text = markdown(results, facts)
-    arguments.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
+    table = Table(given.out.with_suffix(".csv"), columns, about, anew=not given.append)
+    # One small step first, so that imports and first calls are not counted as planning.
+    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
+    results: list[Result] = []
+    for number, setting in enumerate(wanted, 1):
+        same = {**setting.columns, "seeds": given.seeds, "exchange levels": given.exchange_levels}
+        if not table.find(**same):
+            about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
+            if float(about["minutes"]) > given.minutes:
+                continue
+            print(f"{number} of {len(wanted)}: {setting}", file=sys.stderr)
+            for row in measure(setting, given.seeds, profile):
+                table.append({**asdict(row), **setting.columns})
+        results.append((setting, [read(row) for row in table.find(**same)]))
+    about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
+    text = page(results, about)
+    given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-
-
-def warm_up(profile: HardwareProfile) -> None:
-    """One small step, so that imports and first calls are not counted as planning."""
-    compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
 
 
 def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]:
     """Mean rows of the setting's planners."""
     rows: list[Row] = []
+    planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
     drawn = [load_mix(setting.mix).draw(setting.documents * setting.ranks, seed) for seed in range(seeds)]
-    steps = [cut(stretch(lengths, setting.longest), fits) for lengths in drawn]
+    steps = [modelled.cut(stretch(lengths, setting.longest), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
-        rows += compare_case(case, profile, setting.planners).rows
-    return mean_rows(rows)
+        rows += modelled.compare_case(case, profile, planners).rows
+    return modelled.mean_rows(rows)
 
 
 def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
@@ -143,57 +128,32 @@ def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
     return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
 
 
-def machine() -> dict[str, str]:
-    """Where and with what this was measured."""
-    facts = {
-        "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "machine": f"{processor()}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-    }
-    for package in ("longctx", "numpy", "megatron-core"):
-        try:
-            facts[package] = version(package)
-        except PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
+def read(texts: dict[str, str]) -> Row:
+    """A line of OUT.csv."""
+
+    def value(name: str) -> str | float | None:
+        text = texts.get(name, "")
+        if name in ("planner", "winner", "note"):
+            return text
+        return int(text) if text.isdecimal() else float(text) if text else None
+
+    return Row(**{name: value(name) for name in COLUMNS})
 
 
-def processor() -> str:
-    """The processor's name as Linux gives it, else the architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def write_csv(results: Sequence[Result], facts: dict[str, str], path: Path) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        columns = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
-        names = ["table", "mix", "documents_a_rank", "stretched_to", *columns, *facts]
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        for setting, rows in results:
-            where = {"table": setting.table, "mix": setting.mix, "documents_a_rank": setting.documents}
-            for row in rows:
-                values = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(row).items()}
-                writer.writerow({**where, "stretched_to": setting.longest, **values, **facts})
-
-
-def markdown(results: Sequence[Result], facts: dict[str, str]) -> str:
-    lines: list[str] = []
-    if speedups := [(setting, rows) for setting, rows in results if setting.table == "speedups"]:
-        lines += speedup_table(speedups)
-    if gaps := [(setting, rows) for setting, rows in results if setting.table == "gaps"]:
-        lines += gap_table(gaps)
+def page(results: Sequence[Result], about: dict[str, str]) -> str:
+    """Both tables in Markdown."""
+    speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
+    gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
+    lines = [*(speedup_tables(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
+    told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
-        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. "
-        + ", ".join(f"{name} {value}" for name, value in facts.items()),
+        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. {told}",
         "",
     ]
     return "\n".join(lines)
 
 
-def speedup_table(results: Sequence[Result]) -> list[str]:
+def speedup_tables(results: Sequence[Result]) -> list[str]:
     """First over fixed static, then over the best static degree of every step."""
     lines = [
         "Speedup over fixed static, modelled: one degree for all steps, the smallest power of two that holds the longest "
@@ -207,66 +167,63 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
         f"{BRACKETS}",
         "",
         *speedups_over("speedup_over_best_static", "best static", results),
+        "",
     ]
-    notes = dict.fromkeys(
-        f"{TITLES[r.planner]}, {s.mix}, {r.ranks} ranks: {r.note}" for s, rows in results for r in rows if r.note
-    )
-    return [*lines, "", *(f"- {note}" for note in notes), *([""] if notes else [])]
+    noted = [(setting, row) for setting, rows in results for row in rows if row.note]
+    notes = dict.fromkeys(f"- {TITLES[row.planner]}, {setting.mix}, {row.ranks} ranks: {row.note}" for setting, row in noted)
+    return [*lines, *notes, *([""] if notes else [])]
 
 
 def speedups_over(speedup: str, title: str, results: Sequence[Result]) -> list[str]:
     baseline = SPEEDUPS[speedup]
     others = [planner for planner in PLANNERS if planner not in ("auto", baseline)]
-    headline = speedup == next(iter(SPEEDUPS))
-    free = ["without barriers"] if headline else []
-    head = ["mix", "ranks", "docs a rank", title, "**auto**", *free, *(TITLES[p] for p in others), "limit"]
-    lines = table_head([*head, "gap", "unavoidable gap", "auto plans in"] if headline else head)
+    headline = speedup == "speedup_over_fixed"
+    head = ["mix", "ranks", "docs a rank", title, "**auto**", *(TITLES[planner] for planner in others), "limit"]
+    if headline:
+        head.insert(5, "without barriers")
+        head += ["gap", "unavoidable gap", "auto plans in"]
+    lines = []
     for setting, rows in results:
         by = {row.planner: row for row in rows}
-        auto, over = by["auto"], by[baseline]
-        limit = most_speedup(rows, speedup)
-        cells = [setting.mix, f"{auto.ranks:,}", str(setting.documents), degree_of(over) or "none fits"]
-        cells += [f"**{times(auto, speedup)}**", *([f"{over_fixed_without_barriers(rows) or 0:.2f}"] if headline else [])]
-        cells += [f"[{times(by[p], speedup)}]" if ahead(by[p], auto, speedup) else times(by[p], speedup) for p in others]
-        cells += [f"{limit:.2f}" if limit else "—"]
+        auto = by["auto"]
+        shown = {planner: times(getattr(row, speedup)) for planner, row in by.items()}
+        cells = [setting.mix, f"{auto.ranks:,}", str(setting.documents), modelled.degree_of(by[baseline]) or "none fits"]
+        cells.append(f"**{shown['auto']}**")
+        if headline:
+            cells.append(times(modelled.over_fixed_without_barriers(rows) or 0))
+        for planner in others:
+            ahead = "—" not in (shown[planner], shown["auto"]) and float(shown[planner]) > float(shown["auto"])
+            cells.append(f"[{shown[planner]}]" if ahead else shown[planner])
+        cells.append(times(modelled.most_speedup(rows, speedup)))
         if headline:
             cells += [f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}", f"{auto.planning_ms:,.0f} ms"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        lines.append(cells)
+    return markdown(head, lines, 1)
 
 
 def gap_table(results: Sequence[Result]) -> list[str]:
     """Settings that differ only in the documents a rank share a line."""
     counts = sorted({setting.documents for setting, _ in results})
-    lines = [
-        "Gap of auto to the lower bound by documents a rank; in brackets the part of it that no plan can avoid.",
-        "",
-        *table_head(["mix", "ranks", "longest document", *(f"{count} a rank" for count in counts)]),
-    ]
-    cells: dict[tuple[str, int, int | None], dict[int, Row]] = {}
+    gaps: dict[tuple[str, int, int | None], dict[int, str]] = {}
     for setting, rows in results:
         auto = next(row for row in rows if row.planner == "auto")
-        cells.setdefault((setting.mix, setting.ranks, setting.longest), {})[setting.documents] = auto
-    for (mix, ranks, longest), found in cells.items():
+        line = gaps.setdefault((setting.mix, setting.ranks, setting.longest), {})
+        line[setting.documents] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
+    lines = []
+    for (mix, ranks, longest), line in gaps.items():
         length = "that of the mix" if longest is None else f"all stretched to {longest:,}"
-        gaps = [f"{row.gap:.1%} ({row.unavoidable_gap:.1%})" if (row := found.get(count)) else "" for count in counts]
-        lines.append("| " + " | ".join([mix, f"{ranks:,}", length, *gaps]) + " |")
-    return [*lines, ""]
+        lines.append([mix, f"{ranks:,}", length, *(line.get(count, "") for count in counts)])
+    head = ["mix", "ranks", "longest document", *(f"{count} a rank" for count in counts)]
+    return [
+        "Gap of auto to the lower bound by documents a rank; in brackets the part of it that no plan can avoid.",
+        "",
+        *markdown(head, lines, 1),
+        "",
+    ]
 
 
-def table_head(names: Sequence[str]) -> list[str]:
-    return ["| " + " | ".join(names) + " |", "|---|" + "---:|" * (len(names) - 1)]
-
-
-def times(row: Row, speedup: str) -> str:
-    value = getattr(row, speedup)
-    return "—" if value is None else f"{value:.2f}"
-
-
-def ahead(row: Row, auto: Row, speedup: str) -> bool:
-    """Whether it shows as faster than auto with two digits."""
-    here, of_auto = getattr(row, speedup), getattr(auto, speedup)
-    return here is not None and of_auto is not None and bool(round(here, 2) > round(of_auto, 2))
+def times(speedup: float | None) -> str:
+    return "—" if speedup is None else f"{speedup:.2f}"
 
 
 if __name__ == "__main__":

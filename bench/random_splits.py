@@ -10,26 +10,24 @@ anew. The rest trains a few float32 steps; tokens are those of one process, loss
 Every case depends on seed and number alone. Writes OUT.csv, a row for each case, and OUT.md; exits with 1 if a case failed.
 """
 
-import argparse
-import csv
 import math
 import os
-import platform
 import random
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 import yaml
 
+from bench.harness import Table, facts, markdown, options
 from longctx.config import ConfigError, load
+from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.planning.layout import longest_document
 from longctx.training.metrics import StepMetrics
@@ -37,12 +35,10 @@ from longctx.training.setup import check_vocabulary
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
 
-LOSS, GRADIENT_NORM = 1e-5, 1e-4
-"""Greatest relative errors."""
+LOSS, GRADIENT_NORM = 1e-5, 1e-4  # greatest relative errors
 STEPS = 3
 PROCESSES = 8
-BYTES = 257
-"""Entries of the stores' vocabulary."""
+BYTES = 257  # entries of the stores' vocabulary
 PROFILE = "h100-nvlink-ib"
 COLUMNS = (
     *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds", "refused"),
@@ -70,7 +66,7 @@ class Case:
         """The settings that break a rule, and what the trainer itself refuses before the start."""
         try:
             config = load(None, [*SMALL, "data.store=store", *overrides(self.common | self.split)], world_size=self.world)
-            check_vocabulary(config, config.model.shape(BYTES))
+            check_vocabulary(config, config.model.shape(BYTES).spec)
         except ConfigError as error:
             return sorted({problem.key for problem in error.problems}) or [str(error)]
         except UserError:
@@ -82,10 +78,7 @@ class Case:
 
 
 def overrides(settings: Settings) -> list[str]:
-    def text(value: object) -> str:
-        return yaml.safe_dump(value, default_flow_style=True, width=math.inf).removesuffix("\n").removesuffix("\n...")
-
-    return [f"{key}={text(value)}" for key, value in settings.items()]
+    return [f"{key}={yaml_text(value)}" for key, value in settings.items()]
 
 
 def draw(seed: int, number: int) -> tuple[Case, Counter[str]]:
@@ -134,7 +127,7 @@ def draw_any(rng: random.Random) -> Case:
         "context.keep_kv": rng.random() < 0.3,
         "context.two_level_exchange": rng.random() < 0.7,
         "context.max_remote_tokens": rng.choice([None, rng.randint(1, 300)]),
-        "context.head_exchange": rng.choice([1, 1, "auto", rng.randint(1, 4)]),
+        "context.ulysses_degree": rng.choice([1, 1, "auto", rng.randint(1, 4)]),
         "context.kernel": rng.choice(["auto", "auto", "reference"]),
         **draw_plan(rng, domain, longest, tensor),
     }
@@ -160,13 +153,13 @@ def draw_plan(rng: random.Random, domain: int, longest: int, tensor: int) -> Set
 
 def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, float]:
     """The greatest relative errors of loss and gradient norm. Raises AssertionError if the case crashes, or tokens differ."""
+    one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
+    found = []
     with tempfile.TemporaryDirectory(prefix="longctx-random-") as name:
         folder = Path(name)
-        profile = yaml.safe_load((files("longctx.planning") / "profiles" / f"{PROFILE}.yaml").read_text())
+        profile = yaml.safe_load((files("longctx.planning.cost") / "profiles" / f"{PROFILE}.yaml").read_text())
         (folder / "profile.yaml").write_text(yaml.safe_dump({**profile, "ranks_per_node": case.ranks_per_node}))
         store = make_store(folder, case.lengths)
-        one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
-        found = []
         for world, settings in ((1, case.common | one), (case.world, case.common | case.split)):
             settings = {**settings, "context.profile": str(folder / "profile.yaml")}
             run = folder / f"run-{len(found)}"
@@ -188,7 +181,7 @@ def error(split: Iterable[StepMetrics], alone: Iterable[StepMetrics], name: str)
     return max(abs(mine - right) / (abs(right) or 1.0) for mine, right in pairs)
 
 
-def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict[str, str]:
+def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict[str, object]:
     """The row of a case; why it failed is printed."""
     case, refused = draw(seed, number)
     began, losses, norms = time.perf_counter(), math.nan, math.nan
@@ -200,90 +193,69 @@ def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict
         print(failure, flush=True)
     if result != "equal":
         print(f"--seed {seed} --only {number}: {result}\n    lengths {case.lengths}; {case.text()}", flush=True)
-    values = {
-        "result": result,
-        "loss_error": f"{losses:.1e}",
-        "gradient_norm_error": f"{norms:.1e}",
-        "seconds": f"{time.perf_counter() - began:.1f}",
-        "refused": " ".join(f"{key}:{count}" for key, count in sorted(refused.items())),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "date": date.today(),
-        "lengths": " ".join(map(str, case.lengths)),
-        "settings": case.text(),
-    }
-    values |= {"seed": seed, "case": number, "world": case.world}
-    return {column: str(values[column]) for column in COLUMNS}
+    row = {"seed": seed, "case": number, "world": case.world, "result": result}
+    row |= {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
+    row["seconds"] = f"{time.perf_counter() - began:.1f}"
+    print(row, flush=True)
+    row["refused"] = " ".join(f"{key}:{count}" for key, count in sorted(refused.items()))
+    return {**row, "lengths": " ".join(map(str, case.lengths)), "settings": case.text()}
 
 
-def report(rows: list[dict[str, str]]) -> list[str]:
-    """The table in Markdown, and what it holds."""
+def page(rows: Sequence[dict[str, str]]) -> list[str]:
+    """The tables in Markdown."""
     bad = [row for row in rows if row["result"] != "equal"]
-    greatest = {
-        name: max((float(row[name]) for row in rows if row["result"] != "crashed"), default=0.0) for name in COLUMNS[4:6]
-    }
-    refused, values = Counter[str](), Counter[tuple[str, str]]()
+    ran = [row for row in rows if row["result"] != "crashed"]
+    loss, norm = (max((float(row[name]) for row in ran), default=0.0) for name in ("loss_error", "gradient_norm_error"))
+    refused, values = Counter[str](), dict[str, Counter[str]]()
     for row in rows:
         refused.update({key: int(count) for key, count in (item.rsplit(":", 1) for item in row["refused"].split())})
-        values.update((key, value) for key, value in (item.split("=", 1) for item in row["settings"].split("; ")))
-    shown = [key for key in dict(values) if len({value for name, value in values if name == key[0]}) <= 8]
-    counts = {
-        name: ", ".join(f"{value} {values[name, value]}" for key, value in sorted(shown) if key == name) for name, _ in shown
-    }
+        for name, value in (item.split("=", 1) for item in row["settings"].split("; ")):
+            values.setdefault(name, Counter()).update([value])
+    few = {name: sorted(counts.items()) for name, counts in values.items() if len(counts) <= 8}
     versions = sorted({f"torch {row['torch']}, Python {row['python']}, {row['cores']} cores, {row['date']}" for row in rows})
     return [
         f"{len(rows)} random splits of the trainer, {STEPS} float32 steps each, against one process: {len(bad)} failed. "
-        f"Greatest relative error of the loss: {greatest['loss_error']:.1e} ({LOSS:.0e} is allowed), of the gradient norm: "
-        f"{greatest['gradient_norm_error']:.1e} ({GRADIENT_NORM:.0e}). By `python -m bench.random_splits` "
+        f"Greatest relative error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient norm: "
+        f"{norm:.1e} ({GRADIENT_NORM:.0e}). By `python -m bench.random_splits` "
         f"({'; '.join(versions)}); the cases are in the CSV file beside this one, and `--seed S --only K` runs one again.",
         "",
         *(f"Failed: `--seed {row['seed']} --only {row['case']}` ({row['result']}): {row['settings']}\n" for row in bad),
-        "| setting | its values, and how many cases had them |",
-        "|---|---|",
-        *(f"| {name} | {text} |" for name, text in counts.items()),
+        *markdown(
+            ["setting", "its values, and how many cases had them"],
+            ([name, ", ".join(f"{value} {count}" for value, count in counts)] for name, counts in few.items()),
+        ),
         "",
         "Drawn anew, because a rule refused them (a draw may break several):",
         "",
-        "| setting refused | draws |",
-        "|---|---:|",
-        *(f"| {key} | {count} |" for key, count in refused.most_common()),
+        *markdown(["setting refused", "draws"], ([key, str(count)] for key, count in refused.most_common()), 1),
     ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, "random-splits", minutes=math.inf)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--only", type=int, help="one case, which goes into no table")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a message of a case is lost")
-    parser.add_argument("--out", type=Path, default=Path("bench/results/random-splits"))
-    options = parser.parse_args()
-    workers, table = Workers(), options.out.with_suffix(".csv")
+    given = parser.parse_args()
+    workers, deadline = Workers(), time.monotonic() + given.minutes * 60
     try:
-        if options.only is not None:
-            print(draw(options.seed, options.only)[0])
-            row = run_case(options.seed, options.only, workers, options.timeout)
-            print({name: row[name] for name in COLUMNS[:7]})
-            return int(row["result"] != "equal")
-        rows: list[dict[str, str]] = []
-        if table.exists():
-            with table.open() as file:
-                rows = [row for row in csv.DictReader(file) if row["result"] == "equal"]
-        done = {(row["seed"], row["case"]) for row in rows}
-        left = [number for number in range(options.cases) if (str(options.seed), str(number)) not in done]
-        for number in sorted(left, key=lambda number: draw(options.seed, number)[0].compiled):  # which takes a minute or more
-            rows.append(run_case(options.seed, number, workers, options.timeout))
-            print(*(rows[-1][name] for name in COLUMNS[:7]), flush=True)
-            rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
-            with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            options.out.with_suffix(".md").write_text("\n".join(report(rows)) + "\n")
+        if given.only is not None:
+            print(draw(given.seed, given.only)[0])
+            return int(run_case(given.seed, given.only, workers, given.timeout)["result"] != "equal")
+        about = {name: value for name, value in facts("torch").items() if name in COLUMNS}
+        table = Table(given.out.with_suffix(".csv"), COLUMNS, about | {"cores": str(os.cpu_count())})
+        table.rows = [row for row in table.rows if row["result"] == "equal"]  # others run again
+        # Compiled cases, which take a minute or more, come last.
+        numbers = sorted(range(given.cases), key=lambda number: draw(given.seed, number)[0].compiled)
+        for case in table.missing([{"seed": given.seed, "case": number} for number in numbers], deadline):
+            table.append(run_case(case["seed"], case["case"], workers, given.timeout))
+            table.rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
+            table.write()
+            given.out.with_suffix(".md").write_text("\n".join(page(table.rows)) + "\n")
     finally:
         workers.stop()
-    return int(any(row["result"] != "equal" for row in rows))
+    return int(any(row["result"] != "equal" for row in table.rows))
 
 
 if __name__ == "__main__":

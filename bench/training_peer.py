@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import import_utils
 
 CUDNN_FIRST = "sdpa, cuDNN first"
-MOST_TRIED_TOKENS = 32768
-"""On so many the choice among attentions is made: on more it would take minutes."""
+MOST_TRIED_TOKENS = 32768  # on which the choice among attentions is made: on more it would take minutes
 
 
 def main() -> None:
@@ -38,22 +37,18 @@ def main() -> None:
         for seconds, parameters in train(task["shape"], tokens, task["steps"], attention, device):
             peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
             line = {"step_time_s": seconds, "peak_memory_bytes": peak, "attention": attention, "parameters": parameters}
-            metrics.write(json.dumps(line) + "\n")
-            metrics.flush()
+            print(json.dumps(line), file=metrics, flush=True)
     dist.destroy_process_group()
 
 
 def fastest_attention(shape: dict[str, Any], tokens: int, device: torch.device) -> str:
     """The attention with which a step of one layer takes least; those that fail here are told and left out."""
-    names = ["sdpa"]
-    if device.type == "cuda":
-        names.append(CUDNN_FIRST)
-        for number in (2, 3, 4):
-            available = getattr(import_utils, f"is_flash_attn_{number}_available", None)
-            if available is not None and available():
-                names.append(f"flash_attention_{number}")
-    if len(names) == 1:
-        return names[0]
+    if device.type != "cuda":
+        return "sdpa"
+    names = ["sdpa", CUDNN_FIRST]
+    for number in (2, 3, 4):
+        if getattr(import_utils, f"is_flash_attn_{number}_available", lambda: False)():
+            names.append(f"flash_attention_{number}")
     times = {}
     for name in names:
         try:

@@ -7,7 +7,7 @@ it has handed out is described by two integers (step and cursor), the same on ev
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -32,12 +32,6 @@ Planner = Callable[[Sequence[int]], Plan]
 
 class LoaderError(UserError):
     """A saved state that does not belong to this loader."""
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    batch: StepBatch
-    next_cursor: int
 
 
 class Loader(Iterator[StepBatch]):
@@ -90,17 +84,17 @@ class Loader(Iterator[StepBatch]):
         self._step = 0  # handed out last
         self._cursor = 0  # behind it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
-        self._ahead: Future[_Prepared] | None = None
+        self._ahead: Future[tuple[StepBatch, int]] | None = None
 
     def __next__(self) -> StepBatch:
         asked = time.perf_counter()
         if self._ahead is None:
             self._ahead = self._submit()
-        prepared = self._ahead.result()
+        batch, self._cursor = self._ahead.result()
+        self._step = batch.step
         waited = time.perf_counter() - asked
-        self._step, self._cursor = prepared.batch.step, prepared.next_cursor
         self._ahead = self._submit()
-        return replace(prepared.batch, data_wait_s=waited)
+        return replace(batch, data_wait_s=waited)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step handed out, as plain JSON data; the same on every rank."""
@@ -140,11 +134,12 @@ class Loader(Iterator[StepBatch]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _submit(self) -> Future[_Prepared]:
+    def _submit(self) -> Future[tuple[StepBatch, int]]:
         # The planner is taken here and not in the thread: which steps a new one plans must not depend on timing.
         return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
 
-    def _prepare(self, step: int, cursor: int, planner: Planner) -> _Prepared:
+    def _prepare(self, step: int, cursor: int, planner: Planner) -> tuple[StepBatch, int]:
+        """The step that begins at `cursor`, and the cursor behind it."""
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
@@ -159,7 +154,7 @@ class Loader(Iterator[StepBatch]):
                 for index in range(len(plan.micro_batches))
             ),
         )
-        return _Prepared(batch, next_cursor)
+        return batch, next_cursor
 
     def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         if plan.ranks != self._ranks:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as TokenizerJson
 
-from longctx.data.lost import LostText
+from longctx.data.lost_text import LostText
 from longctx.errors import UserError
 
 TokenArray = npt.NDArray[np.integer[Any]]
@@ -74,13 +74,12 @@ class Tokenizer:
         self.end_of_document = vocabulary[self.end_of_document_token]
         content = json.loads(text)
         self.is_bytes = _is_bytes(content)
-        self._lost = LostText(self._inner, content, _byte_characters())
+        self._lost = LostText(self._inner, content, list(_byte_vocabulary()))
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
         """Plain bytes: 257 tokens."""
-        vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
-        inner = _byte_level(models.BPE(vocab=vocabulary, merges=[]))
+        inner = _byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))
         inner.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
         return cls(inner.to_str())
 
@@ -101,7 +100,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_DOCUMENT],
-            initial_alphabet=_byte_characters(),
+            initial_alphabet=list(_byte_vocabulary()),
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
@@ -197,19 +196,18 @@ def _byte_level(model: models.Model) -> TokenizerJson:
     return inner
 
 
-def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2's table), by byte."""
+def _byte_vocabulary() -> dict[str, int]:
+    """From the printable character that stands for a byte in byte-level BPE (GPT-2's table) to the byte, in order of these."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+    return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
 
 
 def _is_bytes(content: dict[str, Any]) -> bool:
     """Whether a tokenizer.json maps every byte to its own value and does nothing else."""
-    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
     pre_tokenizer = content.get("pre_tokenizer") or {}
     return (
-        content["model"].get("vocab") == vocabulary
+        content["model"].get("vocab") == _byte_vocabulary()
         and not content["model"].get("merges")
         and not content.get("normalizer")
         and pre_tokenizer.get("type") == "ByteLevel"

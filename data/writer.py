@@ -38,19 +38,19 @@ class Row(NamedTuple):
     lost: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """A finished Arrow file, as the journal lists it."""
+    """An Arrow file, as the journal lists it once it is finished. Names are those of `Manifest`."""
 
     file: str
-    bytes: int
-    source_bytes: float
-    documents: int
-    tokens: int
-    trained_tokens: int
-    longest_name: str
-    longest_length: int
-    characters: int = 0  # from here on as in `Manifest`; older journals lack them
+    bytes: int = 0
+    source_bytes: float = 0.0
+    documents: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    longest_name: str = ""
+    longest_length: int = 0
+    characters: int = 0  # from here on older journals lack them
     lost_characters: int = 0
     lossy_documents: int = 0
     lossiest_name: str = ""
@@ -85,7 +85,7 @@ def write_parts(
             writer.write(batch, encode(batch))
             read += sum(document.source_bytes for document in batch)
             progress("tokenising", min(1.0, read / max(1, corpus.bytes)))
-            if writer.tokens >= part_tokens:
+            if writer.part.tokens >= part_tokens:
                 finish(writer)
                 writer = None
         if writer is not None:
@@ -129,10 +129,7 @@ class _PartWriter:
         self._schema = store_schema(tokenizer)
         self._sink = pyarrow.OSFile(str(file), "wb")
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
-        self._documents = self.tokens = self._trained_tokens = self._longest_length = 0
-        self._source_bytes = 0.0
-        self._longest_name = self._lossiest_name = ""
-        self._characters = self._lost_characters = self._lossy_documents = self._lossiest_characters = 0
+        self.part = Part(file.name)
 
     def write(self, documents: Sequence[Document], rows: Sequence[Row]) -> None:
         lengths = np.array([len(row.tokens) for row in rows], np.int64)
@@ -152,37 +149,25 @@ class _PartWriter:
             ),
         ]
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
-        self._documents += len(documents)
-        self.tokens += int(lengths.sum())
-        self._trained_tokens += int(targets.sum())
-        self._source_bytes += sum(document.source_bytes for document in documents)
-        if (longest := int(lengths.max())) > self._longest_length:
-            self._longest_length, self._longest_name = longest, documents[int(lengths.argmax())].name
+        part = self.part
+        part.documents += len(documents)
+        part.tokens += int(lengths.sum())
+        part.trained_tokens += int(targets.sum())
+        part.source_bytes += sum(document.source_bytes for document in documents)
+        if (longest := int(lengths.max())) > part.longest_length:
+            part.longest_length, part.longest_name = longest, documents[int(lengths.argmax())].name
         lost = np.array([row.lost for row in rows], np.int64)
-        self._characters += sum(row.characters for row in rows)
-        self._lost_characters += int(lost.sum())
-        self._lossy_documents += int((lost > 0).sum())
-        if (most := int(lost.max())) > self._lossiest_characters:
-            self._lossiest_characters, self._lossiest_name = most, documents[int(lost.argmax())].name
+        part.characters += sum(row.characters for row in rows)
+        part.lost_characters += int(lost.sum())
+        part.lossy_documents += int((lost > 0).sum())
+        if (most := int(lost.max())) > part.lossiest_characters:
+            part.lossiest_characters, part.lossiest_name = most, documents[int(lost.argmax())].name
 
     def finish(self) -> Part:
         self._stream.close()
         self._sink.close()
-        return Part(
-            file=self._file.name,
-            bytes=self._file.stat().st_size,
-            source_bytes=self._source_bytes,
-            documents=self._documents,
-            tokens=self.tokens,
-            trained_tokens=self._trained_tokens,
-            longest_name=self._longest_name,
-            longest_length=self._longest_length,
-            characters=self._characters,
-            lost_characters=self._lost_characters,
-            lossy_documents=self._lossy_documents,
-            lossiest_name=self._lossiest_name,
-            lossiest_characters=self._lossiest_characters,
-        )
+        self.part.bytes = self._file.stat().st_size
+        return self.part
 
 
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, template: Template, workers: int | None) -> list[Row]:

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longctx.attention.huggingface import model_inputs, prepare
 from longctx.data.packing import pack_documents
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 
 def build_model() -> PreTrainedModel:

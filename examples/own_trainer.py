@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 from longctx.attention import RingAttention
 from longctx.data.packing import pack_documents
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

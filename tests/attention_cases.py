@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
-from longctx.planning.layout import Layout, rank_layout
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Layout, Placement
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,10 @@ class Case:
     v_head_dim: int | None = None
     keep_kv: bool = False
     ranks_per_node: int | None = None
-    head_ranks: int = 1
-
-    @property
-    def micro_batches(self) -> tuple[tuple[Placement, ...], ...]:
-        return (self.placements,)
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return (self.exchange_stages,)
+    ulysses_degree: int = 1
 
     def layout(self, rank: int) -> Layout:
-        return rank_layout(self, 0, rank)
+        return Layout.of(self.placements, self.lengths, 0, rank, self.exchange_stages)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k, v, dout of all documents, one after the other, in `dtype`."""
@@ -64,7 +55,7 @@ class Case:
             "ranks_per_node": self.ranks_per_node,
             "exchange": exchange,
         }
-        return packed_attention(self.layout(rank), self.head_ranks, **options)
+        return packed_attention(self.layout(rank), self.ulysses_degree, **options)
 
     def sinks(self) -> torch.Tensor | None:
         """A learned logit for every head, if the case has them."""

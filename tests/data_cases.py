@@ -9,8 +9,9 @@ from typing import Any
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
-from longctx.planning.plan import Placement, Plan
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan, PlanCost
 
 PROFILE = HardwareProfile.load("h100-nvlink-ib")
 
@@ -64,8 +65,5 @@ def placed_plan(lengths: Sequence[int], ranks: int, micro_batches: Sequence[Sequ
         micro_batches=tuple(map(tuple, micro_batches)),
         stages=(1,) * len(micro_batches),
         profile=PROFILE,
-        makespan_s=1.0,
-        lower_bound_s=1.0,
-        exposed_share=0.0,
-        idle_share=0.0,
+        cost=PlanCost(makespan_s=1.0, lower_bound_s=1.0, exposed_share=0.0, idle_share=0.0),
     )

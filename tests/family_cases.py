@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.data.packing import pack_documents
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents, unpacked
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longctx.attention.huggingface import NAME, model_inputs, prepare
 from longctx.data.packing import pack_documents
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 
 LENGTHS = (61, 1, 24, 90, 13, 2)

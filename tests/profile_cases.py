@@ -8,18 +8,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from longctx import profiling
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.config import load
 from longctx.data.packing import StepBatch
 from longctx.parallel.mesh import make_groups
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.refine import Refinement
+from longctx.planning.calibration.online_fit import OnlineFit
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.profiling.communication import Nodes
+from longctx.profiling.profiled_run import layout_of
+from longctx.profiling.stopwatch import Stopwatch
 from longctx.training.metrics import StepMetrics
-from longctx.training.profiling import measure
-from longctx.training.profiling.communication import Nodes
-from longctx.training.profiling.rig import layout_of
-from longctx.training.profiling.stopwatch import Stopwatch
 from tests.training_cases import start
 
 TINY = [
@@ -39,7 +39,7 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
     ranks = dist.get_world_size()
     config = load(None, [*TINY, *settings], world_size=ranks)
     assert config.model.vocab_size is not None
-    measured = measure(
+    measured = profiling.measure_profile(
         config,
         make_groups(torch.device("cpu"), tensor=config.parallel.tensor_parallel_size, timeout_s=30),
         config.model.shape(config.model.vocab_size),
@@ -61,7 +61,7 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
             given.add(options["ranks_per_node"])
             hops.update(len(stage.hops) for stage in self.schedule.stages)
 
-    with mock.patch("longctx.training.profiling.rig.RingAttention", Watched):
+    with mock.patch("longctx.attention.ulysses.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)
     return given, hops, content["exchange_levels"], {point["degree"] for point in content["points"] if "both" in point}
 
@@ -114,8 +114,8 @@ def train_and_recalibrate(
     planned, refined = [], []
     recalibrate = trainer._recalibrate
 
-    def record(refinement: Refinement, batch: StepBatch, seconds: float) -> None:
-        recalibrate(refinement, batch, seconds)
+    def record(online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
+        recalibrate(online_fit, batch, seconds)
         planned.append(batch.plan.profile)
         refined.append(trainer.loader.planner.keywords["profile"])
 

@@ -16,8 +16,7 @@ from longctx.attention.inputs import AttentionInputError
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
-from longctx.planning.layout import head_span, tail_span
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
 from tests.workers import Workers
 
@@ -102,7 +101,7 @@ def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
 
 @st.composite
 def swapped(draw: st.DrawFn, case: Case) -> Case:
-    """The case with head exchange: some rings consist of whole groups, others do not."""
+    """The case with Ulysses: some rings consist of whole groups, others do not."""
     u = draw(st.integers(2, 3))
     ranks = -(-case.ranks // u) * u
     placements = []
@@ -114,7 +113,7 @@ def swapped(draw: st.DrawFn, case: Case) -> Case:
         placements.append(placement)
     kv_heads = u * draw(st.integers(1, 2))
     heads = kv_heads * draw(st.integers(1, 2))
-    return replace(case, ranks=ranks, placements=tuple(placements), head_ranks=u, heads=heads, kv_heads=kv_heads)
+    return replace(case, ranks=ranks, placements=tuple(placements), ulysses_degree=u, heads=heads, kv_heads=kv_heads)
 
 
 @several_ranks
@@ -171,7 +170,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "prefix": {"mask": Mask(prefix={0: 150, 1: 77})},
     "two levels": {"ranks_per_node": 2},
     "keys kept": {"keep_kv": True},
-    "head exchange": {"head_ranks": 2},
+    "Ulysses": {"ulysses_degree": 2},
 }
 
 
@@ -212,7 +211,7 @@ def sizes(draw: st.DrawFn, case: Case) -> Case:
 def single_device(case: Case) -> list[torch.Tensor]:
     """out, dq, dk, dv of the same kernel on whole documents."""
     whole = tuple(Placement(document, 0, 1) for document in range(len(case.lengths)))
-    alone = replace(case, ranks=1, placements=whole, padding=0, ranks_per_node=None, head_ranks=1)
+    alone = replace(case, ranks=1, placements=whole, padding=0, ranks_per_node=None, ulysses_degree=1)
     return gather(alone, [run_case(alone)])
 
 
@@ -447,10 +446,10 @@ def test_no_tokens_need_no_stride() -> None:
 
 def test_head_exchange_checks_the_whole_layout() -> None:
     """Also where no ring is left, and for rows of documents that are swapped."""
-    case = Case(2, (64,), (Placement(0, 0, 2),), heads=2, kv_heads=2, head_ranks=2)
+    case = Case(2, (64,), (Placement(0, 0, 2),), heads=2, kv_heads=2, ulysses_degree=2)
     with pytest.raises(AttentionInputError, match="not initialised"):
         case.attention(0)
-    case = Case(2, (5, 64), (Placement(0, 0, 1), Placement(1, 0, 2)), heads=2, kv_heads=2, head_ranks=2)
+    case = Case(2, (5, 64), (Placement(0, 0, 1), Placement(1, 0, 2)), heads=2, kv_heads=2, ulysses_degree=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "is_initialized", lambda: True)
         patch.setattr(dist, "get_rank", lambda group: 0)

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
-from longctx.planning.baselines.fixed_static import fixed_degree
-from longctx.planning.baselines.flexsp import _even_cuts
-from longctx.planning.baselines.groups import best_fit
-from longctx.planning.baselines.megatron_main import unsynchronised_s
-from longctx.planning.check import check_plan
-from longctx.planning.mixes import load_mix
+from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.baselines.flexsp import _even_cuts
+from longctx.comparison.baselines.groups import best_fit
+from longctx.comparison.baselines.megatron_main import unsynchronised_s
+from longctx.comparison.mixes import load_mix
+from longctx.planning.assignment import least_degrees
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.request import least_degrees
+from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 OURS_TO_READ = [name for name in BASELINES if name != "megatron-main"]

@@ -8,10 +8,10 @@ from types import ModuleType
 
 import pytest
 
-from longctx.planning.baselines import plan_fixed_static
-from longctx.planning.baselines.fixed_static import fixed_degree
-from longctx.planning.mixes import load_mix
-from longctx.planning.profile import HardwareProfile
+from longctx.comparison.baselines import plan_fixed_static
+from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.comparison.mixes import load_mix
+from longctx.planning.cost.hardware_profile import HardwareProfile
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "plan.py"

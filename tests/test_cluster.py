@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+import namespaces
+
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "cluster.py"
 
 
@@ -34,7 +36,7 @@ cluster = load_script()
 def can_make_namespaces() -> bool:
     if os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
         return False
-    name = f"{cluster.PREFIX}{os.getpid()}-try"
+    name = f"{namespaces.PREFIX}{os.getpid()}-try"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
     if made:
         subprocess.run(["ip", "netns", "delete", name], check=True)
@@ -47,8 +49,8 @@ needs_namespaces = pytest.mark.skipif(not can_make_namespaces(), reason="needs r
 def names_of(number: int) -> list[str]:
     """What a process of that number has made and not removed."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.splitlines()
-    groups = [path.name for path in cluster._group_root().glob(f"{cluster.PREFIX}{number}*")]
-    return [line.split()[0] for line in listed if line.startswith(f"{cluster.PREFIX}{number}-")] + groups
+    groups = [path.name for path in namespaces.group_root().glob(f"{namespaces.PREFIX}{number}*")]
+    return [line.split()[0] for line in listed if line.startswith(f"{namespaces.PREFIX}{number}-")] + groups
 
 
 def test_rates_follow_from_the_h100() -> None:
@@ -66,8 +68,8 @@ def test_rates_follow_from_the_h100() -> None:
 
 
 def test_documents_have_the_lengths_of_the_mix(tmp_path: Path) -> None:
+    from longctx.comparison.mixes import load_mix
     from longctx.data.store import Store
-    from longctx.planning.mixes import load_mix
 
     longest = cluster.make_store("magi_192k", 64, 1000, tmp_path)
     store = Store.open(tmp_path / "store")
@@ -89,9 +91,9 @@ def test_what_the_machine_cannot_do(change: dict[str, Any], message: str, monkey
 def test_only_what_dead_processes_left_is_left_over() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    assert cluster._is_left_over(f"{cluster.PREFIX}{ended.pid}-node0")
-    assert not cluster._is_left_over(f"{cluster.PREFIX}{os.getpid()}-node0")
-    assert not cluster._is_left_over(f"other-{ended.pid}-node0")
+    assert namespaces.is_left_over(f"{namespaces.PREFIX}{ended.pid}-node0")
+    assert not namespaces.is_left_over(f"{namespaces.PREFIX}{os.getpid()}-node0")
+    assert not namespaces.is_left_over(f"other-{ended.pid}-node0")
 
 
 def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
 
 def test_the_table_compares_with_the_fastest_single_degree() -> None:
     times = {"auto": [2.0, 2.0, 4.0], "static": [3.0, 3.0, 3.0], "static:2": [9.0, 9.0, 9.0], "static:4": [4.0, 5.0, 6.0]}
-    row = next(line for line in cluster.markdown([result_of(times)]).splitlines() if line.startswith("| 2 × 2"))
+    row = next(line for line in cluster.page([result_of(times)]).splitlines() if line.startswith("| 2 × 2"))
     assert "static:4, 5.00 s" in row
     assert "**2.00×** (2.50×) | 1.88× (3.00×)" in row, "the median of 4/2, 5/2 and 6/4, and 15/8"
     assert "1.50× (2.50×) | 1.12× (3.00×)" in row, "over the oracle: the median of 3/2, 3/2 and 3/4, and 9/8"
@@ -157,7 +159,7 @@ def test_links_carry_their_rate_and_not_more() -> None:
 @pytest.mark.slow
 @needs_namespaces
 def test_real_training_on_two_nodes(tmp_path: Path) -> None:
-    profile = SCRIPT.parents[1] / "longctx" / "planning" / "profiles" / "cpu-2core.yaml"
+    profile = SCRIPT.parents[1] / "longctx" / "planning" / "cost" / "profiles" / "cpu-2core.yaml"
     arguments = Namespace(
         nodes=2,
         ranks_per_node=1,
@@ -179,7 +181,7 @@ def test_real_training_on_two_nodes(tmp_path: Path) -> None:
     measured = json.loads(json.dumps(result))["measured"]
     assert measured["ranks"] == 2 and measured["losses_equal"]
     assert [len(mode["steps"]) for mode in measured["modes"]] == [2, 2]
-    assert "| 2 × 1, 50e6: 50.0 MB/s a rank |" in cluster.markdown([result])
+    assert "| 2 × 1, 50e6: 50.0 MB/s a rank |" in cluster.page([result])
 
 
 @pytest.mark.slow
@@ -193,7 +195,7 @@ def test_nothing_is_left_after_an_interrupt(number: signal.Signals, tmp_path: Pa
         deadline = time.monotonic() + 120
         while len(ranks) < 4 and time.monotonic() < deadline and running.poll() is None:
             time.sleep(0.5)
-            groups = cluster._group_root().glob(f"{cluster.PREFIX}{running.pid}/rank-*/cgroup.procs")
+            groups = namespaces.group_root().glob(f"{namespaces.PREFIX}{running.pid}/rank-*/cgroup.procs")
             started = any(name.endswith("node1") for name in names_of(running.pid))
             ranks = [number for group in groups for number in group.read_text().split()] if started else []
         assert len(ranks) >= 4, "all ranks run"

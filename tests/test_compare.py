@@ -13,15 +13,9 @@ import numpy as np
 import pytest
 
 from longctx.cli import main
-from longctx.config import load
-from longctx.data.sampler import Sampler
-from longctx.planning.baselines import plan_fixed_static
-from longctx.planning.bound import tight_bound_s
-from longctx.planning.mixes import load_mix
-from longctx.planning.plan import PlanError
-from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile, shipped_profiles
-from longctx.report.compare import (
+from longctx.comparison.baselines import plan_fixed_static
+from longctx.comparison.mixes import load_mix
+from longctx.comparison.modelled import (
     COLUMNS,
     PLANNERS,
     Case,
@@ -33,7 +27,13 @@ from longctx.report.compare import (
     over_fixed_without_barriers,
     static_curve,
 )
-from longctx.report.compare_steps import Source, file_source, make_cases, steps_drawn, sweeps
+from longctx.comparison.steps import Source, file_source, make_cases, steps_drawn, sweeps
+from longctx.config import load
+from longctx.data.sampler import Sampler
+from longctx.planning.cost.bounds import tight_bound_s
+from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.plan import PlanError
+from longctx.planning.planner import make_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))

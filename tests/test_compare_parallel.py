@@ -11,20 +11,21 @@ import pytest
 import yaml
 
 from longctx.cli import main
+from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, SearchResult, memory_of, possible_splits, search
+from longctx.comparison.mixes import load_mix
 from longctx.config import Config, check, load
 from longctx.errors import UserError
+from longctx.memory.advisor import changed
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.planning.mixes import load_mix
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.parallel.pipeline import layers_of_ranks
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planner import make_plan
-from longctx.report.parallel_cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.report.parallel_search import TOO_LARGE, TOO_LONG, Found, Outcome, memory_of, possible_splits, search
-from longctx.training.fit import changed
-from longctx.training.memory import blocks_of_ranks
 from longctx.training.utilisation import model_flops
 
 H100 = Machine.load("h100-nvlink-ib")
 EIGHT_B = H100.model
+BLOCK = EIGHT_B.spec.layers[0].matrix_parameters
 LARGE = ModelShape(
     vocab_size=LLAMA_3_VOCABULARY,
     hidden_size=8192,
@@ -42,13 +43,13 @@ ALONE = Split(1, NO_PIPELINE, 1, "none", "step", "step", 16384)
 
 
 @pytest.fixture(scope="module")
-def found() -> Outcome:
-    return search(H100, EIGHT_B, STEPS, GPUS, budgets=BUDGETS, best=5)
+def found() -> SearchResult:
+    return search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=BUDGETS, best=5)
 
 
 def test_the_known_model_unsplit_keeps_its_constants() -> None:
     """But for the step: the profile's guess gives way to what is gathered and reduced, on one rank nothing."""
-    profile = profile_of(H100, EIGHT_B, ALONE)
+    profile = profile_of(H100, EIGHT_B.spec, ALONE)
     assert profile.linear_s_per_token == pytest.approx(H100.profile.linear_s_per_token)
     assert replace(profile, linear_s_per_token=H100.profile.linear_s_per_token) == replace(H100.profile, step_s=0.0)
 
@@ -58,19 +59,19 @@ def test_a_machine_is_known_by_the_model_that_its_profile_names(tmp_path: Path) 
     shape = PRESETS["1b"].model_copy(update={"vocab_size": 1000})
     split = replace(ALONE, tensor=2, recompute="full")
     described = {"model": shape.model_dump(), "dtype": "bfloat16", "device": "cuda", "recompute": "full"}
-    given = {**profile_of(H100, shape, split).to_dict(), "launch_s": 0.1, "step_s": 0.2}
+    given = {**profile_of(H100, shape.spec, split).to_dict(), "launch_s": 0.1, "step_s": 0.2}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump({**given, "measured": {**described, "tensor_parallel_size": 2}}))
     found = Machine.load(str(path), 989, 80)
     assert found.model == shape
-    expected = profile_of(H100, shape, ALONE)
+    expected = profile_of(H100, shape.spec, ALONE)
     for name in ("linear_s_per_token", "attention_s_per_token2", "kv_bytes_per_token", "ranks_per_node"):
         assert getattr(found.profile, name) == pytest.approx(getattr(expected, name)), name
 
 
 def test_recomputation_costs_a_forward_but_for_its_last_matrix() -> None:
-    none, selective, full = (profile_of(H100, EIGHT_B, replace(ALONE, recompute=r)) for r in ("none", "selective", "full"))
-    blocks, head = 32 * EIGHT_B.block_parameters, EIGHT_B.vocabulary_parameters
+    none, selective, full = (profile_of(H100, EIGHT_B.spec, replace(ALONE, recompute=r)) for r in ("none", "selective", "full"))
+    blocks, head = 32 * BLOCK, EIGHT_B.spec.vocabulary_parameters
     last = 32 * EIGHT_B.hidden_size * EIGHT_B.intermediate_size
     more = (4 * blocks - last + 3 * head) / (3 * (blocks + head))
     assert selective.linear_s_per_token == full.linear_s_per_token == pytest.approx(more * none.linear_s_per_token)
@@ -80,7 +81,7 @@ def test_recomputation_costs_a_forward_but_for_its_last_matrix() -> None:
 
 
 def test_tensor_parallelism_divides_the_work_and_adds_its_collectives() -> None:
-    one, eight = (profile_of(H100, EIGHT_B, replace(ALONE, tensor=tp)) for tp in (1, 8))
+    one, eight = (profile_of(H100, EIGHT_B.spec, replace(ALONE, tensor=tp)) for tp in (1, 8))
     received = 32 * 8 * (7 / 8) * 4096 * 2  # blocks, collectives forward and backward, from others, hidden, bfloat16
     assert eight.linear_s_per_token == pytest.approx(one.linear_s_per_token / 8 + received / 300e9)
     assert eight.attention_s_per_token2 == one.attention_s_per_token2 / 8
@@ -90,21 +91,21 @@ def test_tensor_parallelism_divides_the_work_and_adds_its_collectives() -> None:
 
 def test_a_pipeline_rank_has_its_layers_and_the_slowest_one_counts() -> None:
     split = replace(ALONE, pipeline=Pipeline(4), domain=8)
-    layers = blocks_of_ranks(EIGHT_B, split.pipeline, split.tokens_per_rank)
-    profile = profile_of(H100, EIGHT_B, split)
+    layers = [len(held) for held in layers_of_ranks(EIGHT_B.spec, split.pipeline, split.tokens_per_rank)]
+    profile = profile_of(H100, EIGHT_B.spec, split)
     assert profile.attention_s_per_token2 == pytest.approx(H100.profile.attention_s_per_token2 * max(layers[:3]) / 32)
-    second = H100.profile.linear_s_per_token / EIGHT_B.multiplied_parameters
-    assert profile.linear_s_per_token == pytest.approx(second * max(layers[:3]) * EIGHT_B.block_parameters + 2 * 8192 / 40e9)
+    second = H100.profile.linear_s_per_token / EIGHT_B.spec.multiplied_parameters
+    assert profile.linear_s_per_token == pytest.approx(second * max(layers[:3]) * BLOCK + 2 * 8192 / 40e9)
 
 
 def test_weights_are_gathered_and_reduced_over_the_links_there_are() -> None:
-    weights = EIGHT_B.multiplied_parameters
-    in_node = profile_of(H100, EIGHT_B, replace(ALONE, domain=8))
+    weights = EIGHT_B.spec.multiplied_parameters
+    in_node = profile_of(H100, EIGHT_B.spec, replace(ALONE, domain=8))
     assert in_node.step_s == pytest.approx(6 * weights * 7 / 8 / 300e9)
     slow = replace(H100, profile=replace(H100.profile, inter_node_bytes_per_s=1e9))
-    across = profile_of(slow, EIGHT_B, replace(ALONE, domain=16))
+    across = profile_of(slow, EIGHT_B.spec, replace(ALONE, domain=16))
     assert across.step_s == pytest.approx(6 * weights * 15 / 16 / 8e9), "eight cards of a node at once"
-    by_blocks = profile_of(slow, EIGHT_B, replace(ALONE, domain=16, reshard_after="block", reduce_after="micro_batch"))
+    by_blocks = profile_of(slow, EIGHT_B.spec, replace(ALONE, domain=16, reshard_after="block", reduce_after="micro_batch"))
     unhidden = 8 * weights * 15 / 16 / 8e9 - 0.8 * H100.profile.linear_s_per_token * 16384
     assert unhidden > 1
     assert by_blocks.launch_s == pytest.approx(H100.profile.launch_s + unhidden)
@@ -152,7 +153,7 @@ def megatron_tflops(row: Row, share: float) -> float:
     """
     _, _, _, tensor, stages, gpus, batch, _ = row
     known = H100.model
-    parameters = known.multiplied_parameters
+    parameters = known.spec.multiplied_parameters
     known_heads = known.num_hidden_layers * known.num_attention_heads * known.head_dim
     profile = replace(
         H100.profile,
@@ -166,9 +167,9 @@ def megatron_tflops(row: Row, share: float) -> float:
     schedule = Pipeline(stages, CHUNKS[stages], "interleaved") if stages > 1 else NO_PIPELINE
     split = Split(tensor, schedule, gpus // tensor // stages, "full", "step", "step", SEQUENCE)
     shape = megatron_shape(row)
-    ours = profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), shape, split)
+    ours = profile_of(Machine(profile, known, A100_PEAK, 80 * 10**9), shape.spec, split)
     # Theirs computes whole blocks anew, the last matrix and the collective behind it included.
-    layers = max(blocks_of_ranks(shape, schedule, SEQUENCE))
+    layers = max(map(len, layers_of_ranks(shape.spec, schedule, SEQUENCE)))
     last = 2 * layers * shape.hidden_size * shape.intermediate_size / tensor
     received = layers * 2 * shape.hidden_size * (tensor - 1) / tensor
     plan = make_plan(
@@ -202,22 +203,22 @@ def test_megatron_with_a_trillion_parameters() -> None:
     """
     measured = ROW_1T[-1]
     assert measured * 3072 == pytest.approx(502e3, rel=0.005)
-    assert megatron_shape(ROW_1T).parameters() == pytest.approx(1008e9, rel=1e-3)
+    assert megatron_shape(ROW_1T).spec.parameters == pytest.approx(1008e9, rel=1e-3)
     assert megatron_tflops(ROW_1T, share_of(ROW_530B)) == pytest.approx(measured, rel=0.02)
     assert 0.88 < megatron_tflops(ROW_1T, share_of(ROW_18B)) / measured < 0.95
     assert 0.55 < share_of(ROW_18B) < share_of(ROW_1T) < 0.65
-    counted = model_flops(megatron_shape(ROW_1T), [SEQUENCE] * 3072) / megatron_flops(ROW_1T)
+    counted = model_flops(megatron_shape(ROW_1T).spec, [SEQUENCE] * 3072) / megatron_flops(ROW_1T)
     assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
-def test_the_best_are_what_planning_every_split_gives(found: Outcome) -> None:
+def test_the_best_are_what_planning_every_split_gives(found: SearchResult) -> None:
     """Nothing is lost by not looking at splits whose bound is slower."""
-    everything = search(H100, EIGHT_B, STEPS, GPUS, budgets=BUDGETS, best=10**6)
+    everything = search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=BUDGETS, best=10**6)
     assert [one.step_s for one in everything.best[:5]] == [one.step_s for one in found.best]
     assert found.planned < everything.planned
     simple = (
         split
-        for split in possible_splits(EIGHT_B, GPUS, 8, BUDGETS)
+        for split in possible_splits(EIGHT_B.spec, GPUS, 8, BUDGETS)
         if split.pipeline.ranks == 1 and split.recompute == "none" and split.domain * split.tokens_per_rank >= 32768
     )
     fastest = min(mean_step_s(split) for split in simple)
@@ -227,16 +228,16 @@ def test_the_best_are_what_planning_every_split_gives(found: Outcome) -> None:
 def mean_step_s(split: Split) -> float:
     """Of `STEPS`; infinite if the split does not fit."""
     request: dict[str, Any] = {"ranks": split.domain, "tokens_per_rank": split.tokens_per_rank, "pipeline": split.pipeline}
-    plans = [make_plan(lengths, **request, profile=profile_of(H100, EIGHT_B, split)) for lengths in STEPS]
-    memory = memory_of(H100, EIGHT_B, split, max(map(max, STEPS)), max(len(plan.micro_batches) for plan in plans))
+    plans = [make_plan(lengths, **request, profile=profile_of(H100, EIGHT_B.spec, split)) for lengths in STEPS]
+    memory = memory_of(H100, EIGHT_B.spec, split, max(map(max, STEPS)), max(len(plan.micro_batches) for plan in plans))
     return sum(plan.makespan_s for plan in plans) / 2 if memory.total <= H100.memory_bytes else math.inf
 
 
-def test_numbers_are_those_of_the_plans(found: Outcome) -> None:
+def test_numbers_are_those_of_the_plans(found: SearchResult) -> None:
     best = found.best[0]
     tokens = sum(map(sum, STEPS)) / 2
     assert best.tokens_per_s_per_gpu == pytest.approx(tokens / best.step_s / GPUS)
-    weights = EIGHT_B.multiplied_parameters
+    weights = EIGHT_B.spec.multiplied_parameters
     squares = sum(length**2 for lengths in STEPS for length in lengths) / 2
     flops = 6 * weights * tokens + 3 * 2 * 32 * 4096 * squares
     assert best.mfu == pytest.approx(flops / best.step_s / GPUS / 989e12)
@@ -245,7 +246,7 @@ def test_numbers_are_those_of_the_plans(found: Outcome) -> None:
     assert len({(one.split.tensor, one.split.pipeline.ranks, one.split.recompute) for one in found.best}) == len(found.best)
 
 
-def test_a_run_takes_the_settings_of_every_split(found: Outcome) -> None:
+def test_a_run_takes_the_settings_of_every_split(found: SearchResult) -> None:
     config = changed(Config(), [("model.preset", "8b")])
     for one in found.best:
         assert one.split.gpus == GPUS
@@ -257,10 +258,10 @@ def test_every_possible_split_keeps_the_rules() -> None:
     shape = EIGHT_B.model_copy(update={"num_hidden_layers": 6, "num_key_value_heads": 4})
     sizes = {name: getattr(shape, name) for name in ("num_hidden_layers", "num_key_value_heads")}
     config = changed(Config(), [("model.preset", "8b"), *((f"model.{name}", value) for name, value in sizes.items())])
-    splits = list(possible_splits(shape, 48, 8, budgets=(1024,)))
+    splits = list(possible_splits(shape.spec, 48, 8, budgets=(1024,)))
     assert {split.tensor for split in splits} == {1, 2, 4}, "kv heads divide, nodes hold"
     assert {split.pipeline.ranks for split in splits} == {1, 2, 3, 4, 6}
-    assert {split.tensor for split in possible_splits(EIGHT_B, 48, 2)} == {1, 2}
+    assert {split.tensor for split in possible_splits(EIGHT_B.spec, 48, 2)} == {1, 2}
     for split in splits:
         assert split.gpus == 48
         check(changed(config, split.settings.items()), world_size=48)
@@ -268,28 +269,28 @@ def test_every_possible_split_keeps_the_rules() -> None:
 
 def test_what_does_not_fit_is_split_further() -> None:
     """70B on 16 GPUs with 80 GB: gradients of a pipeline rank or shards of all, but never whole copies."""
-    best = search(H100, LARGE, [[8192] * 16], 16, budgets=(8192,)).best
+    best = search(H100, LARGE.spec, [[8192] * 16], 16, budgets=(8192,)).best
     assert best and all(one.memory.total <= H100.memory_bytes for one in best)
     for one in best:
         split = one.split
         assert split.tensor * split.pipeline.ranks > 1 or (split.reshard_after, split.reduce_after) == ("block", "micro_batch")
     tight = replace(H100, memory_bytes=min(one.memory.total for one in best))
-    fewer = search(tight, LARGE, [[8192] * 16], 16, budgets=(8192,))
+    fewer = search(tight, LARGE.spec, [[8192] * 16], 16, budgets=(8192,))
     assert len(fewer.best) < len(best) and fewer.refused[TOO_LARGE] > 0
 
 
 def test_nothing_fits_and_why() -> None:
     with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the least that one needs are [4-9]"):
-        search(H100, LARGE, [[1024]], 2, budgets=(1024,))
+        search(H100, LARGE.spec, [[1024]], 2, budgets=(1024,))
     with pytest.raises(UserError, match=rf"\d {TOO_LONG}: take more GPUs or more tokens a rank"):
-        search(H100, EIGHT_B, [[100_000]], 4, budgets=(1024,))
+        search(H100, EIGHT_B.spec, [[100_000]], 4, budgets=(1024,))
 
 
 def test_slow_links_between_nodes_keep_tensor_parallelism_off_them() -> None:
     """tp never exceeds a node, and the more a node has, the larger tp may be."""
     for node in (1, 2, 4):
         machine = replace(H100, profile=replace(H100.profile, ranks_per_node=node))
-        best: list[Found] = search(machine, EIGHT_B, [[4096] * 16], 8, budgets=(4096,)).best
+        best: list[Found] = search(machine, EIGHT_B.spec, [[4096] * 16], 8, budgets=(4096,)).best
         assert max(one.split.tensor for one in best) <= node
 
 
@@ -316,7 +317,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--model.preset 1b\n    --model.num_hidden_layers 4\n" in said
     assert "--context.two_level_exchange true\n" in said, "what it was predicted with"
     layers = PRESETS["1b"].model_copy(update={"num_hidden_layers": 4, "vocab_size": LLAMA_3_VOCABULARY})
-    assert f"{layers.parameters() / 1e9:.1f}B parameters" in said
+    assert f"{layers.spec.parameters / 1e9:.1f}B parameters" in said
 
 
 @pytest.mark.parametrize(

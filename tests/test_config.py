@@ -141,8 +141,12 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("batch.pad_to_multiple_of=3", "would exceed batch.tokens_per_rank 8192"),
         ("optimizer.warmup_steps=101", "train.steps is 100"),
         ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 kv heads"),
-        ("context.head_exchange=3", "must divide the 2 kv heads of a rank\n      fix:  give 1, 2, or auto"),
-        ("context.head_exchange=0", "must divide the 2 kv heads of a rank"),
+        ("context.ulysses_degree=3", "must divide the 2 kv heads of a rank\n      fix:  give 1, 2, or auto"),
+        ("context.ulysses_degree=0", "must divide the 2 kv heads of a rank"),
+        (
+            "context.head_exchange=2",
+            "this setting is context.ulysses_degree now\n      fix:  write context.ulysses_degree=2",
+        ),
         (
             "parallel.pipeline_parallel_size=3",
             "fix:  give 2 or fewer, or a model of more layers",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from longctx.attention import Schedule
 from longctx.attention.exchange import Rows
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.test_attention import cases, masks, swapped
 

@@ -19,7 +19,7 @@ from longctx.attention.masks import Mask
 from longctx.attention.schedule import Schedule
 from longctx.attention.segments import Segment, packed_causal
 from longctx.errors import UserError
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.flash_fakes import installed
 

@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from longctx.attention.huggingface import CausalMask, HuggingFaceError, attend, describe_mask, model_inputs, prepare
 from longctx.data.packing import pack_documents
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, build_model, gradients, make_documents, ring_step, unpacked
 from tests.workers import Workers

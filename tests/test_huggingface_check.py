@@ -11,7 +11,7 @@ from longctx.attention import huggingface_check
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.attention.huggingface_check import longest_exact
 from longctx.data.packing import pack_documents
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.family_cases import build
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, build_model, make_documents, ring_step, shard, unpacked

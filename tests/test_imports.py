@@ -1,4 +1,4 @@
-"""The direction of imports, read from the sources: planning ← attention, data, model ← parallel ← training ← report, commands.
+"""The direction of imports, read from the sources, and that no modules import each other in a circle.
 
 Also who may touch process groups, torch.distributed and the environment, so that these stay in one place each.
 """
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
+CORE = {"errors", "planning", "attention", "data", "model", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": set(),
@@ -25,13 +27,24 @@ MAY_IMPORT = {
     "model": {"errors", "planning"},
     "config": {"errors", "safe_yaml", "planning", "model"},
     "parallel": {"errors", "planning", "attention", "data", "model"},
-    "training": {"errors", "planning", "attention", "data", "model", "config", "parallel"},
-    "report": {"errors", "planning", "attention", "data", "model", "config", "parallel", "training"},
-    "commands": {"errors", "planning", "attention", "data", "model", "config", "parallel", "training", "report"},
+    "training": CORE,
+    "memory": CORE | {"training"},
+    "profiling": CORE | {"training"},
+    "plots": {"errors", "planning"},
+    "comparison": CORE | {"training", "memory", "plots"},
+    "commands": CORE | {"training", "memory", "profiling", "plots", "comparison"},
     "cli": {"errors", "commands"},
     "__main__": {"cli"},
 }
-"""Part → the other parts that it may import."""
+"""Room → the other rooms that it may import."""
+
+ROOMS_OF_PLANNING = {
+    "": {"cost", "planners"},
+    "cost": {""},
+    "planners": {"", "cost"},
+    "calibration": {"", "cost"},
+}
+"""The same inside of planning, where "" is its front: plan, layout, assignment, planner, validation."""
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -100,6 +113,27 @@ def test_imports_point_one_way(name: str) -> None:
     assert own in MAY_IMPORT, f"{own} is a new part: say in MAY_IMPORT what it may import"
     used = {other for module in imports(name) if module in MODULES and (other := part(module))}
     assert used <= {own, *MAY_IMPORT[own]}, f"{name} may not import {sorted(used - MAY_IMPORT[own] - {own})}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "planning"])
+def test_the_rooms_of_planning_import_one_way(name: str) -> None:
+    def room(module: str) -> str:
+        return next((key for key in ROOMS_OF_PLANNING if key and module.startswith(f"longctx.planning.{key}")), "")
+
+    used = {room(module) for module in imports(name) if module in MODULES and part(module) == "planning"}
+    assert used <= {room(name), *ROOMS_OF_PLANNING[room(name)]}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions and for types alone count as well. A package that re-exports its own modules may."""
+    edges = {name: {other for other in imports(name) if other in MODULES and other != name} for name in MODULES}
+    for name in MODULES:  # `from longctx.a import b` names longctx.a, whose __init__ may name longctx.a.b
+        edges[name] -= {package for package in edges[name] if any(other.startswith(f"{package}.") for other in edges[name])}
+    order = TopologicalSorter(edges)
+    try:
+        order.prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' → '.join(error.args[1])}")
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if part(name) == "planning"])

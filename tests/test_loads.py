@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from longctx.attention import HybridAttention, packed_attention
 from longctx.config import load
+from longctx.memory.loads import full_loads, micro_batch_loads
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.training.loads import full_loads, micro_batch_loads
 from tests.test_operator_memory import RING, Watching
 from tests.workers import Workers
 
@@ -32,17 +32,17 @@ class Rows(NamedTuple):
     sent: float
 
 
-def scheduled(plan: Plan, micro_batch: int, rank: int, head_ranks: int, per_node: int | None) -> Rows:
+def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None) -> Rows:
     """What this rank's attention really exchanges."""
     layout = plan.layout(micro_batch, rank)
     with (
         mock.patch("longctx.attention.ring.InputCheck"),
-        mock.patch("longctx.attention.heads.InputCheck"),
+        mock.patch("longctx.attention.ulysses.InputCheck"),
     ):  # no ranks join here
-        attention = packed_attention(layout, head_ranks, ranks_per_node=per_node)
+        attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
     swapped = 0
     if isinstance(attention, HybridAttention):
-        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / head_ranks)]
+        schedules = [(attention.plain.schedule, 1.0), (attention.wide.schedule, 1 / ulysses_degree)]
         swapped = 0 if attention.swap is None else len(attention.swap.rows)
     else:
         schedules = [(attention.schedule, 1.0)]
@@ -61,22 +61,22 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, head_ranks: int, per_node
     lengths=st.lists(st.integers(1000, 40_000), min_size=1, max_size=6),
     ranks=st.sampled_from([4, 8, 12]),
     per_node=st.sampled_from([2, 3, 4]),
-    head_ranks=st.sampled_from([1, 2]),
+    ulysses_degree=st.sampled_from([1, 2]),
     two_levels=st.booleans(),
     most=st.sampled_from([None, 500, 4000]),
     mode=st.sampled_from(["auto", "static"]),
 )
 @settings(max_examples=30, deadline=None)
 def test_loads_are_those_of_the_schedules(
-    lengths: list[int], ranks: int, per_node: int, head_ranks: int, two_levels: bool, most: int | None, mode: str
+    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, most: int | None, mode: str
 ) -> None:
     profile = replace(H100, ranks_per_node=per_node)
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, max_remote_tokens=most, mode=mode)
-    config = load(None, [f"context.head_exchange={head_ranks}", f"context.two_level_exchange={str(two_levels).lower()}"])
+    config = load(None, [f"context.ulysses_degree={ulysses_degree}", f"context.two_level_exchange={str(two_levels).lower()}"])
     cut = len(lengths) * ranks  # chunks are whole tokens, one more or fewer from each rank
     for micro_batch in range(len(plan.micro_batches)):
         found = list(micro_batch_loads(plan, micro_batch, config))
-        real = [scheduled(plan, micro_batch, rank, head_ranks, per_node if two_levels else None) for rank in range(ranks)]
+        real = [scheduled(plan, micro_batch, rank, ulysses_degree, per_node if two_levels else None) for rank in range(ranks)]
         for mine, rows in zip(found, real, strict=True):
             assert (mine.tokens, mine.remote, mine.held, mine.fullest, mine.swapped) == pytest.approx(rows[:-1], abs=cut)
         assert sum(mine.sent for mine in found) == pytest.approx(sum(rows.sent for rows in real), abs=cut * ranks)
@@ -97,7 +97,7 @@ def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
     straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
     wide = ["model.preset=8b", "batch.tokens_per_rank=4096", *straight]
     auto, plain = (
-        max(full_loads(load(None, [*wide, f"context.head_exchange={value}"]), 64), key=lambda found: found.remote)
+        max(full_loads(load(None, [*wide, f"context.ulysses_degree={value}"]), 64), key=lambda found: found.remote)
         for value in ("auto", 1)
     )
     assert (auto.swapped, plain.swapped) == (auto.tokens, 0)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from longctx import cli
+from longctx.comparison.measured import MeasuredComparison, MeasuredMode, MeasuredStep, mode_configs, train_in_turn
 from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
-from longctx.training import measured as module
-from longctx.training.measured import MeasuredComparison, MeasuredMode, MeasuredStep, measure, mode_configs
+from longctx.training import trainer as module
 from longctx.training.setup import build_model
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
@@ -40,7 +40,7 @@ def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None 
 
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
     with mock.patch.object(module, "build_model", with_fault):
-        result = measure(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
+        result = train_in_turn(config, mesh, Store.open(store), modes=modes, steps=3, warmup=1, tell=lines.append)
     return result.to_json(), lines
 
 
@@ -70,7 +70,7 @@ def test_other_weights_in_one_mode_are_found(store: Path, workers: Workers) -> N
 
 
 def step_of(seconds: float, predicted_s: float) -> MeasuredStep:
-    return MeasuredStep(1, 2.0, 1.0, 3, 100, "columns", {"1": 3}, 1, seconds, predicted_s, 0.0)
+    return MeasuredStep(1, 2.0, 1.0, 3, 100, "search", {"1": 3}, 1, seconds, predicted_s, 0.0)
 
 
 def test_figures_are_those_of_their_definitions() -> None:
@@ -119,7 +119,7 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
 )
 def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, warmup: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        measure(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
+        train_in_turn(load(None, []), None, None, modes=modes, steps=steps, warmup=warmup)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ import pytest
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.data.store import Store
-from longctx.model.presets import ModelShape
-from longctx.training import fit
-from longctx.training.dry_run import plan_steps
-from longctx.training.fit import (
+from longctx.memory import advisor
+from longctx.memory.advisor import (
     DoesNotFit,
     allowed,
     as_override,
@@ -24,8 +22,10 @@ from longctx.training.fit import (
     refuse_too_large,
     savings,
 )
-from longctx.training.loads import loads
-from longctx.training.memory import Load, Memory, estimate
+from longctx.memory.loads import loads
+from longctx.memory.model import Load, Memory, estimate
+from longctx.model.presets import ModelShape
+from longctx.training.first_steps import plan_steps
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
@@ -40,7 +40,7 @@ ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", 
 SWAPPED = [
     "context.mode=static",
     "context.degree=2",
-    "context.head_exchange=2",
+    "context.ulysses_degree=2",
     "batch.tokens_per_rank=1024",
     "model.num_key_value_heads=4",
 ]
@@ -64,6 +64,10 @@ MEASURED = {
     "heads swapped for tokens, recompute selective": (2, [*SWAPPED, "train.recompute=selective"]),
     "heads swapped for tokens": (2, SWAPPED),
     "copies of the weights": (2, ["batch.tokens_per_rank=1024", "parallel.shard_ranks=1", "train.recompute=selective"]),
+    "norms of heads and of outputs, biases": (
+        1,
+        ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
+    ),
     "pipeline": (
         2,
         ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
@@ -80,17 +84,17 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
     opened = Store.open(store)
     second = plan_steps(config, opened, ranks, 2)[1].plan
-    shape = config.model.shape(opened.tokenizer.vocab_size)
-    memory = estimate(shape, config, ranks, list(loads([second], config)), fused=False)
+    spec = config.model.shape(opened.tokenizer.vocab_size).spec
+    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
     assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
 
 
 CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
-SHAPE = CONFIG.model.shape(128256)
+SPEC = CONFIG.model.shape(128256).spec
 LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, held=3 * 16384, fullest=3 * 16384, micro_batches=4)
 
 
-def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SHAPE) -> int:
+def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SPEC) -> int:
     return estimate(shape, changed(config, changes), 8, [LOAD], fused=True).total
 
 
@@ -133,7 +137,7 @@ def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]
     for chosen in itertools.product(*values.values()):
         change = dict(one for one in chosen if one is not None)
         tried = changed(config, change.items())
-        found.append((change, estimate(SHAPE, tried, ranks, heaviest(tried, None, ranks), fused=True).total))
+        found.append((change, estimate(SPEC, tried, ranks, heaviest(tried, None, ranks), fused=True).total))
     return found
 
 
@@ -144,9 +148,9 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
     sets = sorted(every_set(config, ranks), key=lambda one: one[1])
     before = next(size for change, size in sets if not change)
     least = next(size for change, size in sets if allowed(changed(config, change.items()), ranks))
-    assert cheapest_change(SHAPE, config, None, ranks, least - 1, fused=True) is None
+    assert cheapest_change(SPEC, config, None, ranks, least - 1, fused=True) is None
     for available in (least, (before + 3 * least) // 4, (before + least) // 2, before - 1):
-        change = cheapest_change(SHAPE, config, None, ranks, available, fused=True)
+        change = cheapest_change(SPEC, config, None, ranks, available, fused=True)
         enough = [other for other, size in sets if size <= available]
         assert change in enough
         check(changed(config, change.items()), world_size=ranks)
@@ -171,12 +175,12 @@ def test_a_refusal_names_settings_that_can_be_pasted(
 ) -> None:
     config = load(None, [*BASE, *settings], world_size=ranks)
     with pytest.raises(DoesNotFit) as refused:
-        refuse_too_large(SHAPE, config, None, ranks, gibibytes << 30, fused=True)
+        refuse_too_large(SPEC, config, None, ranks, gibibytes << 30, fused=True)
     told = re.search(r"that would fit is (.*?)\. `longctx estimate`", str(refused.value))
     assert told
     pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
     assert pasted == changed(config, change.items())
-    refuse_too_large(SHAPE, pasted, None, ranks, gibibytes << 30, fused=True)
+    refuse_too_large(SPEC, pasted, None, ranks, gibibytes << 30, fused=True)
 
 
 def test_every_saving_can_be_pasted() -> None:
@@ -190,26 +194,26 @@ def test_every_saving_can_be_pasted() -> None:
 
 
 def test_a_refusal_names_parts_and_the_way_out() -> None:
-    configured = estimate(SHAPE, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
-    assert isinstance(refuse_too_large(SHAPE, CONFIG, None, 8, None, fused=True), Memory)
-    assert isinstance(refuse_too_large(SHAPE, CONFIG, None, 8, configured, fused=True), Memory)
+    configured = estimate(SPEC, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
+    assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, None, fused=True), Memory)
+    assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, configured, fused=True), Memory)
     with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=selective\. `longctx estimate`"):
-        refuse_too_large(SHAPE, CONFIG, None, 8, 90 << 30, fused=True)
+        refuse_too_large(SPEC, CONFIG, None, 8, 90 << 30, fused=True)
     with pytest.raises(DoesNotFit, match=r"no setting for memory is enough: lower batch\.tokens_per_rank"):
-        refuse_too_large(SHAPE, CONFIG, None, 8, 1 << 30, fused=True)
+        refuse_too_large(SPEC, CONFIG, None, 8, 1 << 30, fused=True)
 
 
 def test_training_is_refused_before_it_starts(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(fit, "available_bytes", lambda device, ranks: 1 << 20)
+    monkeypatch.setattr(advisor, "available_bytes", lambda device, ranks: 1 << 20)
     assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
     assert "has 0.00 GiB: no setting for memory is enough" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 def test_choices_differ_where_the_settings_do() -> None:
-    found = {tuple(settings.values()): memory.total for settings, memory in choices(SHAPE, CONFIG, None, (8, 16), fused=True)}
+    found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, (8, 16), fused=True)}
     assert len(found) == 2 * 3 * 2 * 3
     assert found["full", False, "block", 8] < found["selective", False, "block", 8] < found["none", False, "block", 8]
     assert found["none", False, "block", 16] < found["none", False, "block", 8] < found["none", False, "step", 8]
@@ -225,7 +229,7 @@ def test_choices_differ_where_the_settings_do() -> None:
 )
 def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int) -> None:
     config = load(None, [*BASE, *settings], world_size=8)
-    rows = list(choices(SHAPE, config, None, [8], fused=True))
+    rows = list(choices(SPEC, config, None, [8], fused=True))
     assert len(rows) == left
     for row, _ in rows:
         check(changed(config, [(name, value) for name, value in row.items() if name != "ranks"]), world_size=8)

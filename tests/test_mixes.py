@@ -5,8 +5,8 @@ import csv
 import numpy as np
 import pytest
 
+from longctx.comparison.mixes import FOLDER, load_mix, mix_names
 from longctx.errors import UserError
-from longctx.planning.mixes import FOLDER, load_mix, mix_names
 
 NAMES = ("magi_192k", "wikipedia", "wlb_128k")
 

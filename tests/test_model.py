@@ -8,17 +8,17 @@ from torch.nn import functional as F
 
 from longctx.attention import reference_attention
 from longctx.config.settings import OptimizerSection
+from longctx.model.decoder import Decoder, Embedding
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.rope import rope_tables, rotate
-from longctx.model.transformer import Embedding, Transformer
+from longctx.model.rope import Rope, rotate
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.optimizer import learning_rate, make_optimizer
 
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})
 
 
-def model(shape: ModelShape = SHAPE) -> Transformer:
-    made = Transformer(shape).double()
+def model(shape: ModelShape = SHAPE) -> Decoder:
+    made = Decoder(shape).double()
     made.initialize(seed=1)
     return made
 
@@ -29,7 +29,7 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.cat([torch.arange(length) for length in lengths])
 
 
-def logits_of(made: Transformer, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+def logits_of(made: Decoder, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return made(tokens, positions, lambda q, k, v, layer: reference_attention(q, k, v, lengths))
 
 
@@ -83,7 +83,7 @@ def test_rope_is_exact_far_out() -> None:
     """At position 2,000,000 the angles of the fast pairs keep float32 accuracy, and scores depend on distance alone."""
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
     near, far = [
-        (rotate(q, *rope_tables(torch.tensor([p + 5]), 16, 5e5)) * rotate(k, *rope_tables(torch.tensor([p]), 16, 5e5))).sum()
+        (rotate(q, *Rope(16, 5e5).tables(torch.tensor([p + 5]))) * rotate(k, *Rope(16, 5e5).tables(torch.tensor([p])))).sum()
         for p in (0, 2_000_000)
     ]
     torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-5)
@@ -92,12 +92,12 @@ def test_rope_is_exact_far_out() -> None:
 def test_parameters_are_counted_right() -> None:
     for tied in (True, False):
         shape = SHAPE.model_copy(update={"tie_word_embeddings": tied})
-        assert shape.parameters() == sum(p.numel() for p in Transformer(shape).parameters())
-    assert PRESETS["8b"].model_copy(update={"vocab_size": 128256}).parameters() == 8_030_261_248
+        assert shape.spec.parameters == sum(p.numel() for p in Decoder(shape).parameters())
+    assert PRESETS["8b"].model_copy(update={"vocab_size": 128256}).spec.parameters == 8_030_261_248
 
 
 def test_first_weights_depend_on_seed_and_name_alone() -> None:
-    one, two, other = (Transformer(SHAPE) for _ in range(3))
+    one, two, other = (Decoder(SHAPE) for _ in range(3))
     one.initialize(3)
     two.initialize(3)
     other.initialize(4)
@@ -168,7 +168,7 @@ def test_learning_rate() -> None:
 
 
 def test_norms_do_not_decay() -> None:
-    optimizer = make_optimizer(Transformer(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu"))
+    optimizer = make_optimizer(Decoder(SHAPE), OptimizerSection(weight_decay=0.3), torch.device("cpu"))
     decay = {parameter.dim(): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     assert decay == {2: 0.3, 1: 0.0}
 

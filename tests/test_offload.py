@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from longctx.attention import RingAttention
+from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.model.transformer import Transformer
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 
 TOKENS = 96
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": 3})
 
 
 def gradients(mode: str, device: str, offload: Offload | None) -> dict[str, torch.Tensor]:
-    model = Transformer(SHAPE)
+    model = Decoder(SHAPE)
     model.initialize(0)
     model.to(device)
     apply_recompute(model, mode, offload=offload)

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from longctx.attention import OPERATORS, RingAttention
 from longctx.attention.exchange import Exchange, Pending
+from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.model.rope import rope_tables
-from longctx.model.transformer import Transformer
+from longctx.model.rope import Rope
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, apply_recompute
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 
@@ -63,7 +63,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
     torch._dynamo.reset()
     torch.manual_seed(0)
     shape = PRESETS["tiny"].model_copy(update={"num_hidden_layers": 6, "vocab_size": 8})
-    model = Transformer(shape)
+    model = Decoder(shape)
     model.initialize(0)
     apply_recompute(model, recompute)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -77,7 +77,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
             attention = RingAttention(layout, exchange=Counting)
             spans = [torch.arange(*span) for shard in layout.shards for span in (shard.head, shard.tail)]
             positions = torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
-            tables = rope_tables(positions, shape.head_dim, shape.rope_theta)
+            tables = Rope(shape.head_dim, shape.rope_theta).tables(positions)
             generator = torch.Generator().manual_seed(1)
             x = torch.randn(layout.tokens, shape.hidden_size, generator=generator).requires_grad_()
             out = x
@@ -119,7 +119,7 @@ def run_head_exchange_compiled(cases: list[Case]) -> int:
 
 def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
     """Once for micro-batches with plain rings beside, and once (MANY on rank 1) without; fullgraph=True raises at a break."""
-    cases = [replace(case, head_ranks=2) for case in (CASE, MANY, OTHER)]
+    cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]
     assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
 
 

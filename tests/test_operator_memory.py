@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longctx.attention import RingAttention, operator
 from longctx.attention.exchange import Exchange, Pending
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 

@@ -10,6 +10,7 @@ from longctx.config import load
 from longctx.model.presets import PRESETS
 from longctx.parallel.pipeline import split_layers
 from longctx.training.metrics import StepMetrics
+from longctx.training.objective import StepWeights
 from longctx.training.trainer import Trainer
 from tests import training_cases
 from tests.training_cases import make_store, train
@@ -138,8 +139,10 @@ def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path,
 
 def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> None:
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
-    trainer = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device("meta"), rank=0))
-    given = Trainer._inputs(trainer, SimpleNamespace(micro_batches=(), target_tokens=0), 0)
+    mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
+    trainer = SimpleNamespace(config=config, mesh=mesh, model=model)
+    batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
+    given = Trainer._inputs(trainer, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
     assert given.attention.check.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"
@@ -148,10 +151,10 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
 def test_stages_by_cost() -> None:
     """The last stage has the head, which counts as several blocks where blocks are small; long attention outweighs it."""
     shape = PRESETS["1b"].model_copy(update={"vocab_size": 128_256})
-    assert [len(layers) for layers in split_layers(shape, 4, keys=0)] == [5, 5, 5, 1]
-    assert [len(layers) for layers in split_layers(shape, 4, keys=10_000_000)] == [4, 4, 4, 4]
+    assert [len(layers) for layers in split_layers(shape.spec, 4, keys=0)] == [5, 5, 5, 1]
+    assert [len(layers) for layers in split_layers(shape.spec, 4, keys=10_000_000)] == [4, 4, 4, 4]
     for stages in (1, 5, 16):
-        layers = split_layers(shape, stages, keys=4096)
+        layers = split_layers(shape.spec, stages, keys=4096)
         assert all(len(stage) > 0 for stage in layers)
         assert [layer for stage in layers for layer in stage] == list(range(16))
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longctx.planning.check import check_plan
-from longctx.planning.plan import Placement, Plan, PlanError
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -17,7 +18,7 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 @pytest.fixture
 def plan() -> Plan:
     placements = ((Placement(0, 0, 4), Placement(1, 0, 1)), (Placement(2, 2, 2),))
-    return Plan("auto", "columns", 4, 100, (300, 20, 150), placements, (1, 1), H100, 2.0, 1.0, 0.0, 0.0)
+    return Plan("auto", "search", 4, 100, (300, 20, 150), placements, (1, 1), H100)
 
 
 def test_a_sound_plan_passes(plan: Plan) -> None:
@@ -70,7 +71,7 @@ def test_each_malformed_plan_is_caught(plan: Plan, change: dict[str, Any], messa
 
 def test_one_token_over_the_budget_is_caught() -> None:
     """Odd cuts: 7 tokens on two ranks are 3 and 4; a budget of 3 is one too few, on the rank that has the fourth."""
-    plan = Plan("auto", "columns", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100, 2.0, 1.0, 0.0, 0.0)
+    plan = Plan("auto", "search", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100)
     with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
         check_plan(plan)
     with pytest.raises(PlanError, match="rank 0 holds 4 tokens"):

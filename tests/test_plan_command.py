@@ -11,14 +11,14 @@ from longctx.cli import main
 from longctx.commands.plan import parse_bins
 from longctx.config import load
 from longctx.planning.assignment import Assignment
-from longctx.planning.bins import derived_bins
-from longctx.planning.bound import tight_bound_s
-from longctx.planning.cost import score
-from longctx.planning.pipeline import Pipeline
+from longctx.planning.cost.bounds import tight_bound_s
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
+from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.report.terminal import MOST_ROWS, draw_plan
+from longctx.planning.planners.bins import derived_bins
+from longctx.plots.terminal import MOST_ROWS, draw_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
-from longctx.planning.bound import least_time_ns, tight_bound_ns
-from longctx.planning.cost import alone_ns, attention_ns, efficiency, log2, lower_bound_ns, score
+from longctx.planning.cost.bounds import least_time_ns, lower_bound_ns, tight_bound_ns
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
 from longctx.planning.layout import shard_tokens
-from longctx.planning.profile import HardwareProfile
 from tests.test_plan_properties import H100, profiles
 
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment
-from longctx.planning.cost import NANOSECONDS, score
-from longctx.planning.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.timeline import timeline
+from longctx.plots.timeline import timeline
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 MIXED = [30_000, 12_000, 9_000, *[700 + 50 * i for i in range(60)]]

@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.assignment import Assignment, largest_shards
-from longctx.planning.check import check_plan
-from longctx.planning.cost import score
+from longctx.planning.assignment import Assignment, largest_shards, least_degrees
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
 from longctx.planning.layout import largest_shard
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.request import least_degrees
+from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

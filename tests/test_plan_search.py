@@ -1,21 +1,24 @@
-"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, stairs are low."""
+"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, paths are short."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.comparison.baselines import plan_baseline
+from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER
-from longctx.planning.balance import balance
-from longctx.planning.baselines import plan_baseline
-from longctx.planning.groups import grouped_rings
-from longctx.planning.mixes import load_mix
+from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.shelves import Step
-from longctx.planning.stairs import Stairs
+from longctx.planning.planners.auto.local_search import balance
+from longctx.planning.planners.auto.search import search
+from longctx.planning.planners.auto.settings import DEFAULT
+from longctx.planning.planners.auto.shared_rings import grouped_rings
+from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.planners.step import Step
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -62,7 +65,7 @@ def test_evening_out_finds_even_heights(slots: list[int], time: list[int], heigh
     assert np.bincount(after, np.array(time), count).max() <= max(heights)
 
 
-def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_height() -> None:
+def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() -> None:
     """Micro-batch 0 takes 90 because of one document; what is too much for micro-batch 1 fits beside it, though beyond 40."""
     slots, time = np.array([0, 1, 2, 2, 3, 3]), np.array([90, 30, 30, 30, 30, 30])
     room, free = np.array([40, 40, 40, 40]), np.full(4, 100)
@@ -76,7 +79,7 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_height(
 def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int, narrowest: int) -> None:
     if narrowest > ranks:
         return
-    step = Step.of(H100, np.array(lengths), ranks, 16384)
+    step = Step(H100, np.array(lengths), ranks, 16384)
     height = max(int(step.single_ns.sum()) // ranks, int(step.single_ns.max()) // ranks)
     rings = grouped_rings(step, height, narrowest)
     if rings is None:
@@ -101,14 +104,14 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(100, 5000), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 300))
-def test_stairs_are_as_low_as_any_cut_into_micro_batches(work: list[int], ranks: int, launch_ns: int) -> None:
-    """Where room is worth nothing. A document of w takes w/d on d ranks; limits are those of the stairs, at most 5 % apart."""
+def test_shortest_paths_are_as_short_as_any_cut_into_micro_batches(work: list[int], ranks: int, launch_ns: int) -> None:
+    """Where room is worth nothing. A document of w takes w/d on d ranks; limits are those of the graph, at most 5 % apart."""
     sizes = np.array(sorted(work, reverse=True))
     degree = np.arange(1, ranks + 1)
     cost = -(-sizes[:, None] // degree)
     cost = np.where((sizes > 2500)[:, None] & (degree == 1) & (ranks > 1), NEVER, cost)  # as if it did not fit one rank
-    stairs = Stairs.of(cost, np.ones_like(cost), degree, ranks, 8, 1.0, launch_ns)
-    option, number = stairs.shortest(0)
+    graph = LimitGraph.of(cost, np.ones_like(cost), degree, ranks, 8, 1.0, launch_ns)
+    option, number = graph.shortest_path(0)
     time = cost[np.arange(len(sizes)), option]
 
     def lowest(run: range) -> int:
@@ -131,16 +134,16 @@ def _possible(cost: np.ndarray, degree: np.ndarray, run: range, ranks: int) -> b
     return int(degree[(cost[run] < NEVER).argmax(axis=1)].sum()) <= ranks
 
 
-def test_stairs_leave_room_where_it_is_worth_something() -> None:
+def test_shortest_paths_leave_room_where_it_is_worth_something() -> None:
     """Two documents on four ranks: on two each they are done first, on one each they leave half of the ranks."""
     cost = np.array([[8000, 6000, 5000, 4500]] * 2)
-    stairs = Stairs.of(cost, np.ones_like(cost), np.arange(1, 5), 4, 10**9, 1.0, 0)
-    assert stairs.shortest(0)[0].tolist() == [1, 1]
-    assert stairs.shortest(0.9)[0].tolist() == [0, 0]
+    graph = LimitGraph.of(cost, np.ones_like(cost), np.arange(1, 5), 4, 10**9, 1.0, 0)
+    assert graph.shortest_path(0)[0].tolist() == [1, 1]
+    assert graph.shortest_path(0.9)[0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("mix", "most"), [("magi_192k", 0.12), ("wlb_128k", 0.10)])
-def test_documents_of_a_million_tokens_have_micro_batches_as_tall_as_they_need(mix: str, most: float) -> None:
+def test_documents_of_a_million_tokens_have_micro_batches_as_long_as_they_need(mix: str, most: float) -> None:
     """With one limit for all but two micro-batches, plans were 14 and 11 % above the bound."""
     lengths = load_mix(mix).draw(128, 0)
     lengths = [max(1, length * (1 << 20) // max(lengths)) for length in lengths]
@@ -155,8 +158,14 @@ def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
     assert auto.makespan_s < 0.96 * bytescale.makespan_s
 
 
-def test_groups_of_next_to_no_height_end() -> None:
+def test_groups_of_next_to_no_time_end() -> None:
     """A bisection over whole nanoseconds ends where there are fewer of them than it has steps."""
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
-        assert grouped_rings(Step.of(H100, lengths, 24, 41), height, 1) is None
+        assert grouped_rings(Step(H100, lengths, 24, 41), height, 1) is None
+
+
+@pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
+def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
+    step = Step(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
+    assert search(step, replace(DEFAULT, **changed))[1] > search(step)[1]

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 
 from longctx.planning.assignment import Assignment
-from longctx.planning.cost import score
+from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan
-from longctx.planning.timeline import timeline
-from longctx.report.degrees import by_class, class_name, degree_class
+from longctx.plots.colours import by_class, class_name, degree_class
+from longctx.plots.timeline import timeline
 from tests.test_plan_properties import H100, plan_or_none, requests
 
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from longctx import config
 from longctx.cli import main
+from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
-from longctx.model.transformer import Transformer
 from longctx.planning.assignment import Assignment
-from longctx.planning.calibrate import (
+from longctx.planning.calibration.fit import (
     AttentionTime,
     OverlapTime,
     fit_attention,
@@ -30,15 +30,16 @@ from longctx.planning.calibrate import (
     fit_overlap,
     kv_bytes_per_token,
 )
-from longctx.planning.cost import NANOSECONDS, attention_ns, efficiency, score
-from longctx.planning.least_squares import nonnegative_least_squares
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.calibration.least_squares import nonnegative_least_squares
+from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, OnlineFit, refine
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency, score
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.refine import LEAST_STEPS, Observation, Refinement, refine
-from longctx.training.profiling.communication import Nodes
-from longctx.training.profiling.computation import no_attention
-from longctx.training.profiling.rig import layout_of
+from longctx.profiling.communication import Nodes
+from longctx.profiling.computation import no_attention
+from longctx.profiling.profiled_run import layout_of
 from tests import profile_cases
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
@@ -100,7 +101,8 @@ def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) 
     profile = replace(profile, attention_split_penalty=penalty / 100, attention_s_per_token2=1e-3)
     lengths = [1 << (4 + i) for i in range(sizes)]
     # A table of these lengths alone, since between its points a finer one would bend.
-    rates = efficiency(profile.attention_efficiency, np.array(lengths, dtype=np.float64))
+    # Where it is flat, what lies between its points may be above them by a rounding.
+    rates = np.maximum.accumulate(efficiency(profile.attention_efficiency, np.array(lengths, dtype=np.float64)))
     profile = replace(profile, attention_efficiency=tuple(zip(lengths, rates.tolist(), strict=True)))
     times = []
     for degree in (1, 2, 4, 8):
@@ -245,9 +247,9 @@ def test_refined_profiles_are_always_profiles(given: HardwareProfile, times: lis
 
 
 def test_nothing_is_refined_by_the_first_steps() -> None:
-    refinement = Refinement(H100)
+    online_fit = OnlineFit(H100)
     plan = make_plan([3000], ranks=1, tokens_per_rank=4096, profile=H100)
-    found = [refinement.after(plan, 10.0) for _ in range(LEAST_STEPS)]
+    found = [online_fit.after(plan, 10.0) for _ in range(LEAST_STEPS)]
     assert found[:-1] == [H100] * (LEAST_STEPS - 1)
     assert found[-1].linear_s_per_token > H100.linear_s_per_token
 
@@ -278,7 +280,7 @@ def test_layouts_are_those_of_a_plan(degree: int, length: int, first: int, data:
 def test_without_attention_all_weights_get_gradients() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 9}
     shape = ModelShape(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=4)
-    model = Transformer(shape)
+    model = Decoder(shape)
     model.initialize(0)
     model(torch.arange(5), torch.arange(5), no_attention).square().sum().backward()
     for name, parameter in model.named_parameters():

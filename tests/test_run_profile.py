@@ -15,12 +15,12 @@ import yaml
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store import Store
+from longctx.memory.advisor import changed, cheapest_change, choices, heaviest
+from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
+from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError
+from longctx.planning.cost.scaling import RankWork, scale
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import SHIPPED, HardwareProfile, ProfileError
-from longctx.planning.scaling import RankWork, scale
-from longctx.training.fit import changed, cheapest_change, choices, heaviest
-from longctx.training.memory import estimate
 from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
@@ -284,7 +284,7 @@ def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, bu
     """Recomputation and kept K and V change the times that documents are planned with, so degrees, so what a rank holds."""
     common = [f"data.store={store}", f"batch.tokens_per_rank={budget}", "data.max_length=1500", "batch.global_tokens=8000"]
     small = ["model.preset=small", "train.device=cpu", *common]
-    opened, shape = Store.open(store), load(None, small).model.shape(257)
+    opened, shape = Store.open(store), load(None, small).model.shape(257).spec
     for row, memory in choices(shape, load(None, small, world_size=8), opened, (8,), fused=False):
         own = load(None, [*small, *(f"{name}={value}" for name, value in row.items() if name != "ranks")], world_size=8)
         assert memory == estimate(shape, own, 8, heaviest(own, opened, 8), fused=False)
@@ -295,7 +295,7 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
     """A byte less than recomputation needs is not enough for it, whatever the plans without it would need."""
     common = [f"data.store={store}", "batch.tokens_per_rank=1024", "data.max_length=1500", "batch.global_tokens=8000"]
     config = load(None, ["model.preset=small", "train.device=cpu", *common], world_size=8)
-    opened, shape = Store.open(store), config.model.shape(257)
+    opened, shape = Store.open(store), config.model.shape(257).spec
 
     def need(tried: Config) -> int:
         return estimate(shape, tried, 8, heaviest(tried, opened, 8), fused=False).total

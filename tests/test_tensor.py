@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from longctx.model.transformer import Transformer
+from longctx.model.decoder import Decoder
 from longctx.parallel.mesh import make_groups
 from longctx.training.loss import cross_entropy_sum
 from longctx.training.metrics import StepMetrics
@@ -163,12 +163,12 @@ def first_weights(store: Path, run: Path, settings: list[str]) -> tuple[float, i
     """How much of the model is on this rank, and the length of the longest document."""
     trainer = start(store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700", *settings])
     trainer.loader.close()
-    whole = Transformer(trainer.model.shape)
+    whole = Decoder(trainer.model.shape)
     whole.initialize(trainer.config.train.seed)
     for (name, mine), wanted in zip(trainer.model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), wanted, rtol=0, atol=0, msg=name)
     held = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
-    return held / trainer.model.shape.parameters(), int(trainer.loader.state_dict()["max_length"])
+    return held / trainer.model.spec.parameters, int(trainer.loader.state_dict()["max_length"])
 
 
 @pytest.mark.parametrize(("ranks", "settings"), [(4, []), (6, ODD)])

@@ -55,9 +55,9 @@ SPLITS = {
         4,
         ["parallel.reduce_after=micro_batch", "parallel.shard_ranks=2", "batch.tokens_per_rank=500"],
     ),
-    "head exchange, received keys kept": (
+    "Ulysses, received keys kept": (
         4,
-        ["context.head_exchange=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
+        ["context.ulysses_degree=2", "context.keep_kv=true", "train.recompute=selective", "batch.tokens_per_rank=501"],
     ),
     "MLP in tiles": (2, ["train.mlp_tile_tokens=100", "batch.tokens_per_rank=750"]),
     "MLP in tiles, recompute selective": (
@@ -79,6 +79,33 @@ def test_the_split_does_not_change_the_result(
     assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone], rel=1e-5)
     assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in alone], rel=1e-4)
     assert any(int(degree) > 1 for metrics in split for degree in metrics.degrees)
+
+
+OPTIONS = [
+    *("model.qkv_bias=true", "model.qk_norm=true", "model.output_norms=true", "model.hidden_act=gelu"),
+    *("model.embedding_scale=2", "model.attention_scale=0.4", "model.attention_softcap=2", "model.logit_softcap=3"),
+    *("model.sliding_window=40", "model.full_attention_every=2", "model.partial_rotary_factor=0.5"),
+    *("model.rope_scaling=llama3", "model.rope_factor=4", "model.rope_original_length=64", "model.rope_local_theta=100"),
+]
+"""Of the decoder, all at once; two layers, the first with a window."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (3, ["batch.tokens_per_rank=500"]),
+        (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=full"]),
+        (4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
+        (2, ["context.ulysses_degree=2", "batch.tokens_per_rank=750", "train.recompute=selective"]),
+    ],
+)
+def test_options_of_the_decoder_do_not_depend_on_the_split(
+    workers: Workers, store: Path, tmp_path: Path, ranks: int, settings: list[str]
+) -> None:
+    whole = workers.run(train, 1, store, tmp_path, [*OPTIONS, "batch.tokens_per_rank=1500"], 3)[0]
+    split = workers.run(train, ranks, store, tmp_path, [*OPTIONS, *settings], 3)[0]
+    assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in whole], rel=1e-5)
+    assert [metrics.grad_norm for metrics in split] == pytest.approx([metrics.grad_norm for metrics in whole], rel=1e-4)
 
 
 def test_one_process_learns(alone: list[StepMetrics]) -> None:
@@ -412,7 +439,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run on 64 ranks" in said
     assert "best static" in said
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
-    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.head_exchange=3")
+    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")

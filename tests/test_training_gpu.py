@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import training_rows
+
 Rows = list[dict[str, str]]
 STEP = {"step_time_s": 2.0, "peak_memory_bytes": 3 << 30}
 
@@ -67,7 +69,7 @@ def test_smoke(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     script.main()
     rows = table(tmp_path / "out.csv")
     named = {row["options"] for row in rows if row["system"] == "longctx"}
-    assert named == {option.name for option in script.MEMORY_OPTIONS}
+    assert named == {option.name for option in training_rows.MEMORY_OPTIONS}
     assert all(not row["failed"] and float(row["tokens_per_s"]) > 0 and row["steps"] == "2" for row in rows)
     assert {row["system"] for row in rows} == {"longctx", "transformers"}
     assert len({row["parameters"] for row in rows}) == 1  # the peer counts its own
@@ -80,7 +82,7 @@ def test_a_row_that_fails_leaves_its_reason_and_the_others_go_on(rows: Callable[
     found = rows(does)
     reasons = {row["options"]: row["failed"] for row in found if row["chosen"] == row["options"]}
     assert reasons["none"] == reasons["full"] == "error: out of memory (exit status 1)"
-    assert not any(reasons[option.name] for option in script.MEMORY_OPTIONS if option.name not in ("none", "full"))
+    assert not any(reasons[option.name] for option in training_rows.MEMORY_OPTIONS if option.name not in ("none", "full"))
     good = next(row for row in found if not row["failed"])
     assert (good["steps"], good["warm_up_steps"], good["step_s"], good["tokens_per_s"]) == ("3", "2", "2.0", "256.0")
     assert good["torch"] == torch.__version__ and good["date"] and good["device"].startswith("CPU")
@@ -91,7 +93,7 @@ def test_what_needs_less_is_tried_where_memory_runs_out(rows: Callable[..., Rows
     def does(run: Any, option: Any) -> str:
         return finished(2) if "selective" in option.name else "sys.exit('error: CUDA out of memory')"
 
-    trials = rows(does, "--only", script.FASTEST)
+    trials = rows(does, "--only", training_rows.FASTEST)
     assert [bool(row["failed"]) for row in trials] == [True] * (len(trials) - 1) + [False]
     assert len(trials) > 1
     estimates = [float(row["estimate_gib"]) for row in trials]
@@ -100,7 +102,7 @@ def test_what_needs_less_is_tried_where_memory_runs_out(rows: Callable[..., Rows
 
 def test_another_kernel_is_tried_where_one_fails(script: ModuleType) -> None:
     gpu = h100(script)
-    run = script.Run("longctx", "1b", 32768, script.FASTEST, script.every_option(gpu))
+    run = script.Run("longctx", "1b", 32768, training_rows.FASTEST, training_rows.every_option(gpu))
     others = script.less_demanding(run, run.fitting(gpu), gpu, out_of_memory=False)
     assert others and all("kernel triton" in option.name for option in others)
 
@@ -139,7 +141,7 @@ def test_a_store_that_cannot_be_made_takes_its_row_alone(
     monkeypatch.setattr(sys, "argv", ["training_gpu.py", "--smoke", "--only", "longctx", "--out", str(tmp_path / "out")])
     script.main()
     found = table(tmp_path / "out.csv")
-    assert len(found) >= len(script.MEMORY_OPTIONS)
+    assert len(found) >= len(training_rows.MEMORY_OPTIONS)
     assert all(row["failed"] == "RuntimeError: no store of documents could be made: error: no space" for row in found)
 
 
@@ -148,7 +150,7 @@ def test_every_length_gets_settings_that_fit(script: ModuleType) -> None:
     for gib in (79.2, 139.8):
         gpu = h100(script, gib)
         planned = list(script.runs(["1b", "3b"], [32768, 131072, 524288], gpu))
-        best = {(run.model, run.tokens): run.fitting(gpu)[0] for run in planned if run.chosen == script.FASTEST}
+        best = {(run.model, run.tokens): run.fitting(gpu)[0] for run in planned if run.chosen == training_rows.FASTEST}
         assert len(best) == 7  # three lengths of two models, and the stack
         assert best["8b", 1048576].settings["context.kernel"] == "triton"
     assert [run.label for run in planned][:3] == [

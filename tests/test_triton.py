@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel, triton
 from longctx.attention.merge import merge_fused_, merge_plain_
 from longctx.attention.segments import Segment, visible
-from longctx.planning.plan import Placement
+from longctx.planning.layout import Placement
 from tests.attention_cases import Case, gather, run_case
 from tests.workers import Workers
 

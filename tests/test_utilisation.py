@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from longctx.cli import main
 from longctx.errors import UserError
+from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
-from longctx.model.transformer import Transformer
 from longctx.parallel.recompute import apply_recompute
 from longctx.training.trace import Tracer, parse_steps
 from longctx.training.utilisation import model_flops, peak_flops
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     """Dense attention is counted, of which a causal one needs half."""
     shape = PRESETS["tiny"].model_copy(update={"vocab_size": 300, "tie_word_embeddings": tied})
-    model = Transformer(shape)
+    model = Decoder(shape)
     model.initialize(0)
 
     def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
@@ -51,16 +51,16 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
 
     counted = count()
     attention = 2 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(s * s for s in lengths)
-    assert counted - 3 * attention == model_flops(shape, lengths)
+    assert counted - 3 * attention == model_flops(shape.spec, lengths)
     apply_recompute(model, "full")
     last = shape.hidden_size * shape.intermediate_size
-    again = 2 * shape.num_hidden_layers * (shape.block_parameters - last) * sum(lengths) + 2 * attention
+    again = 2 * shape.num_hidden_layers * (shape.spec.layers[0].matrix_parameters - last) * sum(lengths) + 2 * attention
     assert count() - counted == again, "as the layout search takes it"
 
 
 def test_documents_do_not_see_each_other() -> None:
     shape = PRESETS["8b"].model_copy(update={"vocab_size": 128256})
-    assert model_flops(shape, [1000, 1000]) == 2 * model_flops(shape, [1000]) < model_flops(shape, [2000])
+    assert model_flops(shape.spec, [1000, 1000]) == 2 * model_flops(shape.spec, [1000]) < model_flops(shape.spec, [2000])
 
 
 def test_peaks_by_name() -> None:
@@ -95,8 +95,8 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
         }
     )
     for step in steps:
-        least = model_flops(shape, [step.tokens // step.documents] * step.documents) / (2 * 1e10 * step.step_time_s)
-        most = model_flops(shape, [step.tokens]) / (2 * 1e10 * step.step_time_s)
+        least = model_flops(shape.spec, [step.tokens // step.documents] * step.documents) / (2 * 1e10 * step.step_time_s)
+        most = model_flops(shape.spec, [step.tokens]) / (2 * 1e10 * step.step_time_s)
         assert least <= step.mfu <= most
         assert f" mfu {step.mfu:.1%} " in step.console()
         parts = (step.attention_s, step.exchange_wait_s, step.optimizer_s, step.rest_s)

@@ -276,9 +276,9 @@ def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
     gathered = []
     original = trainer._inputs
 
-    def count(batch: Any, number: int) -> Any:
+    def count(*arguments: Any) -> Any:
         gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in trainer.model.layers))
-        return original(batch, number)
+        return original(*arguments)
 
     trainer._inputs = count
     with trainer.loader:

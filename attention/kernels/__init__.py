@@ -28,14 +28,11 @@ def choose_kernel(name: str, request: Request) -> Kernel:
     for candidate, kernel in KERNELS.items() if name == "auto" else [(name, KERNELS[name])]:
         why = kernel.refusal(request)
         if why is None:
-            log.info("attention of %s on %s: kernel %s%s", request.dtype, request.device, candidate, _because(refusals))
+            passed_over = f" ({'; '.join(refusals)})" if refusals else ""
+            log.info("attention of %s on %s: kernel %s%s", request.dtype, request.device, candidate, passed_over)
             return kernel
         refusals.append(f"{candidate} {why}")
     raise KernelError(f"no attention kernel for this: {'; '.join(refusals)}")
-
-
-def _because(refusals: list[str]) -> str:
-    return f" ({'; '.join(refusals)})" if refusals else ""
 
 
 class KernelError(UserError):

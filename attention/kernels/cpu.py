@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from longctx.attention.kernels.contract import Request
-from longctx.attention.segments import Segment, Segments, visible
+from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
 """Queries of a banded segment that are masked at once."""
@@ -35,10 +35,8 @@ def forward(
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
-    for rows, keys, mask in _blocks(segments, q):
-        part, part_lse = _forward(
-            _heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, mask is CAUSAL, attn_mask=_given(mask), scale=scale
-        )
+    for rows, keys, causal, mask in _blocks(segments, q):
+        part, part_lse = _forward(_heads(q[rows]), _heads(k[keys]), _heads(v[keys]), 0.0, causal, attn_mask=mask, scale=scale)
         out[rows] = part[0].transpose(0, 1)
         lse[rows] = part_lse[0].transpose(0, 1)
     return out, lse
@@ -58,7 +56,7 @@ def backward(
     """See `contract`."""
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
-    for rows, keys, mask in _blocks(segments, q):
+    for rows, keys, causal, mask in _blocks(segments, q):
         gradients = _backward(
             _heads(dout[rows]),
             _heads(q[rows]),
@@ -67,8 +65,8 @@ def backward(
             _heads(out[rows]),
             lse[rows].transpose(0, 1).unsqueeze(0).contiguous(),
             0.0,
-            mask is CAUSAL,
-            attn_mask=_given(mask),
+            causal,
+            attn_mask=mask,
             scale=scale,
         )
         for total, part, where in zip((dq, dk, dv), gradients, (rows, keys, keys), strict=True):
@@ -76,34 +74,20 @@ def backward(
     return dq, dk, dv
 
 
-CAUSAL = "causal"
-Mask = torch.Tensor | str | None
-"""Additive mask [queries, keys], CAUSAL over as many queries as keys, or None: every key is visible."""
-
-
-def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, Mask]]:
-    """Queries, keys and mask of every call of the op."""
+def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
+    """Queries and keys of every call of the op, whether it is causal over as many of each, and an additive mask, if any."""
     for segment in segments:
         if segment.empty:
             continue
         if segment.dense or segment.causal:
-            yield *_slices(segment), None if segment.dense else CAUSAL
+            yield segment.queries, segment.keys, not segment.dense, None
             continue
         for start in range(segment.q_start, segment.q_stop, BLOCK):
             block = segment.cut((start, start + BLOCK), (segment.k_start, segment.k_stop))
-            if block.dense:
-                yield *_slices(block), None
-                continue
-            mask = torch.zeros(block.q_stop - block.q_start, block.k_stop - block.k_start, dtype=like.dtype)
-            yield *_slices(block), mask.masked_fill_(~visible(block, like.device), float("-inf"))
-
-
-def _slices(segment: Segment) -> tuple[slice, slice]:
-    return slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
-
-
-def _given(mask: Mask) -> torch.Tensor | None:
-    return mask if isinstance(mask, torch.Tensor) else None
+            mask = None
+            if not block.dense:
+                mask = torch.where(visible(block, like.device), 0.0, float("-inf")).to(like.dtype)
+            yield block.queries, block.keys, False, mask
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

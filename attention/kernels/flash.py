@@ -16,14 +16,15 @@ Backward goes to each library's own backward function, which takes the merged ou
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
 
-from longctx.attention.copies import copy_to
+from longctx.attention.device import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Sequences
+from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
 
@@ -35,7 +36,8 @@ class Flash:
 
     def __init__(self, libraries: Sequence[Library] = LIBRARIES) -> None:
         self.libraries = libraries
-        self._chosen: dict[Request, Library | str] = {}
+        self.library = cache(self._choose)
+        """The library for a request, logged once, or why there is none."""
 
     def refusal(self, request: Request) -> str | None:
         """See `contract`."""
@@ -86,12 +88,6 @@ class Flash:
             total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
-
-    def library(self, request: Request) -> Library | str:
-        """The library for a request, logged once, or why there is none."""
-        if request not in self._chosen:
-            self._chosen[request] = self._choose(request)
-        return self._chosen[request]
 
     def _choose(self, request: Request) -> Library | str:
         if request.device != "cuda":
@@ -208,15 +204,15 @@ def _plan(segments: Sequence[Segment], window: Window, q_rows: int, k_rows: int,
     add(0, 0 if gathered else k_rows - edges_k[-1])
     return _Plan(
         Sequences(
-            _table(edges_q, torch.int32, device),
-            _table(edges_k, torch.int32, device),
+            copy_to(torch.tensor(edges_q, dtype=torch.int32), device),
+            copy_to(torch.tensor(edges_k, dtype=torch.int32), device),
             _longest(edges_q),
             _longest(edges_k),
             *window,
         ),
         _rows(q_gaps, device),
         _rows(k_gaps, device),
-        _rows([range(s.k_start, s.k_stop) for s in segments], device) if gathered else None,
+        row_index([range(s.k_start, s.k_stop) for s in segments], device) if gathered else None,
     )
 
 
@@ -225,8 +221,4 @@ def _longest(edges: Sequence[int]) -> int:
 
 
 def _rows(ranges: Sequence[range], device: torch.device) -> torch.Tensor | None:
-    return _table([row for rows in ranges for row in rows], torch.int64, device) if ranges else None
-
-
-def _table(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return copy_to(torch.tensor(values, dtype=dtype), device)
+    return row_index(ranges, device) if ranges else None

@@ -20,6 +20,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longctx.attention.kernels.contract import Request
 
@@ -34,8 +35,8 @@ class Sequences:
     is itself (alignment to the bottom right); None: all.
     """
 
-    edges_q: torch.Tensor
-    edges_k: torch.Tensor
+    edges_q: Tensor
+    edges_k: Tensor
     longest_q: int
     longest_k: int
     left: int | None
@@ -62,16 +63,10 @@ class Sequences:
         return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
 
 
-Forward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, Sequences, float, float],
-    tuple[torch.Tensor, torch.Tensor],
-]
+Forward = Callable[[Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor]]
 """(q, k, v, sequences, scale, softcap) → out, lse [heads, Tq]."""
 
-Backward = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Sequences, float, float],
-    tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor, Tensor]]
 """(dout, q, k, v, out, lse [heads, Tq], sequences, scale, softcap) → dq, dk, dv."""
 
 
@@ -112,6 +107,22 @@ def _too_large(request: Request, largest: int) -> str | None:
     return f"has no deterministic backward for head size {size}, over {largest}" if size > largest else None
 
 
+def _options(
+    sequences: Sequences, scale: float, softcap: float, longest: tuple[int, int], window: tuple[int | None, int | None]
+) -> dict[str, Any]:
+    """What all versions of flash-attn call by the same names."""
+    return {
+        "cu_seqlens_q": sequences.edges_q,
+        "cu_seqlens_k": sequences.edges_k,
+        "max_seqlen_q": longest[0],
+        "max_seqlen_k": longest[1],
+        "softmax_scale": scale,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+        "softcap": softcap,
+    }
+
+
 # flash-attn 4
 
 
@@ -127,43 +138,25 @@ def _refusal_4(request: Request, capability: Capability) -> str | None:
     return _unequal(request) or _too_large(request, 128)
 
 
-def _forward_4(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_4(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, softcap=softcap, return_lse=True, **_options_4(sequences, scale)
+        q, k, v, return_lse=True, **_options_4(sequences, scale, softcap)
     )
     return results[0], results[1]
 
 
 def _backward_4(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, out, dout, lse, softcap=softcap, deterministic=True, **_options_4(sequences, scale)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor, Tensor] = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, out, dout, lse, deterministic=True, **_options_4(sequences, scale, softcap)
     )
     return gradients
 
 
-def _options_4(sequences: Sequences, scale: float) -> dict[str, Any]:
-    return {
-        "softmax_scale": scale,
-        "causal": sequences.causal,
-        "window_size_left": sequences.left,
-        "window_size_right": sequences.right,
-        "cu_seqlens_q": sequences.edges_q,
-        "cu_seqlens_k": sequences.edges_k,
-        "max_seqlen_q": sequences.longest_q,
-        "max_seqlen_k": sequences.longest_k,
-    }
+def _options_4(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
+    longest, window = (sequences.longest_q, sequences.longest_k), (sequences.left, sequences.right)
+    return {"causal": sequences.causal, **_options(sequences, scale, softcap, longest, window)}
 
 
 # flash-attn 3: its operators, because the Python functions around them changed their arguments and they did not
@@ -182,43 +175,23 @@ def _refusal_3(request: Request, capability: Capability) -> str | None:
     return _too_large(request, 192)
 
 
-def _forward_3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     # The default number of splits depends on the other sequences of the call; one keeps results the same.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scale, softcap))
     return out, lse
 
 
 def _backward_3(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=True, **_options_3(sequences, scale, softcap))
     return dq, dk, dv
 
 
 def _options_3(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
-    left, right = sequences.limits
-    return {
-        "cu_seqlens_q": sequences.edges_q,
-        "cu_seqlens_k": sequences.edges_k,
-        "max_seqlen_q": sequences.longest_q,
-        "max_seqlen_k": sequences.longest_k,
-        "softmax_scale": scale,
-        "is_causal": sequences.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": softcap,
-    }
+    longest = sequences.longest_q, sequences.longest_k
+    return {"is_causal": sequences.causal, **_options(sequences, scale, softcap, longest, sequences.limits)}
 
 
 # flash-attn 2
@@ -238,9 +211,7 @@ def _refusal_2(request: Request, capability: Capability) -> str | None:
     return _unequal(request) or _too_large(request, 256)
 
 
-def _forward_2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_2(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
         q, k, v, **_options_2(sequences, scale, softcap)
     )
@@ -248,49 +219,19 @@ def _forward_2(
 
 
 def _backward_2(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    options = _options_2(sequences, scale, softcap)
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dq,
-        dk,
-        dv,
-        alibi_slopes=None,
-        deterministic=True,
-        **_options_2(sequences, scale, softcap),
+        dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=True, **options
     )
     return dq, dk, dv
 
 
 def _options_2(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
-    left, right = sequences.limits
-    longest_q, longest_k = sequences.bounds
-    return {
-        "cu_seqlens_q": sequences.edges_q,
-        "cu_seqlens_k": sequences.edges_k,
-        "max_seqlen_q": longest_q,
-        "max_seqlen_k": longest_k,
-        "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": sequences.causal,
-        "window_size_left": left,
-        "window_size_right": right,
-        "softcap": softcap,
-    }
+    options = _options(sequences, scale, softcap, sequences.bounds, sequences.limits)
+    return {"causal": sequences.causal, "dropout_p": 0.0, **options}
 
 
 # torch's copy of flash-attn 2
@@ -307,8 +248,8 @@ def _refusal_torch(request: Request, capability: Capability) -> str | None:
 
 
 def _forward_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     (left, right), bounds = sequences.limits, sequences.bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -328,19 +269,11 @@ def _forward_torch(
 
 
 def _backward_torch(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    sequences: Sequences,
-    scale: float,
-    softcap: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
+) -> tuple[Tensor, Tensor, Tensor]:
     (left, right), bounds = sequences.limits, sequences.bounds
     with _deterministic():
-        gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,

@@ -20,7 +20,7 @@ def forward(
     out = q64.new_zeros(q.shape[0], heads, v.shape[2])
     lse = q64.new_full((q.shape[0], heads), float("-inf"))
     for segment in segments:
-        rows, keys = slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
+        rows, keys = segment.queries, segment.keys
         scores, _ = _scores(q64, k64, segment, scale, softcap)
         total = scores.logsumexp(dim=-1)
         probabilities = (scores - total.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
@@ -48,7 +48,7 @@ def backward(
     delta = (dout64 * out.double()).sum(-1)
     dq, dk, dv = torch.zeros_like(q64), torch.zeros_like(k64), torch.zeros_like(v64)
     for segment in segments:
-        rows, keys = slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
+        rows, keys = segment.queries, segment.keys
         scores, slope = _scores(q64, k64, segment, scale, softcap)
         probabilities = (scores - lse[rows].double().T.unsqueeze(-1)).exp_().nan_to_num_(nan=0.0)
         dv[keys] += torch.einsum("hqk,qhd->khd", probabilities, dout64[rows])
@@ -63,8 +63,7 @@ def _scores(
     q: torch.Tensor, k: torch.Tensor, segment: Segment, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Masked scores [heads, queries, keys], and how fast they rise with q·k; k is already repeated to all heads."""
-    rows, keys = slice(segment.q_start, segment.q_stop), slice(segment.k_start, segment.k_stop)
-    scores = torch.einsum("qhd,khd->hqk", q[rows], k[keys]) * scale
+    scores = torch.einsum("qhd,khd->hqk", q[segment.queries], k[segment.keys]) * scale
     slope: torch.Tensor | float = scale
     if softcap:
         bent = torch.tanh(scores / softcap)

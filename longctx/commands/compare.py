@@ -6,7 +6,6 @@ and the search for ways to split a model `compare_parallel`.
 """
 
 import argparse
-import csv
 import json
 import platform
 import shlex
@@ -19,23 +18,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
+from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
+    LENGTHS_HELP,
     PROFILE_HELP,
     add_exchange_levels,
     read_lengths,
     with_levels,
 )
+from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.mixes import mix_names
 
 if TYPE_CHECKING:
+    from longctx.comparison.modelled import Case, Row
+    from longctx.comparison.steps import Source
+    from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
-    from longctx.planning.profile import HardwareProfile
-    from longctx.report.compare import Case, Row
-    from longctx.report.compare_steps import Source
 
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
 OVERRIDES = True
@@ -53,12 +54,7 @@ DETAILED = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = parser.add_mutually_exclusive_group(required=True)
     lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
-    lengths.add_argument(
-        "--lengths",
-        type=Path,
-        metavar="FILE|STORE",
-        help="a text file with the length of one document a line, or a store made by `longctx prepare`",
-    )
+    lengths.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=LENGTHS_HELP)
     lengths.add_argument(
         "--measure",
         type=Path,
@@ -135,23 +131,23 @@ def parse_baseline(text: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Runs the comparison asked for: of splits (--parallel 64), of steps in earnest (--measure run.yaml), or else of plans."""
     compare_parallel.refuse(arguments)
     if arguments.parallel is not None:
-        return compare_parallel.run(arguments, _source(arguments, "split"), arguments.profile)
-    compare_measure.refuse(arguments, {"profile": DEFAULT_PROFILE})
+        return compare_parallel.compare_splits(arguments, _source(arguments, "split"))
+    compare_measure.refuse(arguments)
     if arguments.measure is not None:
-        return compare_measure.run(arguments)
-    for path in (arguments.html, arguments.csv):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
-    return _run(arguments)
+        return compare_measure.compare_steps(arguments)
+    return compare_plans(arguments)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    from longctx.report.compare import mean_rows, sweep_budgets, sweep_longest
-    from longctx.report.compare_steps import steps_drawn, sweeps
+def compare_plans(arguments: argparse.Namespace) -> int:
+    """Plans the documents in every way, and prints the modelled times."""
+    from longctx.comparison.modelled import mean_rows, static_curve, sweep_budgets, sweep_longest
+    from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
+    check_folders(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     profile = with_levels(named.profile, arguments.exchange_levels)
     source, cases, changed = _cases(arguments, profile)
@@ -164,16 +160,33 @@ def _run(arguments: argparse.Namespace) -> int:
     rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
-        _write_csv(rows, arguments.csv)
+        write_csv(arguments.csv, [asdict(row) for row in rows])
     if arguments.html:
-        _write_page(arguments, named.name, profile, title, means, here, plans, changed)
+        from longctx.comparison.page.html import render
+        from longctx.comparison.page.parts import Comparison
+
+        comparison = Comparison(
+            source=title,
+            profile_name=named.name,
+            profile=profile,
+            ranks=detailed,
+            tokens_per_rank=here[0].tokens_per_rank,
+            steps=len(here),
+            rows=means,
+            plans=plans,
+            static_curve=static_curve(here[0], profile),
+            about=_about(),
+            model=arguments.model,
+            changed="; ".join(changed),
+        )
+        arguments.html.write_text(render(comparison), encoding="utf-8")
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
         from rich.console import Console
 
-        from longctx.report.compare_table import print_comparison
+        from longctx.comparison.table import print_comparison
 
         print_comparison(means, detailed, "; ".join([title, *changed]), Console())
     return 0
@@ -181,7 +194,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["Source", list["Case"], list[str]]:
     """The steps that are planned, where they come from, and what was done to documents that do not fit."""
-    from longctx.report.compare_steps import make_cases
+    from longctx.comparison.steps import make_cases
 
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
     source = _source(arguments, long_documents)
@@ -207,15 +220,13 @@ def _is_file(arguments: argparse.Namespace) -> bool:
 
 def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     """Where the lengths come from. Raises UserError for options that do not belong to it."""
-    from longctx.report.compare_steps import file_source, mix_source, store_source
+    from longctx.comparison.steps import file_source, mix_source, store_source
 
     kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
     belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
     for name, kinds in belongs.items():
-        if getattr(arguments, name) is not None and kind not in kinds:
-            raise UserError(
-                f"--{name.replace('_', '-')} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out"
-            )
+        if kind not in kinds and (given := given_options(arguments, name)):
+            raise UserError(f"{given[0]} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out")
     seed = arguments.seed or 0
     few = 1 if (arguments.parallel or 0) >= MANY_GPUS else DEFAULT_STEPS
     steps = few if arguments.steps is None else arguments.steps
@@ -246,16 +257,11 @@ def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
 ) -> tuple[list["Row"], dict[str, "Plan"]]:
     """All rows, and the plans of one case. Shows progress on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from longctx.report.compare import PLANNERS, TITLES, compare_case
+    from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("planning", total=len(cases) * len(PLANNERS))
+    with progress_bar("planning", len(cases) * len(PLANNERS)) as (progress, task):
         for case in cases:
 
             def started(planner: str, case: "Case" = case) -> None:
@@ -268,53 +274,6 @@ def _compare(
     return rows, plans
 
 
-def _write_csv(rows: Sequence["Row"], path: Path) -> None:
-    from longctx.report.compare import COLUMNS
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def _write_page(
-    arguments: argparse.Namespace,
-    profile_name: str,
-    profile: "HardwareProfile",
-    title: str,
-    means: Sequence["Row"],
-    here: Sequence["Case"],
-    plans: dict[str, "Plan"],
-    changed: Sequence[str],
-) -> None:
-    from longctx.report.compare import static_curve
-    from longctx.report.page import render
-    from longctx.report.page_parts import Comparison
-
-    comparison = Comparison(
-        source=title,
-        profile_name=profile_name,
-        profile=profile,
-        ranks=here[0].ranks,
-        tokens_per_rank=here[0].tokens_per_rank,
-        steps=len(here),
-        rows=means,
-        plans=plans,
-        static_curve=static_curve(here[0], profile),
-        megatron_groups_s=_megatron_groups_s(here[0], profile) if "megatron-main" in plans else None,
-        model=arguments.model,
-        about=_about(),
-        changed="; ".join(changed),
-    )
-    arguments.html.write_text(render(comparison), encoding="utf-8")
-
-
-def _megatron_groups_s(case: "Case", profile: "HardwareProfile") -> float:
-    from longctx.planning.baselines.megatron_main import unsynchronised_s
-
-    return unsynchronised_s(profile, case.lengths, ranks=case.ranks, tokens_per_rank=case.tokens_per_rank)
-
-
 def _about() -> dict[str, str]:
     """What a reader needs to make the page again."""
     versions = []
@@ -323,9 +282,8 @@ def _about() -> dict[str, str]:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             versions.append(f"{package} not installed")
-    command = shlex.join(["longctx", "compare", *sys.argv[2:]])
     return {
-        "made with": command,
+        "made with": shlex.join(["longctx", "compare", *sys.argv[2:]]),
         "on": f"{datetime.now(UTC):%Y-%m-%d}, {platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "versions": ", ".join(versions),
     }

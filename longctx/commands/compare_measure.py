@@ -3,15 +3,17 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import given_options, said_once
+from longctx.commands.plan import DEFAULT_PROFILE
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.training.measured import MeasuredComparison
+    from longctx.comparison.measured import MeasuredComparison
+    from longctx.parallel.mesh import Launch
 
 DEFAULT_STEPS = 10
 DEFAULT_WARMUP = 2
@@ -34,62 +36,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--out", type=Path, metavar="F", help="write every step of every mode as JSON")
 
 
-def refuse(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> None:
-    """Raises UserError for options that go only with --measure, or never with it; `defaults` are those that are not None."""
+def refuse(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that go only with --measure, or never with it."""
     if arguments.measure is None:
-        given = [f"--{name}" for name in ("modes", "warmup", "out") if getattr(arguments, name) is not None]
+        given = given_options(arguments, "modes", "warmup", "out")
         given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
         if given:
             raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")
         return
     names = (
-        "ranks",
-        "baseline",
-        "long_documents",
-        "documents",
-        "global_tokens",
-        "seed",
-        "html",
-        "csv",
-        "model",
-        "tokens_per_rank",
-        *defaults,
+        *("ranks", "baseline", "long_documents", "documents", "global_tokens", "seed"),
+        *("html", "csv", "model", "tokens_per_rank"),
     )
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) != defaults.get(name)]
+    given = given_options(arguments, *names)
+    if arguments.profile != DEFAULT_PROFILE:
+        given.append("--profile")
     if given:
         raise UserError(
             f"{', '.join(given)} does not go with --measure, which takes all that from its settings and from torchrun"
         )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
+def compare_steps(arguments: argparse.Namespace) -> int:
+    """Trains and prints what it took. Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
     from longctx.parallel.mesh import Launch
 
     launch = Launch.read()
-    try:
-        measured = _measure(arguments, show=launch.rank == 0)
-    except (UserError, OSError):
-        # All processes of a node meet the same mistake: one of them says so.
-        if launch.local_rank == 0:
-            raise
-        return 2
+    with said_once(launch):
+        measured = _measure(arguments, launch)
     if not measured.losses_equal:
         return 1
     return 143 if measured.ended_early else 0
 
 
-def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredComparison":
+def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
+    from longctx.comparison.measured import train_in_turn
     from longctx.data.store import Store
     from longctx.parallel import mesh
-    from longctx.training.measured import measure
     from longctx.training.run_profile import run_profile
     from longctx.training.setup import join_run
 
     out: Path | None = arguments.out
     if out is not None and not out.absolute().parent.is_dir():
         raise UserError(f"--out is {out}, and there is no folder {out.parent}: make it, or choose another")
-    launch = mesh.Launch.read()
+    show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
@@ -97,7 +87,7 @@ def _measure(arguments: argparse.Namespace, *, show: bool) -> "MeasuredCompariso
     groups = join_run(config, launch, device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)
-    measured = measure(
+    measured = train_in_turn(
         config,
         groups,
         store,

@@ -1,21 +1,19 @@
 """`longctx compare --parallel`: the best splits of GPUs into tensor, pipeline and domain ranks for a model and documents."""
 
 import argparse
-import csv
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
+from longctx.commands.plan import with_levels
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.model.presets import ModelShape
-    from longctx.report.compare_steps import Source
-    from longctx.report.parallel_search import Outcome
+    from longctx.comparison.layouts.cost import Machine
+    from longctx.comparison.steps import Source
+    from longctx.model.spec import ModelSpec
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
@@ -42,14 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that go only with --parallel, or never with it."""
     if arguments.parallel is None:
-        given = [f"--{name.replace('_', '-')}" for name in ("peak_tflops", "memory_gb") if getattr(arguments, name) is not None]
+        given = given_options(arguments, "peak_tflops", "memory_gb")
         if given:
             raise UserError(f"{', '.join(given)} goes with --parallel: leave it out, or say --parallel GPUS")
         return
     if not 1 <= arguments.parallel <= MOST_GPUS:
         raise UserError(f"--parallel is {arguments.parallel}: must be a whole number of GPUs in 1..{MOST_GPUS}")
-    names = ("measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+    given = given_options(arguments, "measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
     if given:
         raise UserError(f"{', '.join(given)} does not go with --parallel, which searches for the ranks: leave it out")
     others = [f"--{override.split('=')[0]}" for override in arguments.overrides if not override.startswith("model.")]
@@ -57,46 +54,46 @@ def refuse(arguments: argparse.Namespace) -> None:
         raise UserError(f"{', '.join(others)} does not go with --parallel: of the settings, it takes only those of the model")
 
 
-def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
-    from longctx.planning.layout import longest_document
-    from longctx.planning.request import MOST_TOKENS, check_settings
-    from longctx.report.compare import cut
-    from longctx.report.parallel_cost import Machine
-    from longctx.report.parallel_search import BUDGETS, search
+def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
+    """Searches, and prints the best splits with the settings that make them."""
+    from longctx.comparison.layouts.search import BUDGETS, search
+    from longctx.comparison.layouts.table import counts, print_splits, row
+    from longctx.planning.validation import check_settings
 
-    gpus, budget = arguments.parallel, arguments.tokens_per_rank
-    if arguments.csv is not None and not arguments.csv.absolute().parent.is_dir():
-        raise UserError(f"{arguments.csv} cannot be written: there is no folder {arguments.csv.parent}")
+    gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
+    check_folders(arguments.csv)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
-    machine = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb)
-    levels = arguments.exchange_levels or machine.profile.exchange_levels
-    machine = replace(machine, profile=replace(machine.profile, exchange_levels=levels))
-    shape = _shape(arguments)
+    machine, spec = _machine(arguments), _spec(arguments)
+    budgets = BUDGETS if budget is None else (budget,)
+    steps, remark = _steps(source, gpus, max(budgets))
+    with progress_bar() as (bar, task):  # mostly it ends early: the rest cannot be faster
+
+        def progress(doing: str, done: int, of: int) -> None:
+            bar.update(task, description=doing, completed=done, total=of)
+
+        outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {
         "model.preset": arguments.model or DEFAULT_MODEL,
         **dict(override.split("=", 1) for override in arguments.overrides),
         "context.profile": profile,
-        "context.two_level_exchange": str(levels == 2).lower(),
+        "context.two_level_exchange": str(machine.profile.exchange_levels == 2).lower(),
     }
-    budgets = BUDGETS if budget is None else (budget,)
-    longest = min(MOST_TOKENS, longest_document(gpus, max(budgets)) or gpus * max(budgets))
-    drawn, remark = source.draw(gpus, longest)
-    steps = [cut(lengths, longest) for lengths in drawn]
-    with _progress() as progress:
-        outcome = search(machine, shape, steps, gpus, budgets=budgets, progress=progress)
     tokens = sum(map(sum, steps)) // len(steps)
     if arguments.csv is not None:
-        _write_csv(outcome, arguments.csv)
+        write_csv(arguments.csv, [row(found) for found in outcome.best])
     if arguments.json:
-        print(json.dumps(_to_json(outcome, gpus, profile, shape, tokens, common)))
+        best = [
+            {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
+            for found in outcome.best
+        ]
+        about = {"version": 1, "gpus": gpus, "profile": profile, "parameters": spec.parameters, "tokens": tokens}
+        print(json.dumps({**about, "splits": {"possible": outcome.possible, **counts(outcome)}, "best": best}))
         return 0
     from rich.console import Console
 
-    from longctx.report.parallel_table import print_splits
-
     title = (
-        f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {shape.parameters() / 1e9:,.1f}B parameters, "
+        f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {spec.parameters / 1e9:,.1f}B parameters, "
         f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n"
         f"{source.words}{f'; {remark}' if remark else ''}"
     )
@@ -104,50 +101,28 @@ def run(arguments: argparse.Namespace, source: "Source", profile: str) -> int:
     return 0
 
 
-def _shape(arguments: argparse.Namespace) -> "ModelShape":
-    from longctx.report.parallel_cost import LLAMA_3_VOCABULARY
+def _machine(arguments: argparse.Namespace) -> "Machine":
+    """The GPUs by the profile, with the levels of exchange that were asked for."""
+    from longctx.comparison.layouts.cost import Machine
+
+    machine = Machine.load(arguments.profile, arguments.peak_tflops, arguments.memory_gb)
+    return replace(machine, profile=with_levels(machine.profile, arguments.exchange_levels))
+
+
+def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:
+    """Lengths of the documents of every step, cut to what fits, and what was remarked on them."""
+    from longctx.comparison.modelled import cut
+    from longctx.planning.layout import longest_document
+    from longctx.planning.validation import MOST_TOKENS
+
+    longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget)
+    drawn, remark = source.draw(gpus, longest)
+    return [cut(lengths, longest) for lengths in drawn], remark
+
+
+def _spec(arguments: argparse.Namespace) -> "ModelSpec":
+    from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY
 
     preset = f"model.preset={arguments.model or DEFAULT_MODEL}"
     model = load(None, [preset, *arguments.overrides]).model
-    return model.shape(model.vocab_size or LLAMA_3_VOCABULARY)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows on a terminal how many splits are looked at. Mostly it ends early: the rest cannot be faster."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("")
-        yield lambda doing, done, of: progress.update(task, description=doing, completed=done, total=of)
-
-
-def _write_csv(outcome: "Outcome", path: Path) -> None:
-    from longctx.report.parallel_table import COLUMNS, row
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(row(found) for found in outcome.best)
-
-
-def _to_json(
-    outcome: "Outcome", gpus: int, profile: str, shape: "ModelShape", tokens: int, common: dict[str, str]
-) -> dict[str, Any]:
-    from longctx.report.parallel_table import counts, row
-
-    best = [
-        {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
-        for found in outcome.best
-    ]
-    return {
-        "version": 1,
-        "gpus": gpus,
-        "profile": profile,
-        "parameters": shape.parameters(),
-        "tokens": tokens,
-        "splits": {"possible": outcome.possible, **counts(outcome)},
-        "best": best,
-    }
+    return model.shape(model.vocab_size or LLAMA_3_VOCABULARY).spec

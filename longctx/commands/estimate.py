@@ -10,7 +10,7 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
-    from longctx.model.presets import ModelShape
+    from longctx.model.spec import ModelSpec
 
 SUMMARY = "Estimate the memory of a rank, for the run as configured and for every choice of recomputation and resharding"
 OVERRIDES = True
@@ -30,38 +30,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
         raise UserError(f"--ranks is {arguments.ranks}: a run has at least one process")
+    from longctx.memory.advisor import choices, heaviest
+    from longctx.memory.model import estimate
     from longctx.parallel.mesh import choose_device
-    from longctx.training.fit import choices, heaviest
-    from longctx.training.memory import estimate
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks
     config = load(arguments.config, arguments.overrides, world_size=ranks)
-    store, shape = _store_and_shape(config)
+    store, spec = _store_and_spec(config)
     fused = choose_device(config.train.device, 0).type == "cuda"
-    memory = estimate(shape, config, ranks, heaviest(config, store, ranks), fused=fused)
-    table = list(choices(shape, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
+    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
+    table = list(choices(spec, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
     if arguments.json:
         rows = [{**settings, **choice.to_json()} for settings, choice in table]
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
-    from longctx.report.memory import print_memory
+    from longctx.memory.table import print_memory
 
     source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
-    print_memory(f"{shape.parameters() / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
-    print(*run_profile(config, ranks, shape.vocab_size).lines, sep="\n")
+    print_memory(f"{spec.parameters / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
+    print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 
 
-def _store_and_shape(config: Config) -> "tuple[Store | None, ModelShape]":
+def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
     from longctx.data.store import Store
 
     if config.data.store.exists():
         store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-        return store, config.model.shape(store.tokenizer.vocab_size)
+        return store, config.model.shape(store.tokenizer.vocab_size).spec
     if config.model.vocab_size is None:
         raise UserError(
             f"there is no store {config.data.store}, which would say how many entries the vocabulary has: give "
             "--model.vocab_size, or the store with --data.store"
         )
-    return None, config.model.shape(config.model.vocab_size)
+    return None, config.model.shape(config.model.vocab_size).spec

@@ -6,10 +6,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from longctx.commands.output import given_options
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.pipeline import SCHEDULES, Pipeline
-from longctx.planning.profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
 DEFAULT_PROFILE = "h100-nvlink-ib"
@@ -17,6 +18,7 @@ PROFILE_HELP = (
     f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())} (default: {DEFAULT_PROFILE}, whatever "
     "this machine is)"
 )
+LENGTHS_HELP = "a text file with the length of one document a line, or a store made by `longctx prepare`"
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
@@ -39,13 +41,7 @@ def with_levels(profile: HardwareProfile, levels: int | None) -> HardwareProfile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lengths",
-        type=Path,
-        required=True,
-        metavar="FILE|STORE",
-        help="a text file with the length of one document a line, or a store made by `longctx prepare`",
-    )
+    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE|STORE", help=LENGTHS_HELP)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
@@ -87,11 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.planning.bins import derived_bins
-    from longctx.planning.bound import tight_bound_s
+    from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planner import make_plan
-    from longctx.planning.request import check_settings
-    from longctx.report.bins import fill_bins, print_bins
+    from longctx.planning.planners.bins import derived_bins
+    from longctx.planning.validation import check_settings
+    from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 
     if arguments.png and arguments.png.suffix not in PICTURES:
@@ -116,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if plan.mode == "bins":
         bins = fill_bins(plan, arguments.bins or derived_bins(profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
-        from longctx.report.plots import save_plan
+        from longctx.plots.picture import save_plan
 
         save_plan(plan, arguments.png)
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
@@ -126,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from longctx.report.terminal import draw_plan
+        from longctx.plots.terminal import draw_plan
 
         console = Console()
         draw_plan(plan, console, source)
@@ -176,10 +172,8 @@ def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
     path: Path = arguments.lengths
     if path.is_dir():
         return _first_step(arguments)
-    for name in ("global_tokens", "seed", "long_documents"):
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option} belongs to a store, and {path} is a file, of which every line is planned: leave it out")
+    if given := given_options(arguments, "global_tokens", "seed", "long_documents"):
+        raise UserError(f"{given[0]} belongs to a store, and {path} is a file, of which every line is planned: leave it out")
     return read_lengths(path), str(path)
 
 

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import said_once
 from longctx.config import describe, load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.training.profiling import Measured
+    from longctx.parallel.mesh import Launch
+    from longctx.profiling import Measured
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
@@ -49,25 +51,20 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.mesh import Launch
 
     launch = Launch.read()
-    try:
-        return _profile(arguments)
-    except (UserError, OSError):
-        # All processes of a node meet the same mistake: one of them says so.
-        if launch.local_rank == 0:
-            raise
-        return 2
+    with said_once(launch):
+        _profile(arguments, launch)
+    return 0
 
 
-def _profile(arguments: argparse.Namespace) -> int:
+def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
     from longctx.parallel import mesh
-    from longctx.planning.profile import HardwareProfile
-    from longctx.training.profiling import measure
+    from longctx.planning.cost.hardware_profile import HardwareProfile
+    from longctx.profiling import measure_profile
     from longctx.training.run_profile import default_profile
     from longctx.training.setup import join_run
 
-    launch = mesh.Launch.read()
     # The profile that the settings name may be the very one that is to be made.
     settings = [*arguments.overrides, "context.profile=null"]
     config = load(arguments.config, settings, world_size=launch.world_size)
@@ -88,7 +85,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
     groups = join_run(config, launch, device)
     with _status(shown=launch.rank == 0) as tell:
-        measured = measure(
+        measured = measure_profile(
             config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
         )
     groups.close()
@@ -98,7 +95,6 @@ def _profile(arguments: argparse.Namespace) -> int:
             print(json.dumps(measured.to_json(), indent=2))
         else:
             _draw(measured, arguments.out)
-    return 0
 
 
 def _refuse_unwritable(out: Path) -> None:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import said_once
 from longctx.config import Config, describe, load
 from longctx.errors import UserError
 
@@ -53,24 +54,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     launch = Launch.read()
     if arguments.dry_run:
-        from longctx.training.dry_run import dry_run
+        from longctx.commands.dry_run import dry_run
 
         ranks = launch.world_size if arguments.ranks is None else arguments.ranks
         if ranks < 1:
             raise UserError(f"--ranks is {ranks}: a run has at least one process")
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
         return 0
-    try:
+    with said_once(launch):
         if arguments.ranks is not None:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
         start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
-    except (UserError, OSError):
-        # All processes of a node meet the same mistake: one of them says so.
-        if launch.local_rank == 0:
-            raise
-        return 2
     return _train(config, launch, *start, traced)
 
 
@@ -82,22 +78,25 @@ def _prepare(
 
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.data.store import Store
+    from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
-    from longctx.training.fit import available_bytes, refuse_too_large
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_vocabulary
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    shape = config.model.shape(store.tokenizer.vocab_size)
+    spec = config.model.shape(store.tokenizer.vocab_size).spec
     dtype = getattr(torch, config.train.dtype)
-    choose_kernel(config.context.kernel, Request(device.type, dtype, shape.head_dim, shape.head_dim))
-    check_vocabulary(config, shape)
+    for layer in set(spec.layers):
+        bands, softcap = layer.window is not None, bool(spec.attention_softcap)
+        request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+        choose_kernel(config.context.kernel, request)
+    check_vocabulary(config, spec)
     available = available_bytes(device, launch.local_world_size)
-    refuse_too_large(shape, config, store, launch.world_size, available, fused=device.type == "cuda")
+    refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
-    size = 0 if config.checkpoint.every is None else 12 * shape.parameters()
+    size = 0 if config.checkpoint.every is None else 12 * spec.parameters
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
@@ -160,7 +159,7 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
     return (
-        f"{trainer.model.shape.parameters() / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
+        f"{trainer.model.spec.parameters / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
         f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

@@ -24,10 +24,14 @@ class Problem:
         return f"  {self.key} = {yaml_text(self.value)}\n      rule: {self.rule}\n      fix:  {self.fix}"
 
 
+def plain(value: object) -> object:
+    """A value as YAML knows it: a path is text, a tuple a list."""
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
 def yaml_text(value: object) -> str:
     """A value as it would stand in the YAML file, on one line."""
-    plain = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-    text: str = yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    text: str = yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

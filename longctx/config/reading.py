@@ -22,6 +22,8 @@ SETTINGS = {
     for key, setting in type(field.default).model_fields.items()
 }
 """Every setting by its dotted name."""
+RENAMED = {"context.head_exchange": "context.ulysses_degree"}
+"""Settings of earlier versions, and what they are called now."""
 
 
 def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
@@ -98,6 +100,8 @@ def _explain(details: ErrorDetails) -> Problem:
     name = ".".join([section, *keys[:1]])
     value = details["input"]
     if details["type"] == "extra_forbidden":
+        if name in RENAMED:
+            return Problem(name, value, f"this setting is {RENAMED[name]} now", f"write {RENAMED[name]}={yaml_text(value)}")
         return Problem(name, value, "there is no such setting", _suggest(section, keys[0] if keys else None))
     if not keys:
         return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
+from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document
-from longctx.planning.profile import HardwareProfile, ProfileError
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -113,7 +113,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
-    """What tensor parallelism cannot share out evenly: heads, which head exchange shares further, and the tokens of a rank."""
+    """What tensor parallelism cannot share out evenly: heads, which Ulysses shares further, and the tokens of a rank."""
     size, batch = config.parallel.tensor_parallel_size, config.batch
     try:
         shape = config.model.sizes()
@@ -154,13 +154,13 @@ def leaves_one_without(size: int, ranks: int) -> bool:
 
 
 def _head_exchange(config: Config, kv_heads: int) -> Iterator[Problem]:
-    """Heads of a rank that cannot be shared out as `context.head_exchange` says."""
-    wanted = config.context.head_exchange
+    """Heads of a rank that cannot be shared out as `context.ulysses_degree` says."""
+    wanted = config.context.ulysses_degree
     if wanted != "auto" and (wanted < 1 or kv_heads % wanted):
         divisors = ", ".join(str(ranks) for ranks in range(1, kv_heads + 1) if kv_heads % ranks == 0)
         others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
         rule = f"must divide the {kv_heads} kv heads of a rank"
-        yield Problem("context.head_exchange", wanted, rule, f"give {divisors}, or auto", others)
+        yield Problem("context.ulysses_degree", wanted, rule, f"give {divisors}, or auto", others)
 
 
 def _train(config: Config) -> Iterator[Problem]:

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from longctx.config.problems import ConfigError, Problem
+from longctx.config.problems import ConfigError, Problem, plain
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
-from longctx.planning.pipeline import Pipeline
 
 LARGEST = 1 << 40
 """More tokens than any step or rank has; keeps costs within 64 bits."""
@@ -25,25 +25,20 @@ def _path(default: str | None, description: str) -> Any:
     return Field(None if default is None else Path(default), strict=False, description=description)
 
 
-def _size(name: str) -> Any:
-    """A setting that replaces one size of the preset. ModelShape holds its bounds."""
-    return Field(None, description=f"{ModelShape.model_fields[name].description} (null: the preset's)")
+_SIZES: dict[str, Any] = {
+    "preset": (str, Field("tiny", description=f"one of {', '.join(PRESETS)}")),
+    **{
+        name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
+        for name, size in ModelShape.model_fields.items()
+        if size.annotation
+    },
+    "vocab_size": (int | None, Field(None, description="entries of the embedding (null: those of the store's tokenizer)")),
+}
+"""Settings that replace the sizes of the preset. ModelShape holds their bounds."""
 
 
-class ModelSection(Section):
+class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
     """the decoder: a preset, and sizes that replace the preset's"""
-
-    preset: str = Field("tiny", description=f"one of {', '.join(PRESETS)}")
-    vocab_size: int | None = Field(None, description="entries of the embedding (null: as many as the store's tokenizer has)")
-    hidden_size: int | None = _size("hidden_size")
-    intermediate_size: int | None = _size("intermediate_size")
-    num_hidden_layers: int | None = _size("num_hidden_layers")
-    num_attention_heads: int | None = _size("num_attention_heads")
-    num_key_value_heads: int | None = _size("num_key_value_heads")
-    head_dim: int | None = _size("head_dim")
-    rope_theta: float | None = _size("rope_theta")
-    rms_norm_eps: float | None = _size("rms_norm_eps")
-    tie_word_embeddings: bool | None = _size("tie_word_embeddings")
 
     def sizes(self) -> ModelShape:
         """The preset with the sizes set here, before the tokenizer is known. Raises ConfigError if they do not fit together."""
@@ -133,7 +128,7 @@ class ContextSection(Section):
         description="where a ring crosses nodes (of the profile's ranks_per_node), send K and V once to each node, and on "
         "inside it; false: straight to every rank",
     )
-    head_exchange: Literal["auto"] | int = Field(
+    ulysses_degree: Literal["auto"] | int = Field(
         1,
         description="so many neighbouring ranks swap heads for tokens around ring attention (Ulysses); auto: as the cost model "
         "chooses for every micro-batch; 1: plain rings",
@@ -280,11 +275,6 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """Every setting with its value; `load` reads it back as an equal Config."""
-        data = self.model_dump()
-        for section in data.values():
-            for key, value in section.items():
-                if isinstance(value, Path):
-                    section[key] = str(value)
-                elif isinstance(value, tuple):
-                    section[key] = list(value)
+        sections = self.model_dump().items()
+        data = {section: {key: plain(value) for key, value in values.items()} for section, values in sections}
         return yaml.safe_dump(data, sort_keys=False)

@@ -1,26 +1,56 @@
-"""Shapes of the Llama-style decoder, by the names that Hugging Face configs use, from `tiny` (a laptop) to `8b` (Llama 3.1)."""
+"""Shapes of the native decoder, by the names that Hugging Face configs use, from `tiny` (a laptop) to `8b` (Llama 3.1)."""
+
+from functools import cache
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from longctx.model.spec import LayerSpec, ModelSpec
+
 
 class ModelShape(BaseModel):
-    """Sizes of a decoder. `vocab_size` None: taken from the tokenizer of the store."""
+    """Sizes and options of a decoder. `vocab_size` None: taken from the tokenizer of the store."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     vocab_size: int | None = Field(None, ge=2, description="entries of the embedding; default: the tokenizer's")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
-    intermediate_size: int = Field(ge=1, description="width of the SwiGLU MLP")
+    intermediate_size: int = Field(ge=1, description="width of the gated MLP")
     num_hidden_layers: int = Field(ge=1, description="number of blocks")
     num_attention_heads: int = Field(ge=1, description="query heads")
     num_key_value_heads: int = Field(ge=1, description="key and value heads; divides the query heads (GQA)")
     head_dim: int = Field(ge=2, description="size of one head; even, for RoPE")
-    rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
     tie_word_embeddings: bool = Field(False, description="share the embedding with the output projection")
+    hidden_act: Literal["silu", "gelu"] = Field("silu", description="activation of the MLP; gelu: its tanh form, as in Gemma")
+    qkv_bias: bool = Field(False, description="biases of the projections to queries, keys and values, as in Qwen 2")
+    qk_norm: bool = Field(False, description="RMSNorm of every head's queries and keys before RoPE, as in Qwen 3")
+    output_norms: bool = Field(False, description="RMSNorm behind attention and behind the MLP as well, as in Gemma 2 and 3")
+    embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding, √hidden_size in Gemma")
+    attention_scale: float | None = Field(None, gt=0, description="factor of attention scores; default: 1/√head_dim")
+    attention_softcap: float = Field(0.0, ge=0, description="bounds attention scores by tanh, 50 in Gemma 2; 0: no bound")
+    logit_softcap: float = Field(0.0, ge=0, description="bounds logits by tanh, 30 in Gemma 2; 0: no bound")
+    sliding_window: int | None = Field(
+        None, ge=1, description="tokens that a token sees, itself counted; default: all before it"
+    )
+    full_attention_every: int | None = Field(
+        None, ge=1, description="every so many-th layer has no window, 2 in Gemma 2, 6 in Gemma 3; default: all layers have it"
+    )
+    rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
+    rope_local_theta: float | None = Field(
+        None, gt=0, description="base in layers with a window, never scaled; default: the same"
+    )
+    partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="share of a head, from its start, that RoPE turns")
+    rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field("none", description="RoPE for longer documents")
+    rope_factor: float = Field(1.0, ge=1, description="how many times as long as rope_original_length, for rope_scaling")
+    rope_original_length: int = Field(8192, ge=1, description="tokens that the model was first trained with (yarn, llama3)")
+    rope_low_freq_factor: float = Field(1.0, gt=0, description="llama3: frequencies of fewer turns are scaled by rope_factor")
+    rope_high_freq_factor: float = Field(4.0, gt=0, description="llama3: frequencies of more turns stay")
+    rope_beta_fast: float = Field(32.0, gt=0, description="yarn: frequencies of more turns stay")
+    rope_beta_slow: float = Field(1.0, gt=0, description="yarn: frequencies of fewer turns are scaled by rope_factor")
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelShape":
+    def _fits_together(self) -> "ModelShape":
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads}, which num_key_value_heads {self.num_key_value_heads} does "
@@ -28,34 +58,53 @@ class ModelShape(BaseModel):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
+        if self.rotary_dim % 2 or self.rotary_dim < (4 if self.rope_scaling == "ntk" else 2):
+            raise ValueError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}, and RoPE turns {self.rotary_dim} of {self.head_dim} "
+                "numbers of a head: must be even, 2 or more, and 4 or more for rope_scaling ntk"
+            )
+        if self.full_attention_every is not None and self.sliding_window is None:
+            raise ValueError(f"full_attention_every is {self.full_attention_every}, and there is no sliding_window: give one")
+        if self.rope_low_freq_factor >= self.rope_high_freq_factor:
+            raise ValueError(
+                f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below rope_high_freq_factor "
+                f"{self.rope_high_freq_factor}"
+            )
         return self
 
-    def parameters(self) -> int:
-        """Number of parameters, the tied embedding counted once. Needs `vocab_size`."""
-        embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * (self.block_parameters + 2 * self.hidden_size) + embeddings + self.hidden_size
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a head RoPE turns."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
-    def block_parameters(self) -> int:
-        """Parameters of one block's matrices; its two norms have `hidden_size` more each."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_attention_heads + self.num_key_value_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+    def spec(self) -> ModelSpec:
+        """What is computed from these sizes."""
+        return _spec(self)
 
-    @property
-    def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding, and of the output projection. Needs `vocab_size`."""
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
-        return self.vocab_size * self.hidden_size
 
-    @property
-    def multiplied_parameters(self) -> int:
-        """Parameters by which every token is multiplied: the blocks' matrices and the output projection."""
-        return self.num_hidden_layers * self.block_parameters + self.vocabulary_parameters
-
-    def block_cost(self, keys: int) -> int:
-        """Multiplications of a block for one token that attends to `keys` tokens; those of the norms are left out."""
-        return self.block_parameters + 2 * keys * self.num_attention_heads * self.head_dim
+@cache
+def _spec(shape: ModelShape) -> ModelSpec:
+    heads = shape.num_attention_heads + shape.num_key_value_heads
+    matrices = 2 * shape.hidden_size * shape.head_dim * heads + 3 * shape.hidden_size * shape.intermediate_size
+    biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias else 0
+    norms = (4 if shape.output_norms else 2) * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
+    every, attention = shape.full_attention_every, (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    windows = (
+        shape.sliding_window if every is None or (layer + 1) % every else None for layer in range(shape.num_hidden_layers)
+    )
+    sizes = (shape.hidden_size, *attention, shape.intermediate_size, matrices, norms + biases)
+    behind = shape.hidden_size if shape.output_norms else 0
+    of_heads = heads * shape.head_dim if shape.qk_norm else 0
+    return ModelSpec(
+        layers=tuple(LayerSpec(*sizes, window, behind + of_heads, behind) for window in windows),
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        attention_scale=shape.attention_scale,
+        attention_softcap=shape.attention_softcap,
+        logit_softcap=shape.logit_softcap,
+    )
 
 
 def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool) -> ModelShape:

@@ -1,17 +1,80 @@
-"""Rotary position embedding (Su et al., 2021), in the half-split form of Llama and Hugging Face."""
+"""Rotary position embedding (Su et al., 2021), as Llama and Hugging Face split a head, plain or for longer documents."""
+
+import math
+from dataclasses import dataclass
 
 import torch
 
 
-def rope_tables(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [tokens, 1, head_dim / 2], for `positions` [tokens], which restart in every document."""
-    # float64 keeps angles exact to the last digit of float32 at positions beyond 2²⁴ / 2π.
-    frequency = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float64) / head_dim)
-    angles = positions.double().unsqueeze(-1) * frequency
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+@dataclass(frozen=True)
+class Rope:
+    """Which angles a token's heads are turned by.
+
+    Attributes:
+        dim: how many numbers of a head are turned, from the first on; even.
+        theta: base of the frequencies θ^(-2i/dim).
+        scaling: none; linear: frequencies by `factor` (Chen et al., 2023); ntk: the base, so that the slowest frequency is
+            (bloc97, 2023); yarn: frequencies of fewer than `beta_slow` turns over the original length, those of more than
+            `beta_fast` stay, a ramp in between (Peng et al., 2023); llama3: the same between `low_freq_factor` and
+            `high_freq_factor` turns, smooth in the wavelength.
+        factor: how many times as many tokens as the model was trained with.
+        original_length: these tokens.
+    """
+
+    dim: int
+    theta: float
+    scaling: str = "none"
+    factor: float = 1.0
+    original_length: int = 8192
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def frequencies(self, device: torch.device) -> torch.Tensor:
+        """Radians a token, float64 [dim / 2]."""
+        theta = self.theta * self.factor ** (self.dim / (self.dim - 2)) if self.scaling == "ntk" else self.theta
+        plain = theta ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim)
+        if self.scaling == "linear":
+            return plain / self.factor
+        if self.scaling in ("yarn", "llama3"):
+            kept = self._kept(plain)
+            return plain * kept + plain / self.factor * (1 - kept)
+        return plain
+
+    def _kept(self, plain: torch.Tensor) -> torch.Tensor:
+        """Share of every frequency that stays as it is, [dim / 2]."""
+        if self.scaling == "llama3":
+            turns = self.original_length * plain / (2 * math.pi)
+            return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+
+        def index(turns: float) -> float:
+            """Of the frequency that turns so often over the original length."""
+            return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low, high = max(0, math.floor(index(self.beta_fast))), min(self.dim - 1, math.ceil(index(self.beta_slow)))
+        ramp = (torch.arange(len(plain), device=plain.device, dtype=torch.float64) - low) / max(high - low, 0.001)
+        return 1 - ramp.clamp(0, 1)
+
+    @property
+    def magnitude(self) -> float:
+        """By which YaRN scales queries and keys alike, so that the entropy of attention stays."""
+        return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" and self.factor > 1 else 1.0
+
+    def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which restart in every document."""
+        # float64 keeps angles exact to the last digit of float32 at positions beyond 2²⁴ / 2π.
+        angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device)
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return cos.float().unsqueeze(1), sin.float().unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x [tokens, heads, head_dim] by the angles of its tokens; computes in float32, returns the dtype of x."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    """Rotates the first numbers of x [tokens, heads, head_dim] by the angles of its tokens, as many as there are angles for.
+
+    Computes in float32, returns the dtype of x.
+    """
+    turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
+    first, second = turned.float().chunk(2, dim=-1)
+    out = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([out, rest], dim=-1) if rest.shape[-1] else out

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from longctx.model.transformer import Transformer
+from longctx.model.protocol import Model
 
 Forward = Callable[..., torch.Tensor]
 
 
-def compile_blocks(model: Transformer, backend: str = "inductor") -> None:
+def compile_blocks(model: Model, backend: str = "inductor") -> None:
     """Compiles the blocks, in place, after recomputation and tensor parallelism are applied and before they are sharded.
 
     Attention is one operator in them and breaks no graph. Token counts and layer numbers are symbols, so that neither another

@@ -28,7 +28,7 @@ class Launch:
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int = 1
+    local_world_size: int
 
     @classmethod
     def read(cls) -> "Launch":
@@ -239,8 +239,7 @@ def _warm_up(mesh: Mesh) -> None:
 class StopSignal:
     """Remembers that SIGTERM came, once installed, so that the run can end after the step with a checkpoint."""
 
-    def __init__(self) -> None:
-        self.received = False
+    received = False
 
     @classmethod
     def install(cls) -> "StopSignal":

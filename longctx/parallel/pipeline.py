@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,13 +32,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.profiler import record_function
 
-from longctx.attention import HybridAttention, RingAttention
-from longctx.model.presets import ModelShape
-from longctx.model.transformer import Head, Transformer
+from longctx.attention import PackedAttention
+from longctx.model.protocol import Head, Model
+from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
-from longctx.parallel.moments import Moment, now, seconds
 from longctx.parallel.sharding import accumulate_gradients
-from longctx.planning.pipeline import IN_CHUNKS, Pipeline
+from longctx.parallel.timing import Moment, now, seconds
+from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
@@ -57,22 +58,29 @@ class Inputs:
     name: str
     tokens: torch.Tensor
     positions: torch.Tensor
-    attention: RingAttention | HybridAttention
+    attention: PackedAttention
     head: Head
 
 
-def split_layers(shape: ModelShape, stages: int, keys: int) -> list[range]:
+def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
     """The layers of every stage: consecutive, at least one, so that the slowest stage is as fast as can be, and then most even.
 
     Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block.
     The embedding before the first one copies a row, and counts as many as that row has numbers.
     """
-    costs = [shape.block_cost(keys)] * shape.num_hidden_layers
-    costs[0] += shape.hidden_size
-    costs[-1] += shape.vocabulary_parameters
+    costs = [layer.multiplications(keys) for layer in spec.layers]
+    costs[0] += spec.hidden_size
+    costs[-1] += spec.vocabulary_parameters
     slowest, _ = _best_split(costs, stages, max)
     _, ends = _best_split(costs, stages, lambda before, cost: before + cost**2 if cost <= slowest else math.inf)
     return [range(start, stop) for start, stop in zip((0, *ends[:-1]), ends, strict=True)]
+
+
+@cache
+def layers_of_ranks(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[tuple[int, ...], ...]:
+    """The layers of every rank of a pipeline, over all of its stages."""
+    splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
+    return tuple(tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
 
 
 def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
@@ -95,20 +103,20 @@ class Stage(nn.Module):
     The modules are the model's own. Hidden states come and go as [wire_rows, hidden].
     """
 
-    def __init__(self, model: Transformer, index: int, layers: range) -> None:
+    def __init__(self, model: Model, index: int, layers: range) -> None:
         super().__init__()
         self.index = index
-        self.run = model.run
+        self.run, self.embed = model.run, model.embed
         blocks = dict(model.layers.named_children())
         self.layers = nn.ModuleList(blocks[str(layer)] for layer in layers)
-        self.is_first, self.is_last = layers.start == 0, layers.stop == model.shape.num_hidden_layers
-        if self.is_first or (self.is_last and model.shape.tie_word_embeddings):
+        self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.spec.layers)
+        if self.is_first or (self.is_last and model.spec.tie_word_embeddings):
             self.embed_tokens = model.embed_tokens
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
         self.wire_rows: int
-        self.rows: Callable[[Inputs], int]
+        self.tensor_ranks: int
 
     def forward(self, hidden: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
         """Micro-batch number `micro_batch` [1] through this stage: hidden states for the next one, or its loss.
@@ -116,7 +124,7 @@ class Stage(nn.Module):
         The first stage makes nothing of `hidden`.
         """
         given = self.inputs(int(micro_batch))
-        x = self.embed_tokens(given.tokens) if self.is_first else hidden[: self.rows(given)]
+        x = self.embed(given.tokens) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
         out = self.run(self.layers, x, given.positions, given.attention, given.head if self.is_last else None)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
@@ -135,7 +143,7 @@ class PipelineRun:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Model,
         stages: Sequence[Stage],
         pipeline: Pipeline,
         mesh: Mesh,
@@ -154,8 +162,7 @@ class PipelineRun:
         tensor = mesh.tensor.size()
         self.wire_rows = -(-wire_rows // tensor)
         for stage in stages:
-            stage.wire_rows = self.wire_rows
-            stage.rows = lambda given: len(given.tokens) // tensor
+            stage.wire_rows, stage.tensor_ranks = self.wire_rows, tensor
         self._schedule: tuple[int, Any] | None = None
 
     @property
@@ -166,7 +173,7 @@ class PipelineRun:
     @property
     def tied_copy(self) -> nn.Parameter | None:
         """The parameter here that is the first stage's as well: a tied embedding beside the head."""
-        tied = self.has_head and self.model.shape.tie_word_embeddings
+        tied = self.has_head and self.model.spec.tie_word_embeddings
         return next(self.model.lm_head.parameters()) if tied else None
 
     @property
@@ -208,7 +215,7 @@ class PipelineRun:
 
     def hidden(self, device: torch.device) -> torch.Tensor:
         """Room for the hidden states of a micro-batch, or their gradients, as they go from stage to stage."""
-        return torch.empty(self.wire_rows, self.model.shape.hidden_size, dtype=self.dtype, device=device)
+        return torch.empty(self.wire_rows, self.model.spec.hidden_size, dtype=self.dtype, device=device)
 
     def _schedule_of(self, runs: int) -> Any:
         """The schedule for so many micro-batches; kept until another number is wanted."""
@@ -233,7 +240,7 @@ class PipelineRun:
     @torch.no_grad()
     def _add_up_tied_gradient(self) -> None:
         """A tied embedding is a weight of the first and of the last stage: both get the sum of their gradients."""
-        if self.mesh.ends is None or not self.model.shape.tie_word_embeddings:
+        if self.mesh.ends is None or not self.model.spec.tie_word_embeddings:
             return
         gradient = self.model.embed_tokens.weight.grad
         assert isinstance(gradient, DTensor)
@@ -344,14 +351,11 @@ class Clock:
         yield
         self.spans.append((start, now(self.device)))
 
-    def idle_share(self) -> float:
-        """Share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
+    def idle(self) -> tuple[float, float]:
+        """Seconds and share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
         assert self.all is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return self.idle_s() / seconds(*self.all)
-
-    def idle_s(self) -> float:
-        """Seconds of the last schedule in which this rank computed nothing. On a GPU its stream must be done."""
-        assert self.all is not None
-        return seconds(*self.all) - sum(itertools.starmap(seconds, self.spans))
+        whole = seconds(*self.all)
+        idle = whole - sum(itertools.starmap(seconds, self.spans))
+        return idle, idle / whole

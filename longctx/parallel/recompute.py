@@ -8,15 +8,13 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.attention import OPERATORS
-from longctx.model.transformer import Transformer
+from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload
 
 MODES = ("none", "selective", "full")
 
 
-def apply_recompute(
-    model: Transformer, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None
-) -> None:
+def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None) -> None:
     """Makes every block recompute, in place, before it is sharded.
 
     none: everything is kept. selective: all but attention is recomputed, so attention and its exchange run once; kept are the

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from longctx.model.transformer import Transformer
+from longctx.model.protocol import Model
 
 
 def shard(
-    model: Transformer,
+    model: Model,
     weights: DeviceMesh,
     copies: DeviceMesh,
     dtype: torch.dtype,
@@ -88,7 +88,7 @@ def accumulate_gradients(root: nn.Module) -> None:
 
 @torch.no_grad()
 def initialize_sharded(
-    model: Transformer,
+    model: Model,
     seed: int,
     device: torch.device,
     stages: Sequence[nn.Module] | None = None,
@@ -103,12 +103,12 @@ def initialize_sharded(
         root.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
-        whole = model.initial_weight(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)
+        whole = model.initial_value(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)
         mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
         parameter.to_local().copy_(mine.to_local())
 
 
-def reduce_gradients(model: Transformer, in_this_backward: bool, keep_gathered: bool = False) -> None:
+def reduce_gradients(model: Model, in_this_backward: bool, keep_gathered: bool = False) -> None:
     """Gradients stay on their rank, accumulated in float32 and whole, until a backward reduces them to shards.
 
     `keep_gathered`: weights stay gathered after this backward, for the forward of the next micro-batch.

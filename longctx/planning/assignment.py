@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.plan import Placement, Plan
+from longctx.planning.layout import Placement
+from longctx.planning.plan import Plan
 
 Integers = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
@@ -71,6 +72,17 @@ def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
     hits = (2 * degrees) % np.maximum(rest, 1) == 0
     result: Integers = 2 * quotient + np.where(rest == 0, 0, np.where(hits, 1, 2))
     return result
+
+
+def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
+    """The smallest degree at which each document fits the token budget; 0 where none up to `ranks` does."""
+    least = -(-lengths // tokens_per_rank)
+    pending = np.arange(len(lengths))
+    while len(pending):  # an odd budget may ask for a degree or two more than the quotient
+        fits = largest_shards(lengths[pending], least[pending]) <= tokens_per_rank
+        pending = pending[~fits & (least[pending] < ranks)]
+        least[pending] += 1
+    return np.where((least <= ranks) & (largest_shards(lengths, least) <= tokens_per_rank), least, 0)
 
 
 def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]) -> Integers:

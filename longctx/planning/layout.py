@@ -5,14 +5,30 @@ tail), so causal work is equal for all. Any L and any n will do: nothing has to 
 two chunks are empty takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from longctx.planning.plan import Placement, Plan
 
 Span = tuple[int, int]
 """Half-open range of token positions inside a document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A document on the contiguous ranks `first_rank … first_rank + degree - 1` of the domain, inside one micro-batch."""
+
+    document: int
+    first_rank: int
+    degree: int
+    reversed: bool = False
+
+    @property
+    def ring(self) -> range:
+        return range(self.first_rank, self.first_rank + self.degree)
+
+    def ring_index(self, rank: int) -> int:
+        """Position of a rank in the ring; `reversed` counts from the other end."""
+        index = rank - self.first_rank
+        return self.degree - 1 - index if self.reversed else index
 
 
 def head_span(length: int, degree: int, ring_index: int) -> Span:
@@ -106,28 +122,26 @@ class Layout:
     stages: int
     shards: tuple[Shard, ...]
 
+    @classmethod
+    def of(
+        cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int, stages: int = 1
+    ) -> "Layout":
+        """The layout of `rank` where documents of these `lengths` are placed so in a micro-batch."""
+        shards: list[Shard] = []
+        offset = 0
+        for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):
+            shard = _shard(placement, lengths[placement.document], rank, offset)
+            if shard is not None:
+                shards.append(shard)
+                offset += shard.tokens
+        return cls(micro_batch, rank, stages, tuple(shards))
+
     @property
     def tokens(self) -> int:
         return self.shards[-1].offset + self.shards[-1].tokens if self.shards else 0
 
 
-def rank_layout(plan: "Plan", micro_batch: int, rank: int) -> Layout:
-    """The layout of `rank` in `micro_batch`. Raises ValueError if the plan has no such micro-batch or rank."""
-    if not 0 <= micro_batch < len(plan.micro_batches):
-        raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(plan.micro_batches)}, counted from 0")
-    if not 0 <= rank < plan.ranks:
-        raise ValueError(f"rank {rank} is not in this plan's domain of {plan.ranks} ranks, counted from 0")
-    shards: list[Shard] = []
-    offset = 0
-    for placement in sorted(plan.micro_batches[micro_batch], key=lambda p: (p.first_rank, p.document)):
-        shard = _shard(placement, plan.lengths[placement.document], rank, offset)
-        if shard is not None:
-            shards.append(shard)
-            offset += shard.tokens
-    return Layout(micro_batch, rank, plan.stages[micro_batch], tuple(shards))
-
-
-def _shard(placement: "Placement", length: int, rank: int, offset: int) -> Shard | None:
+def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard | None:
     if rank not in placement.ring:
         return None
     ring_index = placement.ring_index(rank)

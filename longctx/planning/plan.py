@@ -13,9 +13,9 @@ from functools import cached_property
 from typing import Any
 
 from longctx.errors import UserError
-from longctx.planning.layout import Layout, rank_layout
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.profile import HardwareProfile
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.layout import Layout, Placement
 
 VERSION = 1
 
@@ -24,23 +24,27 @@ class PlanError(UserError):
     """Lengths that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A document on the contiguous ranks `first_rank … first_rank + degree - 1` of the domain, inside one micro-batch."""
+@dataclass(frozen=True)
+class PlanCost:
+    """What a plan costs under the cost model.
 
-    document: int
-    first_rank: int
-    degree: int
-    reversed: bool = False
+    Attributes:
+        makespan_s, lower_bound_s: modelled time of the step, and the time that no plan can beat under the same model.
+        exposed_share: share of the makespan in which the slowest ranks wait for K and V.
+        idle_share: share of rank-time in which a rank waits for the slowest of its micro-batch.
+        bubble_share: share of the makespan in which a pipeline fills and drains, empty micro-batches included.
+    """
+
+    makespan_s: float
+    lower_bound_s: float
+    exposed_share: float
+    idle_share: float
+    bubble_share: float = 0.0
 
     @property
-    def ring(self) -> range:
-        return range(self.first_rank, self.first_rank + self.degree)
-
-    def ring_index(self, rank: int) -> int:
-        """Position of a rank in the ring; `reversed` counts from the other end."""
-        index = rank - self.first_rank
-        return self.degree - 1 - index if self.reversed else index
+    def gap(self) -> float:
+        """How far the plan is above the lower bound: 0.02 means 2 %."""
+        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -49,18 +53,15 @@ class Plan:
 
     Attributes:
         mode: what was asked for: static, bins or auto.
-        winner: what was chosen under that mode, such as `static:8`, `bins` or `columns`.
+        winner: what was chosen under that mode, such as `static:8`, `bins` or `search`.
         ranks: N, the size of the domain.
         tokens_per_rank: most tokens that a rank holds in a micro-batch.
         lengths: tokens of every document of the step.
         micro_batches: placements of each micro-batch; every document stands in exactly one.
         stages: exchange stages of each micro-batch, ≥ 1.
-        profile: the constants that the plan was scored with.
-        makespan_s, lower_bound_s: modelled time of the step, and the time that no plan can beat under the same model.
-        exposed_share: share of the makespan in which the slowest ranks wait for K and V.
-        idle_share: share of rank-time in which a rank waits for the slowest of its micro-batch.
-        bubble_share: share of the makespan in which a pipeline fills and drains, empty micro-batches included.
+        profile: the constants that the plan was made with.
         pipeline: what the micro-batches go through.
+        cost: its score by these constants; None of a schedule that was not scored.
         planning_ms: how long planning took; not part of the hash.
     """
 
@@ -72,18 +73,40 @@ class Plan:
     micro_batches: tuple[tuple[Placement, ...], ...]
     stages: tuple[int, ...]
     profile: HardwareProfile
-    makespan_s: float
-    lower_bound_s: float
-    exposed_share: float
-    idle_share: float
-    bubble_share: float = 0.0
     pipeline: Pipeline = NO_PIPELINE
+    cost: PlanCost | None = None
     planning_ms: float = 0.0
 
     @property
+    def score(self) -> PlanCost:
+        """The cost. Raises PlanError if nobody scored this plan."""
+        if self.cost is None:
+            raise PlanError("this plan was not scored: it is a schedule without times")
+        return self.cost
+
+    @property
+    def makespan_s(self) -> float:
+        return self.score.makespan_s
+
+    @property
+    def lower_bound_s(self) -> float:
+        return self.score.lower_bound_s
+
+    @property
+    def exposed_share(self) -> float:
+        return self.score.exposed_share
+
+    @property
+    def idle_share(self) -> float:
+        return self.score.idle_share
+
+    @property
+    def bubble_share(self) -> float:
+        return self.score.bubble_share
+
+    @property
     def gap(self) -> float:
-        """How far the plan is above the lower bound: 0.02 means 2 %."""
-        return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+        return self.score.gap
 
     @property
     def degrees(self) -> dict[int, int]:
@@ -97,29 +120,34 @@ class Plan:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout(self, micro_batch: int, rank: int) -> Layout:
-        """Which tokens `rank` holds in `micro_batch`, and in which order."""
-        return rank_layout(self, micro_batch, rank)
+        """Which tokens `rank` holds in `micro_batch`, and in which order. Raises ValueError where there is no such."""
+        if not 0 <= micro_batch < len(self.micro_batches):
+            raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
+        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.stages[micro_batch])
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for `json.dump`; `from_json` reads it back."""
-        return {**self._content(), "gap": self.gap, "hash": self.hash}
+        return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
         """Reads what `to_json` returned. Raises PlanError for another version or missing keys."""
         if data.get("version") != VERSION:
             raise PlanError(f"plan version is {data.get('version')!r}: this longctx reads {VERSION}; make the plan anew")
-        names = cls.__dataclass_fields__.keys()
-        missing = sorted(set(names) - set(data))
+        costs = PlanCost.__dataclass_fields__.keys()
+        names = (cls.__dataclass_fields__.keys() | costs) - {"cost"}
+        missing = sorted(names - set(data))
         if missing:
             raise PlanError(f"plan lacks {', '.join(missing)}")
-        values = {name: data[name] for name in names}
+        values = {name: data[name] for name in names - costs}
         values["lengths"] = tuple(values["lengths"])
         values["stages"] = tuple(values["stages"])
         values["micro_batches"] = tuple(tuple(Placement(**p) for p in mb) for mb in values["micro_batches"])
         values["profile"] = HardwareProfile.from_dict(values["profile"], source="plan")
         values["pipeline"] = Pipeline(**values["pipeline"])
-        return cls(**values)
+        return cls(**values, cost=PlanCost(**{name: data[name] for name in costs}))
 
     def _content(self) -> dict[str, Any]:
         return {
@@ -132,11 +160,7 @@ class Plan:
             "micro_batches": [[asdict(p) for p in mb] for mb in self.micro_batches],
             "stages": list(self.stages),
             "profile": self.profile.to_dict(),
-            "makespan_s": self.makespan_s,
-            "lower_bound_s": self.lower_bound_s,
-            "exposed_share": self.exposed_share,
-            "idle_share": self.idle_share,
-            "bubble_share": self.bubble_share,
+            **({} if self.cost is None else asdict(self.cost)),
             "pipeline": asdict(self.pipeline),
             "planning_ms": self.planning_ms,
         }

@@ -1,4 +1,4 @@
-"""Planner: from lengths to a checked plan, in one of three modes, all scored by the same cost.
+"""Planner: from lengths to a checked plan, in one of the modes of `planners/modes.py`, all scored by the same cost.
 
 `static` gives every document the same degree, `bins` takes degrees from a table, `auto` searches over degrees and also scores
 the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
@@ -6,27 +6,20 @@ the other two, so it is never worse than either. Planning is a pure function: no
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.bins import degrees_by_bins, derived_degrees
-from longctx.planning.check import check_plan
-from longctx.planning.columns import plan_columns
-from longctx.planning.cost import NANOSECONDS, bound_ns, lower_bound_ns, score
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.assignment import Assignment, Integers, least_degrees, spread, tokens_on_ranks
+from longctx.planning.cost.bounds import plan_cost
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.profile import HardwareProfile
-from longctx.planning.request import check_lengths, check_settings, least_degrees
-from longctx.planning.shelves import Step, even_out, fill, place_rings
-from longctx.planning.static import plan_static, static_bounds_ns
-
-BIN_ROUNDS = 64
-"""Rounds of evening out a plan by bins."""
-Candidate = tuple[int, str, Assignment]
-"""Makespan in nanoseconds, winner's name, assignment."""
+from longctx.planning.planners.modes import MODES
+from longctx.planning.planners.step import Candidate, Step, fastest
+from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
 def make_plan(
@@ -65,165 +58,56 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    request = _Request(profile, sizes, ranks, mode, degree, bins)
-    if pipeline.ranks == 1:
-        _, winner, assignment = _best_of(request, tokens_per_rank)
-    else:
-        winner, assignment = _best_in_pipeline(request, tokens_per_rank, pipeline)
-    assignment = _in_order(profile, sizes, assignment, ranks, pipeline)
-    result = score(profile, sizes, assignment, ranks, pipeline)
+    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins)
+    best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step, pipeline)
+    assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
-        winner=winner,
+        winner=best.winner,
         ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
         micro_batches=assignment.placements(),
         stages=_stages(sizes, assignment, ranks, max_remote_tokens),
         profile=profile,
-        makespan_s=result.makespan_ns / NANOSECONDS,
-        lower_bound_s=lower_bound_ns(profile, sizes, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
-        exposed_share=result.exposed_share,
-        idle_share=result.idle_share,
-        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
         pipeline=pipeline,
+        cost=plan_cost(profile, sizes, assignment, ranks, tokens_per_rank, pipeline),
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)
     return plan
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What is asked for, but for the token budget."""
+def _best_in_pipeline(mode: str, step: Step, pipeline: Pipeline) -> Candidate:
+    """The best plan in a pipeline, whose bubble counts as well.
 
-    profile: HardwareProfile
-    lengths: Integers
-    ranks: int
-    mode: str
-    degree: int | None
-    bins: Mapping[int, int] | None
-
-
-def _best_of(request: _Request, tokens_per_rank: int) -> Candidate:
-    profile, lengths, ranks = request.profile, request.lengths, request.ranks
-    if request.mode == "static":
-        return _static(profile, lengths, ranks, tokens_per_rank, request.degree)
-    if request.mode == "bins":
-        degrees = _bin_degrees(profile, lengths, ranks, tokens_per_rank, request.bins)
-        return _by_bins(profile, lengths, ranks, tokens_per_rank, degrees)
-    return _best_of_all(profile, lengths, ranks, tokens_per_rank, request.bins)
-
-
-def _best_in_pipeline(request: _Request, tokens_per_rank: int, pipeline: Pipeline) -> tuple[str, Assignment]:
-    """The best plan of all in a pipeline, whose bubble is the smaller the more micro-batches share the work.
-
-    Each halving of the budget gives more and smaller ones, until that no longer helps. Mode auto takes what the other modes
-    come to into account, so it is never worse than they are.
+    Mode auto takes what the other modes come to into account, so it is never worse than they are.
     """
-    found: list[Candidate] = []
-    for mode in ("auto", "bins", "static") if request.mode == "auto" else (request.mode,):
-        best, budget = None, tokens_per_rank
-        while budget and least_degrees(request.lengths, request.ranks, budget).all():
-            try:
-                _, winner, assignment = _best_of(replace(request, mode=mode), budget)
-            except PlanError:  # of a smaller budget, or of a mode that was not asked for
-                if mode == request.mode and budget == tokens_per_rank:
-                    raise
-                break
-            makespan = score(request.profile, request.lengths, assignment, request.ranks, pipeline).makespan_ns
-            if best is not None and makespan >= best[0]:
-                break
-            best = makespan, winner, assignment
-            budget //= 2
-        if best is not None:
-            found.append(best)
-    return min(found, key=_makespan)[1:]
-
-
-def _best_of_all(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
-) -> Candidate:
-    assignment, makespan = plan_columns(Step.of(profile, lengths, ranks, tokens_per_rank))
-    best: Candidate = makespan, "columns", assignment
-    with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
-        degrees = _bin_degrees(profile, lengths, ranks, tokens_per_rank, bins)
-        if bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) < best[0]:
-            best = min(best, _by_bins(profile, lengths, ranks, tokens_per_rank, degrees), key=_makespan)
-    static = _best_static(profile, lengths, ranks, tokens_per_rank, range(1, ranks + 1), below=best[0])
-    return best if static is None else min(best, static, key=_makespan)
-
-
-def _makespan(candidate: Candidate) -> int:
-    return candidate[0]
-
-
-def _bin_degrees(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, bins: Mapping[int, int] | None
-) -> Integers:
-    if bins is None:
-        return derived_degrees(profile, lengths, ranks, tokens_per_rank)
-    return degrees_by_bins(bins, lengths, ranks, tokens_per_rank)
-
-
-def _by_bins(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: Integers) -> Candidate:
-    """The packing of `columns` with degrees from a table, in the fewest micro-batches that can be packed."""
-    step = Step.of(profile, lengths, ranks, tokens_per_rank)
-    split, micro_batches = step.split(degrees), step.fewest_micro_batches
-    while True:
-        rings = place_rings(step, split, micro_batches, 0, micro_batches)
-        assignment = fill(rings) if rings else None
-        if rings and assignment:
-            assignment = even_out(rings, assignment, BIN_ROUNDS)
-            return score(profile, lengths, assignment, ranks).makespan_ns, "bins", assignment
-        micro_batches += max(1, micro_batches // 8)
-
-
-def _static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int | None) -> Candidate:
-    """The static plan of the degree given, or the best one. Raises PlanError if none holds every document."""
-    degrees = range(1, ranks + 1) if degree is None else range(degree, degree + 1)
-    best = _best_static(profile, lengths, ranks, tokens_per_rank, degrees)
-    if best is None:
-        raise PlanError(_no_static_degree(lengths, ranks, tokens_per_rank, degree))
+    best = _best_budget(MODES[mode], step, pipeline)
+    for other in ("bins", "static") if mode == "auto" else ():
+        with contextlib.suppress(PlanError):  # of a mode that was not asked for
+            best = fastest(best, _best_budget(MODES[other], step, pipeline))
     return best
 
 
-def _best_static(
-    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degrees: range, below: int | None = None
-) -> Candidate | None:
-    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
+def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeline) -> Candidate:
+    """The best plan of a mode in a pipeline. The bubble is the smaller the more micro-batches share the work.
 
-    Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
+    Each halving of the budget gives more and smaller ones, until that no longer helps.
     """
-    bounds = []
-    for degree in degrees:
-        if degree * tokens_per_rank < int(lengths.max()):
-            continue
-        on_all_ranks, on_groups = static_bounds_ns(profile, lengths, ranks, tokens_per_rank, degree)
-        if below is not None and on_all_ranks >= below:
-            break
-        bounds.append((on_groups, degree))
-    best: Candidate | None = None
-    for bound, degree in sorted(bounds):
-        limit = best[0] if best else below
-        if limit is not None and bound >= limit:
-            break
-        found = plan_static(profile, lengths, ranks, tokens_per_rank, degree)
-        if found is not None and (best is None or found[1] < best[0]):
-            best = found[1], f"static:{degree}", found[0]
+
+    def planned(budget: int) -> Candidate:
+        found = plan(replace(step, tokens_per_rank=budget))
+        makespan = score(step.profile, step.lengths, found.assignment, step.ranks, pipeline).makespan_ns
+        return found._replace(makespan_ns=makespan)
+
+    best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
+    with contextlib.suppress(PlanError):  # of a smaller budget
+        while budget and least_degrees(step.lengths, step.ranks, budget).all():
+            if (found := planned(budget)).makespan_ns >= best.makespan_ns:
+                break
+            best, budget = found, budget // 2
     return best
-
-
-def _no_static_degree(lengths: Integers, ranks: int, tokens_per_rank: int, degree: int | None) -> str:
-    if degree is None:
-        return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
-    shards = largest_shards(lengths, np.full_like(lengths, degree))
-    document = int(shards.argmax())
-    least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
-    return (
-        f"document {document} has {lengths[document]} tokens: {degree} ranks of {tokens_per_rank} hold at most "
-        f"{degree * tokens_per_rank}; take degree {least}, tokens_per_rank {shards[document]}, or mode auto"
-    )
 
 
 def _in_order(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from longctx.attention.exchange import Exchange, Pending
-from longctx.parallel.moments import Moment, now, seconds
+from longctx.parallel.timing import Moment, now, seconds
 
 ATTENTION, EXCHANGE, OPTIMIZER = "attention", "exchange", "optimizer"
 

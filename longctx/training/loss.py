@@ -5,16 +5,56 @@ forward; so loss and gradients do not depend on how the step is planned (design 
 own entries of the vocabulary, and two numbers a token are exchanged.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from longctx.data import IGNORED_LABEL
 from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
-IGNORE = -100
 CHUNK_TOKENS = 1024
+
+
+@dataclass
+class _Chunk:
+    """Some rows of the loss: logits [rows, entries of this rank] in float32, and what is needed of them."""
+
+    logits: torch.Tensor
+    log_total: torch.Tensor
+    target_logits: torch.Tensor
+    targets: torch.Tensor
+    here: torch.Tensor
+    """[rows, 1]: whether the target is one of this rank's entries."""
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None, softcap: float
+    ) -> "_Chunk":
+        first = 0 if part is None else part.first
+        valid = labels != IGNORED_LABEL
+        targets = (labels - first).where(valid, 0).unsqueeze(-1)
+        # The target is an entry of exactly one rank; elsewhere entry 0 is read, and nothing is made of it.
+        here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
+        targets = targets.where(here, 0)
+        logits = F.linear(hidden, weight)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_total, target_logits = logits.logsumexp(-1), logits.gather(1, targets).where(here, 0).squeeze(1)
+        if part is not None:
+            everyones = part.gather(torch.stack([log_total, target_logits]))
+            log_total, target_logits = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
+        return cls(logits, log_total, target_logits, targets, here)
+
+    def gradient(self, counts: torch.Tensor, softcap: float) -> torch.Tensor:
+        """Of Σ counts · -log p, by the logits before they were capped; overwrites the logits."""
+        slope = None if not softcap else 1 - (self.logits / softcap).square()
+        gradient = (self.logits - self.log_total.unsqueeze(-1)).exp_()
+        gradient.scatter_add_(1, self.targets, -self.here.to(gradient.dtype))
+        gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
+        return gradient if slope is None else gradient.mul_(slope)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -26,11 +66,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         labels: torch.Tensor,
-        divisor: int,
+        counts: torch.Tensor,
+        divisor: float,
         chunk: int,
         part: VocabularyPart | None,
+        softcap: float,
     ) -> torch.Tensor:
-        first = 0 if part is None else part.first
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         hidden_gradient = torch.zeros_like(hidden) if needs_gradient else None
@@ -40,23 +81,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         )
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            valid = labels[rows] != IGNORE
-            targets = (labels[rows] - first).where(valid, 0).unsqueeze(-1)
-            # The target is an entry of exactly one rank; elsewhere entry 0 is read, and nothing is made of it.
-            here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
-            targets = targets.where(here, 0)
-            logits = F.linear(hidden[rows], weight)
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_total, target_logits = logits.logsumexp(-1), logits.gather(1, targets).where(here, 0).squeeze(1)
-            if part is not None:
-                everyones = part.gather(torch.stack([log_total, target_logits]))
-                log_total, target_logits = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
-            losses = (log_total - target_logits).where(valid, 0)
+            this = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
+            losses = (this.log_total - this.target_logits).where(counts[rows] != 0, 0) * counts[rows]
             total += losses.sum(dtype=torch.float64)
             if hidden_gradient is not None and weight_gradient is not None:
-                gradient = (logits - log_total.unsqueeze(-1)).exp_()
-                gradient.scatter_add_(1, targets, -here.to(gradient.dtype))
-                gradient = gradient.where(valid.unsqueeze(-1), 0).div_(divisor).to(hidden.dtype)
+                gradient = this.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
                 hidden_gradient[rows] = gradient @ weight
                 weight_gradient += gradient.T @ hidden[rows]
         if hidden_gradient is not None and weight_gradient is not None:
@@ -69,27 +98,46 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             hidden_gradient * gradient.to(hidden_gradient.dtype),
             weight_gradient * gradient.to(weight_gradient.dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 6,
         )
 
 
 def cross_entropy_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, divisor: int = 1, chunk_tokens: int = CHUNK_TOKENS
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    divisor: float = 1,
+    chunk_tokens: int = CHUNK_TOKENS,
+    weights: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Sum over valid targets of -log p(target), divided by `divisor`, a scalar in float32 (float64 for float64 inputs).
+    """Σ weight · -log p(target) over valid targets, divided by `divisor`, a scalar in float32 (float64 for float64 inputs).
 
-    The divisor is the number of targets of the whole step. It is applied here, in float32: dividing the result would multiply
-    bfloat16 gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
+    The divisor is a number of the whole step. It is applied here, in float32: dividing the result would multiply bfloat16
+    gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
-    hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted. No valid target, or
-    no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor
-    parallelism has split the weight by entries and hidden by tokens, every rank gives all labels and gets the whole loss.
+    hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted, weights [tokens]
+    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. No valid target, or no token at all, gives 0 with zero
+    gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor parallelism has split the weight by entries
+    and hidden by tokens, every rank gives all labels and gets the whole loss.
     """
-    part = None
-    if isinstance(weight, DTensor):
-        hidden, weight, part = vocabulary_part(hidden, weight)
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, divisor, chunk_tokens, part)  # type: ignore[no-untyped-call]  # torch's own
+    hidden, weight, part = vocabulary_part(hidden, weight)
+    counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
+    if weights is not None:
+        counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, counts, divisor, chunk_tokens, part, softcap)  # type: ignore[no-untyped-call]  # torch's own
     return loss
+
+
+@torch.no_grad()
+def log_probabilities(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
+) -> torch.Tensor:
+    """log p of every label, float32 [tokens], 0 where nothing is predicted; arguments as in `cross_entropy_sum`."""
+    hidden, weight, part = vocabulary_part(hidden, weight)
+    found = [
+        chunk.target_logits - chunk.log_total
+        for rows, targets in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
+        for chunk in [_Chunk.of(rows, weight, targets, part, softcap)]
+    ]
+    return torch.cat(found).where(labels != IGNORED_LABEL, 0)

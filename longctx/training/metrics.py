@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -94,7 +93,7 @@ class StepMetrics:
             gap=plan.gap,
             bubble_share=float(domain["bubble_share"].mean()),
             predicted_bubble_share=plan.bubble_share,
-            padding_share=(rows - batch.tokens) / rows,
+            padding_share=(rows - batch.tokens) / max(1, rows),
             data_wait_s=float(domain["data_wait_s"].max()),
             peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
             **means,
@@ -152,12 +151,6 @@ class MetricsLog:
         self.stream.close()
         if self.events is not None:
             self.events.close()
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def _lines(self) -> Iterator[tuple[int, str]]:
         """Step and text of every line of an earlier run; one that was cut short by a kill is left out."""

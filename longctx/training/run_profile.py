@@ -11,12 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.mesh import Mesh, choose_device
-from longctx.planning.calibrate import kv_bytes_per_token
-from longctx.planning.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.profile import HardwareProfile, ProfileError, read_profile
-from longctx.planning.scaling import RankWork, arithmetic_said, scale
-from longctx.training.memory import blocks_of_ranks
+from longctx.parallel.pipeline import layers_of_ranks
+from longctx.planning.calibration.fit import kv_bytes_per_token
+from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.scaling import RankWork, arithmetic_said, scale
 from longctx.training.utilisation import gpu_kind
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -42,13 +43,15 @@ class Described(BaseModel):
 
     @property
     def work(self) -> RankWork:
-        return work_of(self.model, self.dtype, recompute=self.recompute, keep_kv=self.keep_kv, tensor=self.tensor_parallel_size)
+        return work_of(
+            self.model.spec, self.dtype, recompute=self.recompute, keep_kv=self.keep_kv, tensor=self.tensor_parallel_size
+        )
 
     def __str__(self) -> str:
         split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
         anew = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
-        return f"{_short(self.model.parameters())} parameters in {self.dtype} on {where}{anew}{split}"
+        return f"{_short(self.model.spec.parameters)} parameters in {self.dtype} on {where}{anew}{split}"
 
 
 def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
@@ -82,7 +85,7 @@ def _short(number: int) -> str:
 
 
 def work_of(
-    shape: ModelShape,
+    spec: ModelSpec,
     dtype: str,
     *,
     recompute: str = "none",
@@ -92,44 +95,49 @@ def work_of(
     tokens_per_rank: int = 1,
     gpus: int = 1,
 ) -> RankWork:
-    """What the slowest pipeline rank does for a token. The shape has a vocabulary; `tokens_per_rank` decides where stages end.
+    """What the slowest pipeline rank does for a token. The spec has a vocabulary; `tokens_per_rank` decides where stages end.
 
     Computed anew are a block's parameters but for the last matrix of its MLP: torch stops once it has what was to be kept. Of
     tensor parallelism there are 4 collectives a block in forward, 4 in backward and 3 in a repeated forward, each of which
     brings a rank (tp - 1)/tp of [tokens, hidden]; those of embedding and head are left out. Every stage receives [tokens,
-    hidden] / tp in forward and in backward. Raises ProfileError if the tensor ranks cannot share the heads.
+    hidden] / tp in forward and in backward. Windows of attention are not counted: plans take every layer to see all tokens.
+    Raises ProfileError if the tensor ranks cannot share the heads.
     """
-    if shape.num_key_value_heads % tensor:
-        raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {shape.num_key_value_heads} kv heads")
-    layers, head = _slowest_rank(shape, pipeline, tokens_per_rank)
-    in_blocks = layers * shape.block_parameters
+    for layer in spec.layers:
+        if layer.num_key_value_heads % tensor:
+            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} kv heads")
+    layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
+    in_blocks = sum(layer.matrix_parameters for layer in layers)
     computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
     if recompute != "none":
-        computed += (in_blocks - layers * shape.hidden_size * shape.intermediate_size) / 3
+        computed += (in_blocks - sum(layer.hidden_size * layer.intermediate_size for layer in layers)) / 3
         collectives += COLLECTIVES - 1
     element, again = ELEMENT_BYTES[dtype], recompute == "full"
-    hidden_bytes = shape.hidden_size * element
-    heads = layers * shape.num_attention_heads * shape.head_dim / tensor
-    kv_heads, passes = shape.num_key_value_heads // tensor, 3 + again - keep_kv
+    hidden_bytes, passes = spec.hidden_size * element, 3 + again - keep_kv
+    heads = sum(layer.num_attention_heads * layer.head_dim for layer in layers) / tensor
     return RankWork(
-        layers=layers,
+        layers=len(layers),
         weights=(in_blocks + head) / tensor,
         computed=computed / tensor,
         attention=heads * (REPEATED_ATTENTION if again else 1.0),
-        kv_bytes=kv_bytes_per_token(layers, kv_heads, shape.head_dim, element, passes),
+        kv_bytes=sum(
+            kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element, passes) for layer in layers
+        ),
         tensor=tensor,
-        tensor_bytes=layers * collectives * hidden_bytes * (tensor - 1) / tensor,
+        tensor_bytes=len(layers) * collectives * hidden_bytes * (tensor - 1) / tensor,
         pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
         gpus=gpus if pipeline.ranks > 1 else 1,
     )
 
 
-def _slowest_rank(shape: ModelShape, pipeline: Pipeline, tokens_per_rank: int) -> tuple[int, int]:
+def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
     """Blocks and parameters of the head on the pipeline rank with most work: the last one has the head."""
-    *others, last = blocks_of_ranks(shape, pipeline, tokens_per_rank)
-    block, head = shape.block_cost(keys=tokens_per_rank // 2), shape.vocabulary_parameters  # as stages are cut
-    most = max(others, default=0)
-    return (last, head) if last * block + head >= most * block else (most, 0)
+    ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
+    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as stages are cut
+    work[-1] += spec.vocabulary_parameters
+    if work[-1] == max(work):
+        return ranks[-1], spec.vocabulary_parameters
+    return ranks[work.index(max(work))], 0
 
 
 @dataclass(frozen=True)
@@ -171,7 +179,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of this run",))
     shape = config.model.sizes() if vocab_size is None else config.model.shape(vocab_size)
     wanted = work_of(
-        _with_vocabulary(shape, described),
+        _with_vocabulary(shape, described).spec,
         config.train.dtype,
         recompute=config.train.recompute,
         keep_kv=config.context.keep_kv,
@@ -198,7 +206,7 @@ def preset_profile(
             "layers: take fewer pipeline ranks or chunks, or another --model"
         )
     wanted = work_of(
-        shape,
+        shape.spec,
         described.dtype,
         recompute=described.recompute,
         keep_kv=described.keep_kv,
@@ -212,7 +220,7 @@ def preset_profile(
     return found if found.profile == profile else replace(found, name=f"{name}, scaled to {what}")
 
 
-def default_profile(device: str, gpu: str | None = None) -> str:
+def default_profile(device: str, gpu: str | None) -> str:
     """The profile that goes with a device of this type, and of this name if it is a GPU that can be asked."""
     if device != "cuda":
         return "cpu-2core"

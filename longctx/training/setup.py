@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from longctx.attention import HybridAttention, RingAttention, packed_attention
+from longctx.attention import HybridAttention, Mask, PackedAttention, RingAttention, by_layer, packed_attention
+from longctx.attention.exchange import Exchange
 from longctx.config import Config
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
 from longctx.data.store import Store
 from longctx.errors import UserError
+from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
-from longctx.model.transformer import Transformer
+from longctx.model.protocol import Model
+from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
@@ -22,11 +25,11 @@ from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, shard
 from longctx.parallel.tensor import parallelize
-from longctx.planning.head_exchange import choose_head_ranks
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.profile import HardwareProfile
 from longctx.training.clock import StepClock
 from longctx.training.run_profile import run_profile
 
@@ -44,16 +47,16 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
     )
 
 
-def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Transformer, PipelineRun | None]:
+def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
     """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights.
 
     In a pipeline it is the part of this rank, and what runs it comes with it.
     """
     pipeline, position = config.pipeline, mesh.stage
-    splits = split_layers(shape, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
+    splits = split_layers(shape.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
     mine = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
-        model = Transformer(shape, [layer for index in mine for layer in splits[index]])
+        model = Decoder(shape, [layer for index in mine for layer in splits[index]])
     train, on_gpu = config.train, mesh.device.type == "cuda"
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
@@ -107,13 +110,13 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
     )
 
 
-def check_vocabulary(config: Config, shape: ModelShape) -> None:
+def check_vocabulary(config: Config, spec: ModelSpec) -> None:
     """Raises UserError if tensor parallelism leaves a rank without an entry of the vocabulary."""
-    assert shape.vocab_size is not None
-    ranks, entries = config.parallel.tensor_parallel_size, shape.vocab_size
+    assert spec.vocab_size is not None
+    ranks, entries = config.parallel.tensor_parallel_size, spec.vocab_size
     if leaves_one_without(entries, ranks):
         share = -(-entries // ranks)
-        divisors = (n for n in range(ranks, 0, -1) if shape.num_key_value_heads % n == 0)
+        divisors = (n for n in range(ranks, 0, -1) if spec.largest_layer.num_key_value_heads % n == 0)
         fewer = (n for n in divisors if not leaves_one_without(entries, n))
         raise UserError(
             f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and so "
@@ -121,23 +124,43 @@ def check_vocabulary(config: Config, shape: ModelShape) -> None:
         )
 
 
+def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
+    """How many ranks swap heads in a micro-batch, as the settings or the cost model have it."""
+    wanted, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
+    if wanted != "auto":
+        return wanted
+    layer = spec.largest_layer
+    return choose_ulysses_degree(plan, micro_batch, layer.num_attention_heads // tensor, layer.num_key_value_heads // tensor)
+
+
 def make_attention(
-    config: Config, mesh: Mesh, shape: ModelShape, plan: Plan, layout: Layout, clock: StepClock | None = None
-) -> RingAttention | HybridAttention:
+    config: Config,
+    mesh: Mesh,
+    spec: ModelSpec,
+    plan: Plan,
+    layout: Layout,
+    clock: StepClock | None = None,
+    exchange: type[Exchange] = Exchange,
+) -> PackedAttention:
     """Attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
-    timed: dict[str, Any] = {} if clock is None else {"watch": clock.attention, "exchange": clock.exchange}
-    context, tensor = config.context, config.parallel.tensor_parallel_size
-    head_ranks = context.head_exchange
-    if head_ranks == "auto":
-        heads, kv_heads = shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor
-        head_ranks = choose_head_ranks(plan, layout.micro_batch, heads, kv_heads)
-    return packed_attention(
-        layout,
-        head_ranks,
-        group=mesh.exchange,
-        kernel=context.kernel,
-        keep_kv=context.keep_kv,
-        ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
-        device=mesh.device,
-        **timed,
-    )
+    timed: dict[str, Any] = {"exchange": exchange}
+    if clock is not None:
+        timed = {"watch": clock.attention, "exchange": clock.exchange}
+    context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
+
+    def attend(window: int | None) -> RingAttention | HybridAttention:
+        return packed_attention(
+            layout,
+            degree,
+            group=mesh.exchange,
+            mask=Mask(window=window),
+            scale=spec.attention_scale,
+            softcap=spec.attention_softcap,
+            kernel=context.kernel,
+            keep_kv=context.keep_kv,
+            ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
+            device=mesh.device,
+            **timed,
+        )
+
+    return by_layer([layer.window for layer in spec.layers], attend)

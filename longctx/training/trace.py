@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
+from longctx.model.protocol import Model
 
 
 def parse_steps(text: str) -> range:
@@ -21,7 +22,9 @@ def parse_steps(text: str) -> range:
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:
-    """A micro-batch of the plan, with its longest document."""
+    """A micro-batch of the plan, with its longest document; those behind the plan's last one are empty."""
+    if number >= len(batch.plan.micro_batches):
+        return f"micro-batch {number}, empty"
     placements = batch.plan.micro_batches[number]
     longest = max(placements, key=lambda placement: batch.plan.lengths[placement.document])
     tokens = batch.plan.lengths[longest.document]
@@ -37,7 +40,7 @@ class Tracer:
     As a context manager it also writes what there is when a run ends within the steps. A run that fails writes nothing.
     """
 
-    def __init__(self, steps: range, folder: Path, rank: int, model: nn.Module) -> None:
+    def __init__(self, steps: range, folder: Path, rank: int, model: Model) -> None:
         self.steps, self.path, self.model = steps, folder / f"rank-{rank:03d}.json", model
         self.running: profile | None = None
 
@@ -47,11 +50,12 @@ class Tracer:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self.running = profile(activities=activities)
             self.running.start()
-            self.hooks = [hook for block in _blocks(self.model) for hook in _named(block)]
+            self.hooks = [hook for block in self.model.layers for hook in _named(block)]
 
-    def after(self, step: int) -> Path | None:
-        """To be called after a step has ended; returns the file if it was written."""
-        return None if self.running is None or step + 1 in self.steps else self._write(self.running)
+    def after(self, step: int) -> None:
+        """To be called after a step has ended."""
+        if self.running is not None and step + 1 not in self.steps:
+            self._write(self.running)
 
     def __enter__(self) -> "Tracer":
         return self
@@ -60,18 +64,13 @@ class Tracer:
         if self.running is not None and error is None:
             self._write(self.running)
 
-    def _write(self, running: profile) -> Path:
+    def _write(self, running: profile) -> None:
         for hook in self.hooks:
             hook.remove()
         running.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self.path))
         self.running = None
-        return self.path
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return list(model.get_submodule("layers").children())
 
 
 def _named(block: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:

@@ -4,37 +4,46 @@ import math
 import resource
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from longctx.attention import RingAttention
-from longctx.attention.copies import copy_to
+from longctx.attention.device import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.model.transformer import Transformer
+from longctx.model.presets import ModelShape
+from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
-from longctx.planning.refine import Refinement
+from longctx.planning.calibration.online_fit import OnlineFit
+from longctx.planning.layout import Layout
+from longctx.planning.plan import Plan
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
-from longctx.training.loss import cross_entropy_sum
+from longctx.training.loss import cross_entropy_sum, log_probabilities
 from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import build_loader, build_model, make_attention, make_planner
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
+
+Attend = Callable[[Plan, Layout], Any]
+"""From a plan and a rank's layout in one of its micro-batches to attention."""
 
 
 class NonFiniteLoss(UserError):
@@ -47,19 +56,28 @@ class Trainer:
 
     config: Config
     mesh: Mesh
-    model: Transformer
+    model: Model
     optimizer: torch.optim.Optimizer
-    loader: Loader
     pipeline: PipelineRun | None = None
+    loader: Loader = field(init=False)
+    objective: Objective = field(default_factory=TokenMean)
     log: MetricsLog | None = None
     steps_done: int = 0
-    refinement: Refinement | None = None
+    online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
     tracer: Tracer | None = None
+    attend: Attend | None = None
+    """In place of the attention that the settings describe; for measuring."""
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
+
+    @classmethod
+    def build(cls, config: Config, mesh: Mesh, shape: ModelShape) -> "Trainer":
+        """Model and optimizer, without a loader: for steps whose batches are given."""
+        model, pipeline = build_model(shape, config, mesh)
+        return cls(config, mesh, model, make_optimizer(model, config.optimizer, mesh.device), pipeline)
 
     @classmethod
     def start(
@@ -74,14 +92,11 @@ class Trainer:
 
         When `stop` has received its signal on any rank, the run ends after the step.
         """
-        shape = config.model.shape(store.tokenizer.vocab_size)
-        max_length = choose_max_length(config, mesh.world_size, resume_from)
-        model, pipeline = build_model(shape, config, mesh)
-        optimizer = make_optimizer(model, config.optimizer, mesh.device)
-        loader = build_loader(store, config, mesh, max_length)
-        trainer = cls(config, mesh, model, optimizer, loader, pipeline, stop=stop or StopSignal())
+        trainer = cls.build(config, mesh, config.model.shape(store.tokenizer.vocab_size))
+        trainer.loader = build_loader(store, config, mesh, choose_max_length(config, mesh.world_size, resume_from))
+        trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
-            trainer.refinement = Refinement(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
+            trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
             trainer._load(resume_from)
         if mesh.world_rank == 0:
@@ -92,7 +107,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
-        with self.loader, self.log or nullcontext(), self.tracer or nullcontext():
+        with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.config.train.steps:
                 try:
                     if self.tracer is not None:
@@ -112,10 +127,10 @@ class Trainer:
                     return False
         return True
 
-    def step(self) -> StepMetrics:
-        """One optimizer step over the whole domain."""
+    def step(self, batch: StepBatch | None = None) -> StepMetrics:
+        """One optimizer step over the whole domain, on the loader's next batch unless one is given."""
         started = time.perf_counter()
-        batch = next(self.loader)
+        batch = next(self.loader) if batch is None else batch
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
         losses = self._forward_backward(batch)
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
@@ -132,27 +147,44 @@ class Trainer:
         self.steps_done = batch.step
         self.stopping = bool(domain["stop"].any())
         seconds = time.perf_counter() - started
-        if self.refinement is not None:
-            self._recalibrate(self.refinement, batch, seconds)
+        if self.online_fit is not None:
+            self._recalibrate(self.online_fit, batch, seconds)
         return StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
-        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.shape.model_dump()}
+        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe()}
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
     def _forward_backward(self, batch: StepBatch) -> torch.Tensor:
         """This rank's part of the step's loss in every micro-batch; gradients are summed over the domain."""
+        weights = self._weights(batch)
         if self.pipeline is None:
-            return torch.stack([self._micro_batch(batch, number) for number in range(len(batch.micro_batches))])
+            return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
         try:
-            return self.pipeline.forward_backward(len(batch.micro_batches), partial(self._inputs, batch))
+            return self.pipeline.forward_backward(len(batch.micro_batches), partial(self._inputs, batch, weights))
         except RuntimeError as error:
             error.add_note(f"rank {self.mesh.world_rank}: step {batch.step}, {self.pipeline.where}")
             raise
 
-    def _micro_batch(self, batch: StepBatch, number: int) -> torch.Tensor:
+    def _weights(self, batch: StepBatch) -> StepWeights:
+        """What every token counts, by the objective: after a pass without gradients if it wants one."""
+        if not self.objective.needs_log_probabilities:
+            return self.objective.weights(batch)
+        if self.pipeline is not None:
+            raise UserError("an objective that needs log-probabilities cannot run in a pipeline: give pipeline_parallel_size 1")
+        seen = []
+        with torch.no_grad():
+            for number, micro_batch in enumerate(batch.micro_batches):
+                given = self._inputs(batch, StepWeights(1.0), number)
+                labels = copy_to(micro_batch.labels, self.mesh.device)
+                head = partial(log_probabilities, labels=labels, softcap=self.model.spec.logit_softcap)
+                seen.append(self.model(given.tokens, given.positions, given.attention, head))
+        sums = document_sums(batch, seen).tolist() if self.mesh.counts else [0.0] * len(batch.plan.lengths)
+        return self.objective.weights(batch, seen, self.mesh.gather(sums).sum(dim=0))
+
+    def micro_batch(self, batch: StepBatch, number: int, weights: StepWeights) -> torch.Tensor:
         """Forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""
         last = number == len(batch.micro_batches) - 1
         parallel = self.config.parallel
@@ -161,7 +193,7 @@ class Trainer:
             in_this_backward=last or parallel.reduce_after == "micro_batch",
             keep_gathered=not last and parallel.reshard_after == "step",
         )
-        given = self._inputs(batch, number)
+        given = self._inputs(batch, weights, number)
         try:
             with record_function(given.name):
                 loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
@@ -172,17 +204,26 @@ class Trainer:
             raise
         return loss.detach()
 
-    def _inputs(self, batch: StepBatch, number: int) -> Inputs:
-        """What this rank needs for a micro-batch; those behind the plan's last one are empty."""
-        device = self.mesh.device
+    def _inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
+        """What this rank needs for a micro-batch; those behind the batch's last one are empty."""
+        device, counted = self.mesh.device, None
         if number < len(batch.micro_batches):
-            micro_batch, name = batch.micro_batches[number], micro_batch_name(batch, number)
-            attention = make_attention(self.config, self.mesh, self.model.shape, batch.plan, micro_batch.layout, self.clock)
+            micro_batch = batch.micro_batches[number]
+            attend = self.attend or partial(make_attention, self.config, self.mesh, self.model.spec, clock=self.clock)
+            attention = attend(batch.plan, micro_batch.layout)
+            counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
-            micro_batch, name = empty_micro_batch(number, self.mesh.rank), f"micro-batch {number}, empty"
+            micro_batch = empty_micro_batch(number, self.mesh.rank)
             attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
-        head = partial(cross_entropy_sum, labels=copy_to(micro_batch.labels, device), divisor=max(1, batch.target_tokens))
-        return Inputs(name, copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device), attention, head)
+        head = partial(
+            cross_entropy_sum,
+            labels=copy_to(micro_batch.labels, device),
+            divisor=weights.divisor,
+            weights=counted,
+            softcap=self.model.spec.logit_softcap,
+        )
+        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Share of the devices' operations that the model needed; None if their peak is not known."""
@@ -191,29 +232,30 @@ class Trainer:
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.train.dtype)
         if peak is None:
             return None
-        return model_flops(self.model.shape, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
+        return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
 
-    def _recalibrate(self, refinement: Refinement, batch: StepBatch, seconds: float) -> None:
+    def _recalibrate(self, online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
         """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
 
         The next step is being planned already. Every rank refines by the slowest rank's time, so all plan alike.
         """
         slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
-        profile = refinement.after(batch.plan, slowest)
+        profile = online_fit.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
         counts, spent = self.mesh.counts, self.clock.take()
+        idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
         mine = {
             "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
-            "bubble_share": self.pipeline.clock.idle_share() if self.pipeline is not None else 0.0,
+            "bubble_share": idle_share,
             "data_wait_s": batch.data_wait_s,
             "attention_s": spent[ATTENTION],
             "exchange_wait_s": spent[EXCHANGE],
             "optimizer_s": spent[OPTIMIZER],
-            "bubble_s": 0.0 if self.pipeline is None else self.pipeline.clock.idle_s(),
+            "bubble_s": idle_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
         }
@@ -239,10 +281,7 @@ class Trainer:
         )
 
     def _load(self, found: Checkpoint) -> None:
-        here = self.model.shape.model_dump()
-        different = [
-            f"{key} is {here[key]!r}, was {value!r}" for key, value in found.state["model"].items() if here[key] != value
-        ]
+        different = self.model.differences(found.state["model"])
         if different:
             raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
         self.loader.load_state_dict(found.state["data"])

@@ -7,7 +7,7 @@ inside of each document alone, and twice that again in backward. Recomputation a
 import re
 from collections.abc import Sequence
 
-from longctx.model.presets import ModelShape
+from longctx.model.spec import ModelSpec
 
 FORWARD_AND_BACKWARD = 3
 PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
@@ -27,15 +27,9 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 """Dense operations a second in bfloat16 and float32 (without TF32), by what the device's name contains; from data sheets."""
 
 
-def model_flops(shape: ModelShape, lengths: Sequence[int]) -> int:
-    """Operations of forward and backward over documents of these lengths. Needs `vocab_size`.
-
-    A query of a document of s tokens sees s/2 keys on average; each takes 2 · head_dim operations for the score and as many for
-    the value, in every query head and layer.
-    """
-    weights = 2 * shape.multiplied_parameters
-    attention = shape.num_hidden_layers * shape.num_attention_heads * 2 * shape.head_dim
-    return FORWARD_AND_BACKWARD * (weights * sum(lengths) + attention * sum(length * length for length in lengths))
+def model_flops(spec: ModelSpec, lengths: Sequence[int]) -> int:
+    """Operations of forward and backward over documents of these lengths. Needs `vocab_size`."""
+    return FORWARD_AND_BACKWARD * spec.flops(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:

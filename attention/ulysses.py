@@ -1,0 +1,212 @@
+"""Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
+
+Each of them then holds the chunks of all u for its share of the heads, so a ring of degree d becomes u rings of degree d/u,
+side by side: far fewer keys move, and segments are longer. In exchange, queries and outputs move too, among neighbours. u has
+to divide the kv heads. The degree of a document still is its own: rings that do not start and end with groups of u ranks, or
+that leave a rank without a token, run as plain rings beside the others.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longctx.attention import operator
+from longctx.attention.exchange import Exchange
+from longctx.attention.inputs import AttentionInputError, InputCheck
+from longctx.attention.ring import RingAttention
+from longctx.attention.segment_builder import row_index
+from longctx.planning.cost.ulysses import swaps_heads
+from longctx.planning.layout import Layout, Shard, shard_tokens
+
+
+def packed_attention(layout: Layout, ulysses_degree: int = 1, **options: Any) -> "RingAttention | HybridAttention":
+    """Attention for one micro-batch, with or without Ulysses; `options` are those of `RingAttention`."""
+    return HybridAttention(layout, ulysses_degree, **options) if ulysses_degree > 1 else RingAttention(layout, **options)
+
+
+class HybridAttention:
+    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; called in the same way."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        ulysses_degree: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
+        **options: Any,
+    ) -> None:
+        """`options` are those of `RingAttention`."""
+        self.ulysses_degree, self.layout = ulysses_degree, layout
+        self.check = InputCheck(layout, group, device)
+        swapped: list[Shard] = []
+        others: list[Shard] = []
+        for shard in layout.shards:
+            swaps = swaps_heads(shard.length, shard.first_rank, shard.degree, ulysses_degree)
+            (swapped if swaps else others).append(shard)
+        options |= {"group": group, "device": device, "exchange": exchange}
+        self.plain = RingAttention(replace(layout, shards=tuple(others)), **options)
+        self.wide = RingAttention(replace(layout, shards=tuple(_widened(swapped, layout.rank, ulysses_degree))), **options)
+        self.mixed = bool(swapped) and bool(others)
+        self.swap = HeadSwap(layout, swapped, ulysses_degree, group, device, exchange) if swapped else None
+
+    @property
+    def last(self) -> str:
+        """Layer and pass that this rank entered last, for error messages."""
+        return self.wide.last if self.swap else self.plain.last
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int | None = None,
+        *,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self.check.tensors(q, k, v, sink_logits)
+        if k.shape[1] % self.ulysses_degree:
+            raise AttentionInputError(
+                f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads of a rank: take "
+                "a divisor"
+            )
+        if self.swap is None:
+            return self.plain.unchecked(q, k, v, layer, sink_logits)
+        u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
+        packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
+        layer = operator.NO_LAYER if layer is None else layer
+        parts = gather_tokens(packed, self.swap.number, layer).split(widths, dim=1)
+        wide_q, wide_k, wide_v = (
+            part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
+        )
+        mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        out: torch.Tensor = self.wide.unchecked(wide_q, wide_k, wide_v, layer, mine)
+        out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
+        return out + self.plain.unchecked(q, k, v, layer, sink_logits) if self.mixed else out
+
+
+def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
+    """The shards of a group of ranks: the same documents at a fraction of the degree, on every u-th rank."""
+    wide, offset = [], 0
+    for shard in shards:
+        one = shard.at(shard.ring_index // ulysses_degree, shard.degree // ulysses_degree)
+        one = replace(one, first_rank=shard.first_rank + rank % ulysses_degree, stride=ulysses_degree, offset=offset)
+        wide.append(one)
+        offset += one.tokens
+    return wide
+
+
+class HeadSwap:
+    """Swaps heads for tokens and back among the `ulysses_degree` ranks of a group.
+
+    A rank's rows come as [rows, u, width], where [:, i] goes to the i-th rank of the group; what it gets is [rows of all,
+    width], document after document as [head; tail] of all their chunks.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        shards: list[Shard],
+        ulysses_degree: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device | str,
+        exchange: Callable[[dist.ProcessGroup | None, str], Exchange],
+    ) -> None:
+        first = layout.rank - layout.rank % ulysses_degree
+        self.mates = range(first, first + ulysses_degree)
+        self.me = layout.rank - first
+        self.rows = row_index([range(shard.offset, shard.offset + shard.tokens) for shard in shards], device)
+        self.counts = [sum(shard_tokens(s.length, s.degree, _ring_index(s, mate)) for s in shards) for mate in self.mates]
+        self.order = row_index(_chunk_order(shards, self.mates), device)
+        self.back = torch.argsort(self.order)
+        self.group, self.exchange, self.where = group, exchange, f"micro-batch {layout.micro_batch}"
+        self.number = operator.register(self)
+
+    def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:
+        """Gives parts[i] to mate i, and returns what the mates gave, `counts` rows each."""
+        others = [i for i in range(len(self.mates)) if i != self.me]
+        incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
+        exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, Ulysses exchange")
+        outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
+        rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
+        received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))
+        received.insert(self.me, parts[self.me])
+        return received
+
+
+def _ring_index(shard: Shard, rank: int) -> int:
+    place = (rank - shard.first_rank) // shard.stride
+    return shard.degree - 1 - place if shard.reversed else place
+
+
+def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
+    """Where the chunks of each document lie in what the mates give, rank after rank, in the order of the wide shard."""
+    found: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
+    row = 0
+    for mate in mates:
+        for i, shard in enumerate(shards):
+            mine = shard.at(_ring_index(shard, mate), shard.degree)
+            middle, stop = row + mine.head_tokens, row + mine.tokens
+            found[i][mine.ring_index] = range(row, middle), range(middle, stop)
+            row = stop
+    order = []
+    for parts in found:
+        chunks = [parts[ring_index] for ring_index in sorted(parts)]
+        order += [head for head, _ in chunks] + [tail for _, tail in reversed(chunks)]
+    return order
+
+
+@torch.library.custom_op("longctx::gather_tokens", mutates_args=())
+def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
+    """[rows, u, width] of this rank → [rows of the group, width] of this rank's heads, by the `HeadSwap` of that number."""
+    swap: HeadSwap = operator.find(number)
+    mine = x.index_select(0, swap.rows)
+    received = swap.run(list(mine.unbind(1)), swap.counts, x.shape[2], layer)
+    return torch.cat(received).index_select(0, swap.order)
+
+
+@torch.library.custom_op("longctx::gather_heads", mutates_args=())
+def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
+    """[rows of the group, width] → [rows, ranks, width]; rows of documents that are not swapped are 0."""
+    swap: HeadSwap = operator.find(number)
+    parts = list(x.index_select(0, swap.back).split(swap.counts))
+    received = swap.run(parts, [len(swap.rows)] * len(parts), x.shape[1], layer)
+    out = x.new_zeros(rows, len(parts), x.shape[1])
+    out[swap.rows] = torch.stack(received, dim=1)
+    return out
+
+
+@gather_tokens.register_fake
+def _(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[2])
+
+
+@gather_heads.register_fake
+def _(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
+    return x.new_empty(rows, ranks, x.shape[1])
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, *_, ctx.number, ctx.layer = inputs
+    ctx.shape = x.shape
+    ctx.alive = operator.find(ctx.number)
+
+
+def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    rows, ranks, _ = ctx.shape
+    return gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer), None, None
+
+
+def _tokens_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    return gather_tokens(gradient.contiguous(), ctx.number, ctx.layer), None, None, None, None
+
+
+gather_tokens.register_autograd(_heads_back, setup_context=_remember)
+gather_heads.register_autograd(_tokens_back, setup_context=_remember)
+
+OPERATORS = [torch.ops.longctx.ring_attention.default, gather_tokens._opoverload, gather_heads._opoverload]
+"""What selective recomputation is told to keep, so that no exchange is repeated."""

@@ -1,0 +1,129 @@
+"""Is an attention kernel right? Packed documents of mixed degrees, all ranks of the ring one after the other in one process.
+
+The errors of out, dQ, dK and dV against float64 may have at most twice the norm of those that the same kernel makes when it
+gets the same documents whole, and a second run must give the same bits.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from attention_times import Sizes
+from longctx.attention import RingAttention, reference_attention
+from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.attention.kernels import KERNELS, Request
+from longctx.attention.masks import Mask
+from longctx.planning.layout import Layout, Placement
+
+Tensors = tuple[torch.Tensor, ...]
+MOST_ROUNDINGS = 10  # error that a kernel itself may have, in units of the last digit of the largest number of a result
+COLUMNS = ("kernel", "mask", "dtype", "head_dim", "tensor", "ring", "single", "same_bits", "right", "failed")
+"""`ring` and `single` are distances from float64 by norm, relative to the norm of the result."""
+TIMED_MASKS = "causal", "dense"  # of which a ring's parts are; a kernel that fails at others is timed, and its failure told
+
+
+def masks(window: int) -> dict[str, Mask]:
+    return {
+        "causal": Mask(),
+        "dense": Mask(causal=False),
+        "window": Mask(window=window),
+        "window with sinks": Mask(window=window, sinks=4),
+        "prefix": Mask(prefix={0: window, 2: 9}),
+    }
+
+
+def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every mask, dtype and head size that the kernel takes; first those that are timed."""
+    timed = sizes.dtype, sizes.head_dim
+    kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
+    for dtype, head_dim in kinds:
+        if not KERNELS[kernel].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
+            for mask in masks(sizes.checked_window):
+                yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim}
+
+
+def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
+    """A row for every result of a case."""
+    kernel, mask_name, dtype, head_dim = case.values()
+    lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
+    rings = [Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 2), Placement(3, 3, 1), Placement(4, 0, 2)]
+    alone = [Placement(document, 0, 1) for document in range(len(lengths))]
+    generator = torch.Generator().manual_seed(head_dim)
+    shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
+    inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    truth = in_float64(inputs, lengths, mask)
+    single = play(kernel, inputs, lengths, alone, 1, mask)
+    ring, again = (play(kernel, inputs, lengths, rings, 4, mask) for _ in range(2))
+    rounding = torch.finfo(dtype).eps
+    for tensor, exact, whole, split, second in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
+        single_error, ring_error = (float((x - exact).norm() / exact.norm()) for x in (whole, split))
+        same = torch.equal(split, second)
+        right = same and ring_error <= 2 * single_error + rounding / 4
+        # A fault in a few numbers hardly shows in a norm, one of the kernel itself is in both.
+        most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
+        right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
+        yield {**case, "tensor": tensor, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
+
+
+def in_float64(inputs: Sequence[torch.Tensor], lengths: Sequence[int], mask: Mask) -> Tensors:
+    """out, dq, dk, dv of q, k, v, dout by plain autograd."""
+    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    out = reference_attention(q, k, v, lengths, mask=mask)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
+
+
+def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """For each row of a rank's buffer, its row in the documents laid one after the other."""
+    spans = [(s.document, span) for s in layout.shards for span in (s.head, s.tail)]
+    parts = [torch.arange(*span) + sum(lengths[:document]) for document, span in spans]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
+
+
+def play(
+    kernel: str, inputs: Tensors, lengths: Sequence[int], placements: Sequence[Placement], ranks: int, mask: Mask
+) -> Tensors:
+    """out, dq, dk, dv (float64) of ring attention in which this process is one rank after the other."""
+    device = inputs[0].device
+    # Every layout says that it is rank 0, as this process is; its ring indices are its own.
+    layouts = [replace(Layout.of(placements, lengths, 0, rank, 2), rank=0) for rank in range(ranks)]
+    rows = [document_rows(layout, lengths, device) for layout in layouts]
+    rings = [RingAttention(layout, mask=mask, kernel=kernel, device=device, keep_kv=True) for layout in layouts]
+    kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
+    results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3]))
+    remote = torch.zeros(kv.shape, dtype=torch.float64, device=device)
+    for rank, ring in enumerate(rings):
+        received = []
+        for number, stage in enumerate(ring.schedule.stages):
+            (hop,) = stage.hops
+            sent = [dict(rings[peer].schedule.stages[number].hops[0].sends)[rank] for peer, _ in hop.receives]
+            received.append(torch.cat([rows[rank][:0], *(rows[p][x] for (p, _), x in zip(hop.receives, sent, strict=True))]))
+        ring.exchange = messages(kv, remote, received)
+        q, k, v, dout = (x[rows[rank]] for x in inputs)
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = ring(q, k, v)
+        gradients = torch.autograd.grad(out, (q, k, v), dout)
+        for result, part in zip(results, (out.detach(), *gradients), strict=True):
+            result[rows[rank]] = part.double()
+    dk, dv = remote.split([inputs[1][0].numel(), inputs[2][0].numel()], dim=1)
+    return *results[:2], results[2] + dk.view_as(results[2]), results[3] + dv.view_as(results[3])
+
+
+def messages(kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch.Tensor]) -> type[Exchange]:
+    """An exchange of one rank: stage by stage it gets rows of `kv`, and adds the gradients it returns to `gradients`."""
+
+    class Messages(Exchange):
+        def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> Pending:
+            stage, self.stage = getattr(self, "stage", 0), getattr(self, "stage", 0) + 1
+            if "backward" in self.where:
+                if outgoing:
+                    gradients.index_add_(0, received[stage], torch.cat([part for _, part in outgoing]).double())
+                incoming.zero_()
+            else:
+                incoming.copy_(kv[received[stage]])
+            return Pending(self, [], incoming, [], [])
+
+    return Messages

@@ -1,0 +1,188 @@
+"""How fast is one rank's part of a ring (ring index degree / 2), with random tensors for what other ranks would send?
+
+`calls` are the kernel calls alone; `ring` is RingAttention as in training, with merging, picking out keys and summing of
+gradients, less the time of the copies that stand for its messages; `single` is one call of the same kernel on as many whole
+documents and as much work: length / √degree instead of length. Forward counts 4 FLOP a visible pair, head and number of a
+head, backward 2.5 times as many. Memory-bound pieces are compared with a copy of the same number of bytes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from harness import median_s
+from longctx.attention import RingAttention
+from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.attention.kernels import Request, choose_kernel
+from longctx.attention.merge import merge_
+from longctx.attention.operator import NO_LAYER
+from longctx.attention.operator import forward as ring_forward
+from longctx.attention.segments import Segment, Segments, packed_causal, visible
+from longctx.model.rope import Rope, rotate
+from longctx.planning.layout import Layout, Placement
+
+MOST_REMOTE_TOKENS = 1 << 18  # received tokens that a stage may hold: beyond, a ring gets more stages
+KINDS = [f"{direction}_{what}" for direction, what in product(("forward", "backward"), ("calls", "ring", "single"))]
+COLUMNS = [
+    *("kernel", "tokens", "degree", "documents", "stages", "calls", "pairs", "single_pairs", "flop_a_pair"),
+    *(*KINDS, *(f"{kind}_tflops" for kind in KINDS), *(f"{kind}_share" for kind in KINDS), "failed"),
+]
+"""Seconds of one rank's attention in one layer, throughput, and its share of that of the single call."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: tokens a rank, degrees, documents a rank; and the heads, of an 8B model unless it is a smoke test."""
+
+    tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    degrees: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    documents: tuple[int, ...] = (1, 8)
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    checked_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
+    checked_head_dims: tuple[int, ...] = (64, 128, 256)
+    checked_lengths: tuple[int, ...] = (2500, 900, 513, 130, 1)
+    checked_window: int = 100
+    elementwise_tokens: int = 16384
+    longest_s: float = 0.3
+
+    def request(self, device: torch.device) -> Request:
+        """What is asked of kernels that are timed."""
+        return Request(device.type, self.dtype, self.head_dim, self.head_dim)
+
+
+QUICK = Sizes(tokens=(1024, 8192), degrees=(1, 4, 16))
+SMOKE = Sizes(
+    tokens=(64, 128),
+    degrees=(1, 2, 4),
+    documents=(1, 4),
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    dtype=torch.float32,
+    checked_dtypes=(torch.float32,),
+    checked_head_dims=(16,),
+    checked_lengths=(90, 33, 17, 5, 1),
+    checked_window=12,
+    elementwise_tokens=256,
+    longest_s=0.005,
+)
+# What libraries of flash attention take.
+GPU_SMOKE = replace(SMOKE, head_dim=64, dtype=torch.bfloat16, checked_dtypes=(torch.bfloat16,), checked_head_dims=(64, 128))
+
+
+def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """A row: the seconds of forward and backward, and what follows from them."""
+    name, tokens, degree, documents = cell.values()
+    length, scale = tokens * degree // documents, sizes.head_dim**-0.5
+    stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
+    placements = [Placement(document, 0, degree) for document in range(documents)]
+    # It says that it is rank 0, as this process is; its ring index is its own.
+    layout = replace(Layout.of(placements, [length] * documents, 0, degree // 2, stages), rank=0)
+    q, k, v, dout = random(layout.tokens, sizes, device)
+    for x in (q, k, v):
+        x.requires_grad_()
+    ring = RingAttention(layout, kernel=name, device=device)
+    hops = [hop for stage in ring.schedule.stages for hop in stage.hops]
+    most = max((max(hop.received_rows, hop.sent_rows) for hop in hops), default=0)
+    pool = torch.randn(most, sizes.kv_heads * 2 * sizes.head_dim, dtype=sizes.dtype, device=device)
+    buffer, copied = torch.empty_like(pool), list[int]()
+    ring.exchange = from_pool(pool, copied)
+
+    def seconds(run: Callable[[], object]) -> float:
+        return median_s(run, device, sizes.longest_s)
+
+    def without_messages(run: Callable[[], object]) -> float:
+        copied.clear()
+        run()
+        counts = list(copied)
+        both = seconds(run)
+        return both - (seconds(lambda: [buffer[:n].copy_(pool[:n]) for n in counts]) if counts else 0.0)
+
+    out, row = ring(q, k, v), dict[str, Any]()
+    row["forward_ring"] = without_messages(lambda: ring(q, k, v))
+    row["backward_ring"] = without_messages(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+
+    kernel = choose_kernel(name, sizes.request(device))
+    with torch.no_grad():
+        final, lse, _ = ring_forward(q, k, v, None, ring.number, NO_LAYER)
+        calls: list[tuple[torch.Tensor, torch.Tensor, Segments]] = [(k, v, call.segments) for call in ring.schedule.local]
+        for call in (call for stage in ring.schedule.stages for call in stage.calls):
+            keys = pool[: sum(s.k_stop - s.k_start for s in call.segments)].unflatten(1, (2 * sizes.kv_heads, sizes.head_dim))
+            calls.append((keys[:, : sizes.kv_heads], keys[:, sizes.kv_heads :], call.segments))
+        row["forward_calls"] = seconds(lambda: [kernel.forward(q, *part, scale) for part in calls])
+        row["backward_calls"] = seconds(
+            lambda: [kernel.backward(dout, q, a, b, final, lse, segments, scale) for a, b, segments in calls]
+        )
+
+        single = packed_causal([round(length / degree**0.5)] * documents)
+        q, k, v, dout = random(single[-1].q_stop, sizes, device)
+        row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
+        final, lse = kernel.forward(q, k, v, single, scale)
+        row["backward_single"] = seconds(lambda: kernel.backward(dout, q, k, v, final, lse, single, scale))
+    row |= {"stages": stages, "calls": len(calls), "flop_a_pair": 4 * sizes.heads * sizes.head_dim}  # of forward
+    row["pairs"] = sum(pairs(segment) for *_, segments in calls for segment in segments)
+    row["single_pairs"] = sum(map(pairs, single))
+    for kind in KINDS:
+        flop = row["flop_a_pair"] * row["single_pairs" if kind.endswith("single") else "pairs"]
+        row[f"{kind}_tflops"] = flop * (1 if kind.startswith("forward") else 2.5) / row[kind] / 1e12
+    for kind in KINDS:
+        row[f"{kind}_share"] = row[f"{kind}_tflops"] / row[f"{kind.partition('_')[0]}_single_tflops"]
+    return cell | row
+
+
+def from_pool(pool: torch.Tensor, copied: list[int]) -> type[Exchange]:
+    """An exchange that copies the first rows of `pool` to whatever is to be received, and notes how many in `copied`."""
+
+    class Pool(Exchange):
+        def start(self, outgoing: object, incoming: torch.Tensor, rows: Rows) -> Pending:
+            copied.append(len(incoming))
+            return Pending(self, [], incoming.copy_(pool[: len(incoming)]), [], [])
+
+    return Pool
+
+
+def random(tokens: int, sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """q, k, v, dout."""
+    heads = sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads
+    return tuple(torch.randn(tokens, count, sizes.head_dim, dtype=sizes.dtype, device=device) for count in heads)
+
+
+def pairs(segment: Segment) -> int:
+    """Visible pairs of a query and a key."""
+    queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
+    if segment.dense:
+        return queries * keys
+    if segment.causal:
+        return queries * (queries + 1) // 2
+    return int(visible(segment, torch.device("cpu")).sum())
+
+
+def pieces(sizes: Sizes, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """Memory-bound pieces of a step, a copy first, and their bytes: every tensor that must be read or written counts once."""
+    tokens, width = sizes.elementwise_tokens, sizes.heads * sizes.head_dim
+    shape = tokens, sizes.heads, sizes.head_dim
+    x, y = (torch.randn(shape, dtype=sizes.dtype, device=device) for _ in range(2))
+    total, lse, part_lse = torch.randn(shape, device=device), *(torch.randn(shape[:2], device=device) for _ in range(2))
+    rows = torch.arange(tokens // 2, device=device)
+    cos, sin = Rope(sizes.head_dim, 10000.0).tables(torch.arange(tokens, device=device))
+    weight = torch.ones(width, dtype=sizes.dtype, device=device)
+    flat = x.flatten(1)
+    segments = packed_causal([tokens // 8] * 8)
+    size = x.numel() * x.element_size()
+    merged = 2 * total.numel() * 4 + size + 3 * lse.numel() * 4
+    return {
+        "copy": (lambda: y.copy_(x), 2 * size),
+        "merging of out and log-sum-exp": (lambda: merge_(total, lse, x, part_lse, segments), merged),
+        "picking of half the rows": (lambda: x.index_select(0, rows), size),
+        "rotary embedding": (lambda: rotate(x, cos, sin), 2 * size + 2 * cos.numel() * 4),
+        "RMSNorm": (lambda: F.rms_norm(flat, (width,), weight), 2 * size),
+        "SwiGLU": (lambda: F.silu(x) * y, 3 * size),
+    }

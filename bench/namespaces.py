@@ -1,0 +1,200 @@
+"""Nodes on one machine: network namespaces joined by links of limited rate, and ranks with a share of a core. Linux, as root.
+
+Every node is a network namespace with one link to a bridge, which `tc tbf` limits in both directions; ranks of one node talk
+over its loopback. Every rank has a control group with a quota. All names have this process's number in them; all is removed at
+the end, whatever the end is, and what a killed run left by the next one.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "longctx-bench-"  # of namespaces and control groups; the process's number follows
+PORT = 29500
+PERIOD_US = 10_000
+
+
+class ClusterError(Exception):
+    """What this machine cannot do, or a run that failed."""
+
+
+def command(*words: str) -> str:
+    """Output of a short command. Raises ClusterError with what it said if it fails."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    if done.returncode:
+        raise ClusterError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def all_namespaces() -> list[str]:
+    return [line.split()[0] for line in command("ip", "netns", "list").splitlines()]
+
+
+def remove_leftovers() -> None:
+    """Removes namespaces and control groups of runs that were killed."""
+    for name in filter(is_left_over, all_namespaces()):
+        remove_namespace(name)
+    for folder in group_root().glob(f"{PREFIX}*"):
+        if is_left_over(folder.name):
+            remove_groups(folder)
+
+
+def is_left_over(name: str) -> bool:
+    number = name.removeprefix(PREFIX).split("-")[0]
+    return name.startswith(PREFIX) and number.isdecimal() and not Path(f"/proc/{number}").exists()
+
+
+def group_root() -> Path:
+    """Where control groups that limit CPU time are made: version 2, or the cpu controller of version 1."""
+    root = Path("/sys/fs/cgroup")
+    controllers = root / "cgroup.controllers"
+    if controllers.exists() and "cpu" in controllers.read_text().split():
+        return root
+    if (root / "cpu").is_dir():
+        return root / "cpu"
+    raise ClusterError("there is no cpu controller under /sys/fs/cgroup, so ranks cannot be given a share of a core")
+
+
+@contextmanager
+def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
+    """One control group a rank, with `share` of a core; together they go before everything else on the machine."""
+    top = group_root() / f"{PREFIX}{os.getpid()}"
+    groups = [top / f"rank-{rank}" for rank in range(ranks)]
+    quota = int(share * PERIOD_US)
+    try:
+        top.mkdir()
+        if (top / "cpu.max").exists():  # version 2
+            (top / "cgroup.subtree_control").write_text("+cpu")
+            (top / "cpu.weight").write_text("10000")
+            limits = {"cpu.max": f"{quota} {PERIOD_US}"}
+        else:
+            (top / "cpu.shares").write_text("262144")
+            limits = {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": str(quota)}
+        for group in groups:
+            group.mkdir()
+            for name, text in limits.items():
+                (group / name).write_text(text)
+        yield groups
+    except OSError as error:
+        raise ClusterError(f"control groups cannot be made: {error}") from error
+    finally:
+        remove_groups(top)
+
+
+def remove_groups(top: Path) -> None:
+    for group in [*top.glob("rank-*"), top]:
+        for _ in range(50):
+            with suppress(OSError):
+                kill((group / "cgroup.procs").read_text().split())
+                group.rmdir()
+            if not group.exists():
+                break
+            time.sleep(0.1)
+
+
+def kill(numbers: Sequence[str]) -> None:
+    for number in numbers:
+        with suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Namespaces that stand for nodes; `addresses` are theirs."""
+
+    namespaces: Sequence[str]
+    addresses: Sequence[str]
+
+    def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], folder: Path, timeout_s: float) -> None:
+        """Runs `longctx WORDS` on all ranks, node 0's output on ours. Raises ClusterError if it fails or takes too long."""
+        program = shlex.join([sys.executable, "-m", "longctx", *words])
+        # Every rank enters its group (0 is the writer itself) before Python starts.
+        entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && exec {program}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
+        started: list[subprocess.Popen[bytes]] = []
+        logs = [folder / f"{words[0]}-{node}.log" for node in range(len(self.namespaces))]
+        try:
+            for node, (namespace, log) in enumerate(zip(self.namespaces, logs, strict=True)):
+                launcher = [
+                    # Not `ip netns exec`, which hides the control groups.
+                    *("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-m", "torch.distributed.run"),
+                    *("--nnodes", str(len(self.namespaces)), "--node-rank", str(node), "--nproc-per-node", str(per_node)),
+                    *("--rdzv-backend", "static", "--master-addr", self.addresses[0], "--master-port", str(PORT)),
+                    *("--no-python", "sh", "-c", entry),
+                ]
+                stream = None if node == 0 else log.open("w", encoding="utf-8")
+                started.append(
+                    subprocess.Popen(launcher, env=environment, stdout=stream, stderr=stream, start_new_session=True)
+                )
+            deadline = time.monotonic() + timeout_s
+            while None in (codes := [process.poll() for process in started]) and not any(codes):
+                if time.monotonic() > deadline:
+                    raise ClusterError(f"`longctx {words[0]}` took longer than {timeout_s:.0f} s")
+                time.sleep(0.2)
+        finally:
+            for process in started:
+                process.kill()
+            for namespace in self.namespaces:
+                kill_inside(namespace)
+            for process in started:
+                process.wait(timeout=10)
+        failed = [str(node) for node, process in enumerate(started) if process.returncode]
+        if failed:
+            text = "\n".join(log.read_text("utf-8")[-3000:] for log in logs if log.exists())
+            raise ClusterError(f"`longctx {words[0]}` failed on node(s) {', '.join(failed)}\n{text}")
+
+
+@contextmanager
+def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
+    """Namespaces on one bridge (in a namespace of its own), each link limited to `bytes_per_s` in each direction."""
+    base = f"{PREFIX}{os.getpid()}"
+    hub, names = f"{base}-hub", [f"{base}-node{node}" for node in range(nodes)]
+    addresses = [f"10.77.0.{node + 1}" for node in range(nodes)]
+    try:
+        for name in (hub, *names):
+            command("ip", "netns", "add", name)
+        command("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        command("ip", "-n", hub, "link", "set", "bridge", "up")
+        for node, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            port = f"port{node}"
+            command("ip", "link", "add", port, "netns", hub, "type", "veth", "peer", "name", "eth0", "netns", name)
+            command("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
+            command("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            command("ip", "-n", name, "link", "set", "eth0", "up")
+            command("ip", "-n", name, "link", "set", "lo", "up")
+            limit(name, "eth0", bytes_per_s)
+            limit(hub, port, bytes_per_s)
+        yield Cluster(names, addresses)
+    finally:
+        for name in (*names, hub):
+            remove_namespace(name)
+
+
+def limit(namespace: str, device: str, bytes_per_s: float) -> None:
+    """Lets the device send at most so many bytes/s."""
+    # Half a millisecond, or ten packets. What the bucket holds is sent at once after every pause: a larger one makes the many
+    # short exchanges of a step faster than the rate, by up to a quarter.
+    burst = max(16_384, int(bytes_per_s * 0.0005))
+    # A queue that never overflows: the networks of GPU clusters lose no packet where several senders meet, and TCP would wait.
+    limits = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst), "limit", str(256 << 20))
+    command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
+
+
+def kill_inside(namespace: str) -> None:
+    """Kills what runs in a namespace that we made, so only what we started."""
+    with suppress(ClusterError):
+        kill(command("ip", "netns", "pids", namespace).split())
+
+
+def remove_namespace(name: str) -> None:
+    """Removes a namespace and, with it, its devices; none of that name is fine."""
+    if name in all_namespaces():
+        kill_inside(name)
+        command("ip", "netns", "delete", name)

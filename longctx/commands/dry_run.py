@@ -1,0 +1,49 @@
+"""Dry run: the checks of settings and store, the plans of some steps and the memory that they need.
+
+Without processes, GPUs or a run folder: whether the memory, the kernel and the folder will do shows on the machine of the run.
+"""
+
+from longctx.config import Config
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
+from longctx.parallel.mesh import choose_device
+from longctx.training.first_steps import plan_steps
+from longctx.training.run_profile import run_profile
+from longctx.training.setup import check_vocabulary
+
+STEPS = 5
+
+
+def dry_run(config: Config, ranks: int) -> None:
+    """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
+    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    spec = config.model.shape(store.tokenizer.vocab_size).spec
+    check_vocabulary(config, spec)
+    print(
+        f"dry run on {ranks} ranks\n"
+        f"model      {spec.parameters / 1e9:.3f}B parameters\n"
+        f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
+        f"from {config.data.store}",
+        *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
+        sep="\n",
+    )
+    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
+    print(
+        "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
+    )
+    for number, step in enumerate(planned, start=1):
+        plan, static = step.plan, step.static
+        degrees = " ".join(f"{degree}×{count}" for degree, count in plan.degrees.items())
+        print(
+            f"{number:4}  {len(plan.lengths):9,}  {sum(plan.lengths):9,}  {len(plan.micro_batches):13}  "
+            f"{plan.makespan_s:7.3f} s  {plan.gap:4.1%}  {plan.idle_share:4.1%}  {plan.exposed_share:7.1%}  "
+            f"{static.makespan_s:7.3f} s ({static.winner})".ljust(101)
+            + f"  {degrees}"
+        )
+    fused = choose_device(config.train.device, 0).type == "cuda"
+    memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
+    parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
+    print(f"memory: {memory.total / 2**30:.2f} GiB a rank at the fullest moment ({memory.moment}): {parts}")
+    ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
+    print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as each step's best static degree, by the cost model")

@@ -1,0 +1,57 @@
+"""What commands share: options that were given, errors said once, CSV, and progress on a terminal."""
+
+import argparse
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from longctx.parallel.mesh import Launch
+
+
+def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those of the named options that were given, as they are written: `["--global-tokens"]`."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
+
+
+@contextmanager
+def said_once(launch: "Launch") -> Iterator[None]:
+    """For mistakes that all processes of a node meet: one of them raises UserError or OSError, the others end with status 2."""
+    try:
+        yield
+    except (UserError, OSError):
+        if launch.local_rank == 0:
+            raise
+        raise SystemExit(2) from None
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Raises UserError for a file whose folder does not exist, before anything is computed for it."""
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes one or more rows, of which all have the same columns."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@contextmanager
+def progress_bar(description: str = "", total: int = 100) -> Iterator[tuple["Progress", "TaskID"]]:
+    """A bar on standard error, which is gone when all is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield progress, progress.add_task(description, total=total)

@@ -1,0 +1,38 @@
+"""ByteScale-like: every document on as few ranks as hold it, short ones packed by best fit (hybrid data parallelism).
+
+Our reading of "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length" (SIGCOMM 2025, arXiv 2502.21231): a
+document of more than the budget takes ⌈length / budget⌉ ranks, others are packed into ranks by best fit. Its balance scheduler
+puts work of similar time side by side, so units (a ring, or a packed rank) are taken in descending order of time and each goes
+into the first micro-batch that has the ranks.
+"""
+
+import numpy as np
+
+from longctx.comparison.baselines.groups import Group, best_fit, stand_in_rows
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import alone_ns
+
+
+def place_bytescale(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Where every document stands; every document must fit the domain."""
+    degrees = least_degrees(lengths, ranks, tokens_per_rank)
+    time = alone_ns(profile, lengths, degrees).tolist()
+    tokens = largest_shards(lengths, degrees).tolist()
+    short = best_fit(np.flatnonzero(degrees == 1).tolist(), tokens, tokens_per_rank)
+    units = []
+    for documents in [[document] for document in np.flatnonzero(degrees > 1).tolist()] + short:
+        unit = Group(int(degrees[documents[0]]))
+        for document in documents:
+            unit.add(document, time[document], tokens[document])
+        units.append(unit)
+    rows: list[list[Group]] = []
+    free: list[int] = []
+    for unit in sorted(units, key=lambda unit: -unit.time):
+        row = next((row for row, ranks_left in enumerate(free) if ranks_left >= unit.degree), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(ranks)
+        rows[row].append(unit)
+        free[row] -= unit.degree
+    return stand_in_rows([sorted(row, key=lambda unit: -unit.degree) for row in rows], lengths)

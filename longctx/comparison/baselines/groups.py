@@ -1,0 +1,78 @@
+"""What the baselines share: powers of two, and documents standing in rows of neighbouring groups of ranks."""
+
+import bisect
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.plan import PlanError
+
+
+@dataclass(slots=True)
+class Group:
+    """Neighbouring ranks that share their documents: each document of a group is split over all its ranks."""
+
+    degree: int
+    time: float = 0.0
+    tokens: int = 0
+    documents: list[int] = field(default_factory=list)
+
+    def add(self, document: int, time: float, tokens: int) -> None:
+        self.documents.append(document)
+        self.time += time
+        self.tokens += tokens
+
+
+def powers_of_two(ranks: int) -> list[int]:
+    """1, 2, 4, … up to `ranks`."""
+    return [1 << i for i in range(ranks.bit_length())]
+
+
+def best_fit(documents: list[int], tokens: list[int], capacity: int) -> list[list[int]]:
+    """Packs documents, longest first, each into the fullest pack that still has room for its tokens."""
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens free, pack), ascending
+    for document in sorted(documents, key=lambda document: -tokens[document]):
+        at = bisect.bisect_left(room, (tokens[document], -1))
+        if at == len(room):
+            packs.append([])
+            room.append((capacity, len(packs) - 1))
+        free, pack = room.pop(at)
+        packs[pack].append(document)
+        bisect.insort(room, (free - tokens[document], pack))
+    return packs
+
+
+def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
+    """Every row is a micro-batch; its groups stand on the domain one after the other, from rank 0 on."""
+    micro_batch, first_rank, degree = (np.full(len(lengths), -1, dtype=np.int64) for _ in range(3))
+    for row, groups in enumerate(rows):
+        first = 0
+        for group in groups:
+            micro_batch[group.documents], first_rank[group.documents], degree[group.documents] = row, first, group.degree
+            first += group.degree
+    if (micro_batch < 0).any():
+        raise PlanError(f"document {int(micro_batch.argmin())} was left out")
+    return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
+
+
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> list[list[int]]:
+    """Tokens of each document on the fullest rank of each degree, [documents][degrees].
+
+    Raises PlanError in the name of the system if the largest degree does not hold a document.
+    """
+    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
+    unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
+    if len(unfit):
+        raise too_long(system, int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
+    result: list[list[int]] = shards.tolist()
+    return result
+
+
+def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:
+    """What a system says whose largest degree does not hold a document."""
+    return PlanError(
+        f"{system} cannot hold document {document} of {lengths[document]} tokens: its largest degree here is {degree}, which "
+        f"holds {degree * tokens_per_rank} at {tokens_per_rank} tokens a rank"
+    )

@@ -1,0 +1,105 @@
+"""Megatron main: the scheduler of Megatron-LM's hybrid context parallelism, run as it is out of the `megatron-core` wheel.
+
+Theirs is `BalancedCPScheduler` (0.16: `megatron/core/pipeline_parallel/hybrid_cp_schedule.py`), which forms groups of
+documents between barriers and gives each rank a list to run one document after the other. Ours is the step from there to
+micro-batches: the list of each ring is packed, longest first, as far as the token budget goes. Its runtime has no barrier
+between the documents of a group, so that packing can cost it time; `unsynchronised_s` scores the groups as they are, without
+the token budget.
+
+The wheel is an optional dependency (extra `bench`) and is loaded by name, so that planning itself needs neither it nor torch.
+"""
+
+import importlib
+import warnings
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from longctx.errors import UserError
+from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.plan import PlanError
+
+MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
+
+
+class MissingBaseline(UserError):
+    """A baseline whose package is not installed."""
+
+
+def place_megatron_main(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Where every document stands. Raises PlanError if the scheduler fails, MissingBaseline without the wheel."""
+    groups = scheduled(lengths, ranks, tokens_per_rank)
+    shards = largest_shards(lengths, groups.degree)
+    over = np.flatnonzero(shards > tokens_per_rank)
+    if len(over):
+        document = int(over[0])
+        raise PlanError(
+            f"Megatron main gives document {document} of {lengths[document]} tokens {groups.degree[document]} ranks, which "
+            f"hold {groups.degree[document] * tokens_per_rank}: over the budget of {tokens_per_rank} tokens a rank"
+        )
+    return _within_budget(groups, shards, tokens_per_rank)
+
+
+def unsynchronised_s(profile: HardwareProfile, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> float:
+    """Makespan with one launch and one barrier a group, whatever its tokens: what the scheduler would reach in a runtime
+    that runs the documents of a group one by one and pays nothing for it."""
+    sizes = np.array(lengths, dtype=np.int64)
+    return score(profile, sizes, scheduled(sizes, ranks, tokens_per_rank), ranks).makespan_ns / NANOSECONDS
+
+
+def scheduled(lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """The scheduler's own result, its groups as micro-batches; tokens on a rank may exceed the budget."""
+    process_group = SimpleNamespace(size=lambda: ranks)
+    scheduler = load_scheduler()(tokens_per_rank, process_group)
+    try:
+        _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+    except Exception as error:  # whatever it is, it is theirs, and the comparison goes on without it
+        raise PlanError(f"Megatron main cannot plan this: {type(error).__name__} {error}".rstrip()) from error
+    ranks_of: dict[int, list[tuple[int, int]]] = {}
+    for row, lists in enumerate(groups):
+        for rank, documents in enumerate(lists):
+            for document in documents:
+                ranks_of.setdefault(document, []).append((row, rank))
+    micro_batch, first, degree = (np.zeros(len(lengths), dtype=np.int64) for _ in range(3))
+    for document in range(len(lengths)):
+        places = ranks_of.get(document, [])
+        rows, ring = {row for row, _ in places}, sorted(rank for _, rank in places)
+        if len(rows) != 1 or ring != list(range(ring[0], ring[0] + len(ring))):
+            raise PlanError(f"Megatron main puts document {document} on {places[:8]}: not one run of ranks in one group")
+        micro_batch[document], first[document], degree[document] = rows.pop(), ring[0], len(ring)
+    return Assignment(micro_batch, first, degree, np.zeros(len(lengths), dtype=bool))
+
+
+def _within_budget(groups: Assignment, shards: Integers, tokens_per_rank: int) -> Assignment:
+    """Cuts groups into micro-batches: each ring's documents, longest first as they come, fill one until it is full."""
+    rings: dict[tuple[int, int], list[int]] = {}
+    for document in np.argsort(-shards * groups.degree, kind="stable").tolist():
+        rings.setdefault((int(groups.micro_batch[document]), int(groups.first_rank[document])), []).append(document)
+    part = np.zeros_like(shards)
+    for documents in rings.values():
+        row, tokens = 0, 0
+        for document in documents:
+            if tokens + shards[document] > tokens_per_rank:
+                row, tokens = row + 1, 0
+            part[document] = row
+            tokens += int(shards[document])
+    parts = np.zeros(groups.micro_batches, dtype=np.int64)
+    np.maximum.at(parts, groups.micro_batch, part + 1)
+    micro_batch = (np.cumsum(parts) - parts)[groups.micro_batch] + part
+    return Assignment(micro_batch, groups.first_rank, groups.degree, groups.reversed)
+
+
+def load_scheduler() -> Any:
+    """The class itself. Raises MissingBaseline without the wheel."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kernels for training, which are not used
+            return importlib.import_module(MODULE).BalancedCPScheduler
+    except ImportError as error:
+        raise MissingBaseline(
+            f"Megatron main needs the package megatron-core: pip install 'longctx[bench]' ({error})"
+        ) from error

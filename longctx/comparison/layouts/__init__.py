@@ -1,0 +1,1 @@
+"""Splits of so many GPUs into tensor, pipeline and domain ranks, compared by the cost and memory models."""

@@ -1,0 +1,100 @@
+"""The best splits of GPUs on a terminal, and as rows of plain values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from longctx.comparison.layouts.cost import Split
+from longctx.comparison.layouts.search import Found, SearchResult
+from longctx.planning.cost.pipeline import Pipeline
+
+
+def row(found: Found) -> dict[str, Any]:
+    """A split as plain values, the columns of a table."""
+    split = found.split
+    return {
+        "tensor_parallel_size": split.tensor,
+        "pipeline_parallel_size": split.pipeline.ranks,
+        "pipeline_chunks": split.pipeline.chunks,
+        "pipeline_schedule": split.pipeline.schedule,
+        "domain": split.domain,
+        "recompute": split.recompute,
+        "reshard_after": split.reshard_after,
+        "reduce_after": split.reduce_after,
+        "tokens_per_rank": split.tokens_per_rank,
+        "step_s": found.step_s,
+        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
+        "mfu": found.mfu,
+        "bubble_share": found.bubble_share,
+        "exposed_share": found.exposed_share,
+        "micro_batches": found.micro_batches,
+        "memory_bytes": found.memory.total,
+    }
+
+
+def counts(outcome: SearchResult) -> dict[str, int]:
+    """What became of all splits, in words."""
+    return {**outcome.refused, "were planned": outcome.planned, "cannot be faster than these": outcome.slower}
+
+
+def print_splits(title: str, outcome: SearchResult, common: dict[str, str], console: Console) -> None:
+    """Prints the best splits, and how to run the fastest: by settings of its own and those in `common` to all."""
+    console.print(title, style="bold", highlight=False, markup=False)
+    console.print()
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for name in ("tp", "pp", "domain"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("schedule", "recompute", "kept\nwhole"):
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens\na rank", "step\ns", "tokens/s\na GPU", "MFU", "bubble", "memory\nGiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, found in enumerate(outcome.best):
+        split = found.split
+        table.add_row(
+            str(split.tensor),
+            str(split.pipeline.ranks),
+            str(split.domain),
+            _schedule(split.pipeline),
+            split.recompute,
+            _kept_whole(split),
+            f"{split.tokens_per_rank}",
+            f"{found.step_s:.3g}",
+            f"{found.tokens_per_s_per_gpu:,.0f}",
+            f"{found.mfu:.1%}",
+            f"{found.bubble_share:.1%}",
+            f"{found.memory.total / 2**30:.1f}",
+            style="bold" if number == 0 else None,
+        )
+    console.print(table)
+    for line in _captions(outcome):
+        console.print(line, style="dim", highlight=False, markup=False)
+    console.print()
+    console.print("The first as settings of a run:", highlight=False)
+    for name, value in {**common, **outcome.best[0].split.settings}.items():
+        console.print(f"    --{name} {value}", highlight=False, markup=False)
+
+
+def _captions(outcome: SearchResult) -> Sequence[str]:
+    told = "; ".join(f"{count:,} {what}" for what, count in counts(outcome).items() if count)
+    return (
+        f"Of {outcome.possible:,} splits {told}.",
+        "The best schedule, sharding and tokens a rank of each tp, pp and recompute. All is predicted, nothing measured.",
+        "kept whole over the step: weights and gradients (all), gradients (grads), or neither (–)",
+        "bubble: a pipeline fills and drains (interl, zero: schedules interleaved, zero-bubble × chunks)",
+        "memory: of a rank with all the tokens that it may hold",
+    )
+
+
+def _schedule(pipeline: Pipeline) -> str:
+    if pipeline.ranks == 1:
+        return "–"
+    short = {"interleaved": "interl", "zero-bubble": "zero"}.get(pipeline.schedule, pipeline.schedule)
+    return f"{short}×{pipeline.chunks}" if pipeline.chunks > 1 else short
+
+
+def _kept_whole(split: Split) -> str:
+    if split.reshard_after == "step":
+        return "all"
+    return "grads" if split.reduce_after == "step" else "–"

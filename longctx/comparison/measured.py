@@ -1,0 +1,276 @@
+"""Measured comparison: trains real steps on the same documents under several modes of planning, and times them.
+
+Every mode has a trainer of its own (model, optimizer and loader, from the same seed), all share one mesh, and they take turns:
+the step of each mode on the same documents, then the next step. Whatever disturbs the machine so meets all modes alike, and
+ratios of one run can be believed where times of two runs cannot. Because neither loss nor gradient may depend on the plan, the
+losses of all modes must stay equal from the first step to the last, which is checked. Weights, gradients and moments are held
+once a mode, so a model that fills a GPU needs more ranks here than in training.
+"""
+
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from longctx.config import Config, ConfigError, check
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.training.setup import build_loader
+from longctx.training.trainer import Trainer
+
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Greatest relative difference of losses that rounding explains, by the dtype of the computation."""
+
+_MODE = re.compile(r"auto|bins|static(:[1-9][0-9]*)?")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step under one mode.
+
+    Attributes:
+        seconds: from the common start of all ranks to the end of the slowest, its wait for data included.
+        predicted_s: makespan of the plan.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    documents: int
+    tokens: int
+    winner: str
+    degrees: dict[str, int]
+    micro_batches: int
+    seconds: float
+    predicted_s: float
+    data_wait_s: float
+
+
+@dataclass(frozen=True)
+class MeasuredMode:
+    """The measured steps of one mode, warm-up left out."""
+
+    mode: str
+    steps: tuple[MeasuredStep, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(step.seconds for step in self.steps)
+
+    @property
+    def total_s(self) -> float:
+        return math.fsum(step.seconds for step in self.steps)
+
+    @property
+    def predicted_s(self) -> float:
+        return math.fsum(step.predicted_s for step in self.steps)
+
+    @property
+    def prediction_error(self) -> float:
+        """Of the total: predicted / measured - 1; below 0 if the steps took longer than predicted."""
+        return self.predicted_s / self.total_s - 1
+
+    @property
+    def prediction_error_of_a_step(self) -> float:
+        """Median over the steps of the relative error without its sign."""
+        return statistics.median(abs(step.predicted_s / step.seconds - 1) for step in self.steps)
+
+    def times_as_fast_as(self, other: "MeasuredMode") -> float:
+        """Median over the steps of the other's time by ours, both on the same documents."""
+        return statistics.median(a.seconds / b.seconds for a, b in zip(other.steps, self.steps, strict=True))
+
+    def predicted_times_as_fast_as(self, other: "MeasuredMode") -> float:
+        return statistics.median(a.predicted_s / b.predicted_s for a, b in zip(other.steps, self.steps, strict=True))
+
+
+@dataclass(frozen=True)
+class MeasuredComparison:
+    """What `train_in_turn` found.
+
+    Attributes:
+        ranks: N, the size of the domain.
+        warmup: steps before the measured ones, which count for the losses alone.
+        loss_difference: greatest relative difference of a mode's loss from the first mode's, over all steps.
+        loss_tolerance: how much of it rounding explains.
+        ended_early: SIGTERM came before all steps were done.
+    """
+
+    modes: tuple[MeasuredMode, ...]
+    ranks: int
+    tokens_per_rank: int
+    warmup: int
+    loss_difference: float
+    loss_tolerance: float
+    ended_early: bool
+
+    @property
+    def losses_equal(self) -> bool:
+        return self.loss_difference <= self.loss_tolerance
+
+    @property
+    def baseline(self) -> MeasuredMode:
+        """What speedups are over: the fastest single degree by the sum of measured times; else `static`; else the first mode.
+
+        `static` is only the second choice, because it changes its degree at every step, which a static run cannot.
+        """
+        single = [mode for mode in self.modes if mode.mode.startswith("static:")]
+        oracle = [mode for mode in self.modes if mode.mode == "static"]
+        return min(single or oracle or self.modes[:1], key=lambda mode: mode.total_s)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: the figures of every mode and all their steps."""
+        baseline = self.baseline
+        return {
+            "version": 1,
+            "ranks": self.ranks,
+            "tokens_per_rank": self.tokens_per_rank,
+            "warmup": self.warmup,
+            "baseline": baseline.mode,
+            "loss_difference": self.loss_difference,
+            "loss_tolerance": self.loss_tolerance,
+            "losses_equal": self.losses_equal,
+            "ended_early": self.ended_early,
+            "modes": [
+                {
+                    "mode": mode.mode,
+                    "median_s": mode.median_s,
+                    "total_s": mode.total_s,
+                    "predicted_s": mode.predicted_s,
+                    "prediction_error": mode.prediction_error,
+                    "prediction_error_of_a_step": mode.prediction_error_of_a_step,
+                    "speedup": mode.times_as_fast_as(baseline),
+                    "speedup_of_totals": baseline.total_s / mode.total_s,
+                    "predicted_speedup": mode.predicted_times_as_fast_as(baseline),
+                    "steps": [asdict(step) for step in mode.steps],
+                }
+                for mode in self.modes
+            ],
+        }
+
+
+def train_in_turn(
+    config: Config,
+    mesh: Mesh,
+    store: Store,
+    *,
+    modes: Sequence[str],
+    steps: int,
+    warmup: int,
+    tell: Callable[[str], None] = lambda line: None,
+) -> MeasuredComparison:
+    """Trains `warmup` + `steps` steps under every mode in turn. All ranks of the mesh call it; nothing is written.
+
+    Args:
+        config: the settings of the run; `context.mode` and `degree` are replaced by each mode's; only mode bins sees `bins`.
+        modes: two or more of auto, bins, static (the best degree of each step, by the cost model) and static:DEGREE.
+        tell: is told how every step went, in a line.
+
+    Raises UserError for modes that are unknown or given twice, ConfigError for those that these settings do not allow.
+    """
+    _refuse(modes, steps, warmup)
+    configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
+    stop = StopSignal.install()
+    with ExitStack() as loaders:
+        trainers = [_trainer(each, mesh, store, stop) for each in configs]
+        for trainer in trainers:
+            loaders.enter_context(trainer.loader)
+        rounds: list[list[MeasuredStep]] = []
+        while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
+            rounds.append([_step(trainer) for trainer in trainers])
+            tell(_line(modes, rounds[-1], of=warmup + steps))
+    difference = max((abs(step.loss / row[0].loss - 1) for row in rounds for step in row), default=math.inf)
+    measured = rounds[warmup:]
+    if not measured:
+        raise UserError(f"stopped after {len(rounds)} steps, of which {warmup} are for warming up: nothing was measured")
+    return MeasuredComparison(
+        modes=tuple(MeasuredMode(mode, column) for mode, column in zip(modes, zip(*measured, strict=True), strict=True)),
+        ranks=mesh.ranks,
+        tokens_per_rank=config.batch.tokens_per_rank,
+        warmup=warmup,
+        loss_difference=difference,
+        loss_tolerance=LOSS_TOLERANCE[config.train.dtype],
+        ended_early=len(rounds) < warmup + steps,
+    )
+
+
+def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: int) -> list[Config]:
+    """The settings of every mode, with documents cut alike: at the length that all of them can hold.
+
+    Raises ConfigError if a mode cannot hold `data.max_length`, or breaks another rule.
+    """
+    configs = []
+    for mode in modes:
+        name, _, degree = mode.partition(":")
+        bins = config.context.bins if name == "bins" else None
+        change = {"mode": name, "degree": int(degree) if degree else None, "bins": bins}
+        train = config.train.model_copy(update={"steps": max(config.train.steps, steps)})
+        configs.append(config.model_copy(update={"context": config.context.model_copy(update=change), "train": train}))
+    longest = min(each.max_length(world_size) for each in configs)
+    data = config.data.model_copy(update={"max_length": longest})
+    configs = [each.model_copy(update={"data": data}) for each in configs]
+    for mode, each in zip(modes, configs, strict=True):
+        try:
+            check(each, world_size=world_size)
+        except ConfigError as error:
+            raise ConfigError(f"mode {mode} cannot be measured: {error}") from error
+    return configs
+
+
+def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
+    unknown = [mode for mode in modes if not _MODE.fullmatch(mode)]
+    if unknown:
+        raise UserError(f"no mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and static:DEGREE")
+    if len(set(modes)) < len(modes) or len(modes) < 2:
+        raise UserError(f"modes are {', '.join(modes)}: give at least two, none of them twice, such as auto,static")
+    if steps < 1 or warmup < 0:
+        raise UserError(f"steps is {steps} and warmup {warmup}: at least 1 step is measured, after 0 or more to warm up")
+
+
+def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
+    """A trainer that logs and saves nothing."""
+    trainer = Trainer.build(config, mesh, config.model.shape(store.tokenizer.vocab_size))
+    trainer.loader, trainer.stop = build_loader(store, config, mesh, config.max_length(mesh.world_size)), stop
+    return trainer
+
+
+def _step(trainer: Trainer) -> MeasuredStep:
+    mesh = trainer.mesh
+    _finish(mesh)
+    mesh.gather([0.0])  # all ranks start together
+    began = time.perf_counter()
+    metrics = trainer.step()
+    _finish(mesh)
+    seconds = float(mesh.gather([time.perf_counter() - began]).max())
+    return MeasuredStep(
+        step=metrics.step,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        documents=metrics.documents,
+        tokens=metrics.tokens,
+        winner=metrics.winner,
+        degrees=metrics.degrees,
+        micro_batches=metrics.micro_batches,
+        seconds=seconds,
+        predicted_s=metrics.predicted_s,
+        data_wait_s=metrics.data_wait_s,
+    )
+
+
+def _finish(mesh: Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+
+
+def _line(modes: Sequence[str], row: Sequence[MeasuredStep], of: int) -> str:
+    first = row[0]
+    times = ", ".join(
+        f"{mode} {step.seconds:.3f} s (predicted {step.predicted_s:.3f})" for mode, step in zip(modes, row, strict=True)
+    )
+    return f"step {first.step}/{of}, {first.documents} documents, {first.tokens:,} tokens, loss {first.loss:.5f}: {times}"

@@ -1,0 +1,325 @@
+"""Compare: the same documents planned by auto, bins, static degrees and the baselines, all scored by one cost model.
+
+A `Case` is one step: documents, ranks and budget. `compare_case` plans it in every way and gives a `Row` for each. Times are
+modelled: what is compared is plans, on the constants of one hardware profile. Speedups are over two static plans: first that of
+one fixed degree for all steps, which is what trainers without dynamic degrees run, then that of the best degree of every step,
+an oracle which no trainer has.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines.fixed_static import fixed_degree
+from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_ranks
+from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planner import make_plan
+
+OURS = ("auto", "bins")
+TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
+    name: b.title for name, b in BASELINES.items()
+}
+PLANNERS = tuple(TITLES)
+"""Every way of planning that is compared, in the order of all tables and figures."""
+SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
+"""What speedups are over: figure of a row → planner, the headline first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step to be planned.
+
+    Attributes:
+        sweep: which figure it belongs to: ranks, budget or longest.
+        max_length: where its documents were cut, if they were.
+        longest: tokens of the longest document of the data set, which gives fixed static its degree; None: of this step.
+        fixed_degree: the degree of fixed static if it was named, whatever the data set.
+    """
+
+    lengths: tuple[int, ...]
+    ranks: int
+    tokens_per_rank: int
+    sweep: str = "ranks"
+    seed: int = 0
+    max_length: int | None = None
+    longest: int | None = None
+    fixed_degree: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of planning one step.
+
+    Times in seconds, shares as fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1). `note` is
+    empty, or says why there is no plan; all figures of the plan are then None.
+
+    Attributes:
+        speedup_over_fixed: time of the fixed static plan over this one's; None without a fixed static plan.
+        speedup_over_best_static: time of the step's best static plan, sought among all degrees, over this one's.
+        no_barrier_s: time if ranks waited for each other at the end of the step alone. Of fixed static it is exact, as its
+            groups never change, and reached where no micro-batch gathers or reduces weights; other plans take longer.
+        tight_bound_s: no plan of these documents is faster; at least the lower bound.
+        unavoidable_gap: how far that is above the lower bound: the part of `gap` that no plan can avoid.
+        exchange_share: ranks wait for K and V that attention could not hide.
+        idle_share: ranks wait for the slowest rank of their micro-batch.
+        fixed_share: launches of micro-batches, and the optimizer.
+        padding_share: token slots (micro-batches × ranks × tokens per rank) that hold no token; longctx does not compute them.
+        most_tokens: most tokens that a rank holds in a micro-batch.
+        remote_tokens: most tokens of other ranks whose K and V a rank holds at once, at one exchange stage.
+        remote_kv_bytes: their K and V in one layer; None unless it was said what a token takes.
+    """
+
+    sweep: str
+    seed: int
+    ranks: int
+    tokens_per_rank: int
+    max_length: int | None
+    documents: int
+    tokens: int
+    longest: int
+    planner: str
+    winner: str = ""
+    makespan_s: float | None = None
+    lower_bound_s: float | None = None
+    speedup_over_fixed: float | None = None
+    speedup_over_best_static: float | None = None
+    no_barrier_s: float | None = None
+    tight_bound_s: float | None = None
+    gap: float | None = None
+    unavoidable_gap: float | None = None
+    work_share: float | None = None
+    exchange_share: float | None = None
+    idle_share: float | None = None
+    fixed_share: float | None = None
+    padding_share: float | None = None
+    most_tokens: int | None = None
+    remote_tokens: int | None = None
+    remote_kv_bytes: int | None = None
+    micro_batches: int | None = None
+    planning_ms: float | None = None
+    note: str = ""
+
+
+COLUMNS = tuple(f.name for f in fields(Row))
+
+
+class ComparedCase(NamedTuple):
+    """The rows of one case, and the plans behind them by planner."""
+
+    rows: list[Row]
+    plans: dict[str, Plan]
+
+
+def compare_case(
+    case: Case,
+    profile: HardwareProfile,
+    planners: Sequence[str] = PLANNERS,
+    kv_bytes: int | None = None,
+    started: Callable[[str], object] = lambda planner: None,
+    finished: Callable[[], object] = lambda: None,
+) -> ComparedCase:
+    """Plans one step in every way asked for; a planner that cannot hold the documents says so in the note of its row.
+
+    `kv_bytes` are those of one token's K and V in one layer. `started` and `finished` are called around every planner, to show
+    progress.
+
+    Raises PlanError if the documents fit no degree at all.
+    """
+    request = _request(case, profile)
+    started("auto")
+    plans = {"auto": make_plan(case.lengths, **request)}
+    notes: dict[str, str] = {}
+    for planner in planners:
+        started(planner)
+        try:
+            if planner in BASELINES:
+                plans[planner] = plan_baseline(planner, case.lengths, **request)
+            elif planner == "fixed-static":
+                of_data_set = case.longest or max(case.lengths)
+                degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
+                plans[planner] = plan_fixed_static(case.lengths, **request, degree=degree)
+            elif planner not in plans:
+                plans[planner] = make_plan(case.lengths, **request, mode=planner)
+        except (PlanError, MissingBaseline) as error:
+            notes[planner] = str(error)
+        finished()
+    baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
+    tight_s = tight_bound_s(plans["auto"])
+    rows = [
+        Row(
+            sweep=case.sweep,
+            seed=case.seed,
+            ranks=case.ranks,
+            tokens_per_rank=case.tokens_per_rank,
+            max_length=case.max_length,
+            documents=len(case.lengths),
+            tokens=sum(case.lengths),
+            longest=max(case.lengths),
+            planner=planner,
+            note=notes.get(planner, ""),
+            **(_figures(plans[planner], baselines, tight_s, kv_bytes) if planner in plans else {}),
+        )
+        for planner in planners
+    ]
+    return ComparedCase(rows, plans)
+
+
+def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:
+    """(degree, makespan in seconds, or None if a document does not fit) for degrees 2^k, 3·2^k and N."""
+    curve: list[tuple[int, float | None]] = []
+    coarse = {d << i for d in (1, 3) for i in range(case.ranks.bit_length()) if d << i <= case.ranks} | {case.ranks}
+    for degree in sorted(coarse):
+        try:
+            plan = make_plan(case.lengths, **_request(case, profile), mode="static", degree=degree)
+        except PlanError:
+            curve.append((degree, None))
+        else:
+            curve.append((degree, plan.makespan_s))
+    return curve
+
+
+def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Documents with those longer than `longest` split into pieces of that many tokens and a rest, as training does."""
+    pieces: list[int] = []
+    for length in lengths:
+        pieces += [longest] * (length // longest)
+        if length % longest:
+            pieces.append(length % longest)
+    return tuple(pieces)
+
+
+def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
+    return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
+
+
+def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+    """What a row says of a plan; `baselines` are the seconds that each speedup is over."""
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    assignment = Assignment.of(plan)
+    times = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
+    makespan, ranks = times.makespan_ns, plan.ranks
+    exchange = int(times.exposed.sum()) / ranks / makespan
+    busy = int(times.time.sum()) / ranks / makespan
+    fixed_ns = times.step_ns + len(times.time) * times.launch_ns
+    fixed = fixed_ns / makespan
+    shape = (len(plan.micro_batches), ranks)
+    own, remote = _tokens(lengths, assignment, shape)
+    return {
+        "winner": plan.winner,
+        "makespan_s": plan.makespan_s,
+        "lower_bound_s": plan.lower_bound_s,
+        "no_barrier_s": (fixed_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
+        "tight_bound_s": tight_s,
+        **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
+        "gap": plan.gap,
+        "unavoidable_gap": unavoidable_gap(tight_s, plan.lower_bound_s),
+        "work_share": busy - exchange,
+        "exchange_share": exchange,
+        "idle_share": 1 - fixed - busy,
+        "fixed_share": fixed,
+        "padding_share": 1 - sum(plan.lengths) / (shape[0] * ranks * plan.tokens_per_rank),
+        "most_tokens": own,
+        "remote_tokens": remote,
+        "remote_kv_bytes": None if kv_bytes is None else kv_bytes * remote,
+        "micro_batches": shape[0],
+        "planning_ms": plan.planning_ms,
+    }
+
+
+def _tokens(lengths: Integers, a: Assignment, shape: tuple[int, int]) -> tuple[int, int]:
+    """Most tokens of its own, and most tokens of its ring mates, that a rank has to do with in a micro-batch."""
+    rings = a.degree > 1
+    whole = spread(lengths * rings, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
+    own = tokens_on_ranks(lengths, a, shape)
+    alone = np.bincount(a.micro_batch * shape[1] + a.first_rank, lengths * ~rings, shape[0] * shape[1])
+    return int(own.max()), int((whole - (own - alone.reshape(shape))).max())
+
+
+def mean_rows(rows: Sequence[Row]) -> list[Row]:
+    """One row for each planner and setting, the mean over seeds; speedups by geometric mean, `winner` the commonest.
+
+    A planner that failed for some seed has no figures, and the first of its notes. What describes the documents is a mean too;
+    what memory must hold is the most of all seeds.
+    """
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        cap = row.max_length if row.sweep == "longest" else None
+        groups.setdefault((row.sweep, row.ranks, row.tokens_per_rank, cap, row.planner), []).append(row)
+    return [_mean(group) for group in groups.values()]
+
+
+DESCRIPTION = ("documents", "tokens", "longest")
+MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
+FIGURES = (
+    *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
+    *("idle_share", "fixed_share", "padding_share", "planning_ms"),
+)
+
+
+def _mean(rows: list[Row]) -> Row:
+    values: dict[str, Any] = asdict(rows[0])
+    values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
+    values["note"] = next((row.note for row in rows if row.note), "")
+    if values["note"]:
+        values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", *SPEEDUPS), None) | {"winner": ""}
+        return Row(**values)
+    winners = [row.winner for row in rows]
+    values["winner"] = max(winners, key=winners.count)
+    values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
+    values["micro_batches"] = round(fmean(row.micro_batches or 0 for row in rows))
+    values |= {name: max((getattr(row, name) for row in rows), key=lambda most: most or 0) for name in MOST}
+    for name in SPEEDUPS:
+        speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
+        values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
+    return Row(**values)
+
+
+def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
+    """The speedup that no plan of the same documents can pass, from auto's and its distance to the tight bound.
+
+    So of means over steps, where speedups are geometric, it is never below what auto reaches.
+    """
+    auto = next(row for row in rows if row.planner == "auto")
+    reached = getattr(auto, speedup)
+    if reached is None or auto.makespan_s is None or not auto.tight_bound_s:
+        return None
+    return float(reached * auto.makespan_s / auto.tight_bound_s)
+
+
+def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
+    """Speedup of auto over fixed static if that one's groups need not wait for each other between micro-batches."""
+    by = {row.planner: row for row in rows}
+    speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
+    if speedup is None or fixed.no_barrier_s is None or fixed.makespan_s is None:
+        return None
+    return speedup * fixed.no_barrier_s / fixed.makespan_s  # of means over steps the headline is a geometric one
+
+
+def degree_of(row: Row) -> str:
+    """`static:8` → `8`; empty for a plan of several degrees."""
+    return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
+
+
+def gibibytes(count: int | None) -> str:
+    """`1.25 GiB`; empty for None."""
+    return "" if count is None else f"{count / (1 << 30):.2f} GiB"
+
+
+def sweep_budgets(tokens_per_rank: int) -> list[int]:
+    """Budgets around the one given: a quarter to four times."""
+    return sorted({max(1, tokens_per_rank * factor // 4) for factor in (1, 2, 4, 8, 16)})
+
+
+def sweep_longest(longest: int, tokens_per_rank: int) -> list[int]:
+    """Maximum lengths, in powers of two from a quarter of the budget up to the longest document."""
+    start = 1 << (max(1, tokens_per_rank // 4).bit_length() - 1)
+    powers = [start << i for i in range(64) if start << i < longest]
+    return [*powers[-7:], longest]

@@ -1,0 +1,166 @@
+"""Fit: whether a run fits into the memory of its ranks, and the cheapest change that would make it fit.
+
+The estimate is compared with all the memory there is, without a margin for what it does not count (see `memory`): what is
+refused could not run, and what is not refused may still fail if it is close.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.config import Config
+from longctx.config.problems import yaml_text
+from longctx.config.rules import broken_rules
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.memory.loads import full_loads, loads
+from longctx.memory.model import Load, Memory, estimate, fits
+from longctx.model.spec import ModelSpec
+from longctx.training.first_steps import step_lengths
+from longctx.training.run_profile import run_profile
+from longctx.training.setup import make_planner
+
+PLANNED_STEPS = 2
+Settings = dict[str, Any]
+"""New values by dotted name."""
+Choice = tuple[Settings, Memory]
+"""Settings and number of ranks, and the memory of a rank."""
+
+
+class DoesNotFit(UserError):
+    """A run that needs more memory than its ranks have."""
+
+
+def savings(config: Config) -> list[tuple[str, Any]]:
+    """Changes of a setting that save memory, the cheapest in time first."""
+    known = (
+        ("parallel.reshard_after", "micro_batch"),
+        ("parallel.reshard_after", "block"),
+        ("context.keep_kv", False),
+        ("context.max_remote_tokens", config.batch.tokens_per_rank),
+        ("train.recompute", "selective"),
+        ("parallel.shard_ranks", None),
+        ("train.mlp_tile_tokens", 2048),
+        ("parallel.reduce_after", "micro_batch"),
+        ("context.two_level_exchange", False),
+        ("train.recompute", "full"),
+        ("train.offload_activations", True),
+        ("train.offload_optimizer", True),
+    )
+    present = {change[0]: place for place, change in enumerate(known) if changed(config, [change]) == config}
+    return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
+
+
+def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
+    """What the first steps of a run ask of its ranks; without a store, what a full rank with the longest document asks."""
+    if store is None:
+        return list(full_loads(config, ranks))
+    planner = make_planner(config, config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile)
+    steps = step_lengths(config, store, ranks, min(PLANNED_STEPS, config.train.steps))
+    return list(loads((planner(lengths) for lengths in steps), config))
+
+
+def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
+    """The settings with some replaced, by dotted name."""
+    for name, value in changes:
+        section, key = name.split(".")
+        part = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def as_override(name: str, value: object) -> str:
+    """A setting as the command line takes it."""
+    return f"--{name}={yaml_text(value)}"
+
+
+def allowed(config: Config, ranks: int) -> bool:
+    """Whether the rules take these settings on so many processes."""
+    return not broken_rules(config, ranks)
+
+
+def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
+    """Every choice of recomputation, kept K and V and resharding, on so many ranks, that the rules allow."""
+    for ranks in worlds:
+        if not allowed(config, ranks):
+            continue
+        for recompute in ("none", "selective", "full"):
+            for keep_kv in (False, True):
+                times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
+                candidates = heaviest(changed(config, times.items()), store, ranks)
+                for reshard_after in ("block", "micro_batch", "step"):
+                    values = {**times, "parallel.reshard_after": reshard_after}
+                    tried = changed(config, values.items())
+                    if allowed(tried, ranks):
+                        yield {**values, "ranks": ranks}, estimate(spec, tried, ranks, candidates, fused=fused)
+
+
+def cheapest_change(
+    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
+) -> Settings | None:
+    """The cheapest change that makes a run fit into `available` bytes a rank and that the rules allow; None if there is none.
+
+    One setting if one is enough, the cheapest that is. Else the set whose dearest change is the cheapest; among equals the next
+    one decides, so nothing in it could be left out.
+    """
+    planned: dict[tuple[object, ...], Sequence[Load]] = {}
+    for change in _sets(savings(config)):
+        tried = changed(config, change.items())
+        context = tried.context
+        # Loads depend on nothing else that changes: on the last two by the times that documents are planned with.
+        key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
+        if key not in planned:
+            planned[key] = heaviest(tried, store, ranks)
+        if fits(spec, tried, ranks, planned[key], available, fused=fused) and allowed(tried, ranks):
+            return change
+    return None
+
+
+def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
+    """Every change alone, then every set: the binary numbers, with the dearest change as the highest digit."""
+    yield from ({name: value} for name, value in known)
+    for number in range(1, 1 << len(known)):
+        chosen = [change for digit, change in enumerate(known) if number >> digit & 1]
+        together = dict(chosen)
+        if 1 < len(chosen) == len(together):  # a setting has one value
+            yield together
+
+
+def refuse_too_large(
+    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
+) -> Memory:
+    """The memory of the fullest rank. Raises DoesNotFit, with the cheapest change that would fit, if it is not `available`."""
+    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
+    if available is None or memory.total <= available:
+        return memory
+    change = cheapest_change(spec, config, store, ranks, available, fused=fused)
+    if change is None:
+        way_out = "no setting for memory is enough: lower batch.tokens_per_rank, start more processes, or take a smaller model"
+    else:
+        settings = " ".join(as_override(*setting) for setting in change.items())
+        way_out = f"the cheapest change that would fit is {settings}"
+    largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
+    raise DoesNotFit(
+        f"a rank would need {gib(memory.total)} ({parts}, ... at the moment: {memory.moment}) and has {gib(available)}: "
+        f"{way_out}. `longctx estimate` shows all choices; leave room for what it does not count: libraries, buffers of "
+        "communicators, workspace of kernels, fragmentation"
+    )
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def available_bytes(device: torch.device, local_ranks: int) -> int | None:
+    """Memory that a rank can use: all of its GPU's, or its share of what is free on this machine; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(free[0].split()[1]) * 1024 // local_ranks if free else None

@@ -1,0 +1,118 @@
+"""Loads: what plans ask of the memory of every rank, with the exchange stages that their schedules will really have."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from longctx.attention.schedule import stage_of
+from longctx.config import Config
+from longctx.memory.model import Load
+from longctx.planning.assignment import least_degrees
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.ulysses import swaps_heads
+from longctx.planning.layout import Placement, largest_shard, longest_document
+from longctx.planning.plan import Plan
+from longctx.training.run_profile import run_profile
+from longctx.training.setup import ulysses_degree
+
+Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def loads(plans: Iterable[Plan], config: Config) -> set[Load]:
+    """The load of every rank in every micro-batch of some plans, exchanged as `config.context` says."""
+    return {
+        load for plan in plans for number in range(len(plan.micro_batches)) for load in micro_batch_loads(plan, number, config)
+    }
+
+
+def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = None) -> set[Load]:
+    """A full rank that holds its share of the longest document and of nothing shorter; for estimates without a store.
+
+    Of all ranks of that ring, those that receive most, and send most. `profile`, instead of the configured one, has the nodes.
+    """
+    budget, context, domain = config.batch.tokens_per_rank, config.context, config.domain(ranks)
+    degree = context.degree if context.mode == "static" else None
+    if degree is None:
+        degree = int(least_degrees(np.array([config.max_length(ranks)]), domain, budget)[0])
+    remote, most = (degree - 1) * budget, context.max_remote_tokens
+    plan = Plan(
+        mode="static",
+        winner="static",
+        ranks=domain,
+        tokens_per_rank=budget,
+        lengths=(longest_document(degree, budget),),
+        micro_batches=((Placement(0, 0, degree),),),
+        stages=(1 if most is None else max(1, min(degree - 1, -(-remote // most))),),
+        profile=profile or run_profile(config, ranks).profile,
+    )
+    count = max(1, config.batch.global_tokens // (budget * domain))
+    found = [replace(load, micro_batches=count) for load in loads([plan], config)]
+    return {max(found, key=lambda load: (load.tokens, load.remote)), max(found, key=lambda load: (load.tokens, load.sent))}
+
+
+def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
+    """The load of every rank of the domain, in order, in one micro-batch."""
+    per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
+    swapping = ulysses_degree(config, config.model.sizes().spec, plan, number)
+    tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
+    sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, plan.stages[number] + 1))
+    for placement in plan.micro_batches[number]:
+        length, degree = plan.lengths[placement.document], placement.degree
+        here = slice(placement.first_rank, placement.first_rank + degree)
+        tokens[here] += largest_shard(length, degree)
+        # Where u ranks swap heads there are u rings of chunks u times as long, with rows that are narrower by as much.
+        rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
+        if rings > 1:
+            swapped[here] += largest_shard(length, degree)
+        for first in range(rings if degree > rings else 0):
+            members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
+            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), plan.stages[number])
+            received[members] += chunks[0] * length / (2 * degree)
+            sent[members] += chunks[1] * length / (2 * degree)
+    # One stage is computed while the next is under way; in two levels the first hop of the one after that is as well.
+    at_once = min(3 if per_node else 2, received.shape[1])
+    held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
+    for rank in range(plan.ranks):
+        yield Load(
+            tokens=int(tokens[rank]),
+            remote=round(received[rank].sum()),
+            sent=round(sent[rank]),
+            held=round(held[rank]),
+            fullest=round(received[rank].max()),
+            micro_batches=len(plan.micro_batches),
+            swapped=int(swapped[rank]),
+        )
+
+
+def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:
+    """Members of a ring on each of its nodes, by ring index; none if rows go straight from rank to rank."""
+    if per_node is None:
+        return ()
+    changes = np.flatnonzero(np.diff(members // per_node)) + 1
+    counts = tuple(map(len, np.split(members, changes)))
+    return counts if 1 < len(counts) < len(members) else ()
+
+
+@lru_cache(maxsize=64)
+def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple[Floats, Floats]:
+    """Chunks of a document that each ring index receives in each stage, [degree, stages + 1], and that it sends, [degree].
+
+    As in `longctx.attention.schedule` with a causal mask. Relays are counted as if everyone sent its own rows: over a ring
+    that is the same.
+    """
+    target, source = np.meshgrid(np.arange(degree), np.arange(degree), indexing="ij")
+    chunks = np.where(source < target, 1.0, 2.0) * (source != target)
+    if nodes:
+        node = np.repeat(np.arange(len(nodes)), nodes)
+        later = [1 + stage_of(distance, len(nodes), stages) for distance in range(1, len(nodes))]
+        stage = np.array([0, *later])[(node[target] - node[source]) % len(nodes)]
+    else:
+        later = [stage_of(distance, degree, stages) for distance in range(1, degree)]
+        stage = np.array([0, *later])[(target - source) % degree]
+    received = np.zeros((degree, stages + 1))
+    np.add.at(received, (target, stage), chunks)
+    return received, chunks.sum(axis=0)

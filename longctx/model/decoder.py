@@ -1,0 +1,197 @@
+"""The native decoder, Llama's and its like's: RMSNorm, RoPE, grouped-query attention, a gated MLP, tied or untied embeddings.
+
+Plain single-device PyTorch. A sequence is `[tokens, hidden]` with no batch axis: documents lie one after the other, and which
+token belongs to which document is known to the attention callable alone. Attention and head are handed in, so the model
+knows nothing of rings, shards or losses. What a shape leaves out (biases, norms of heads) is a module that does nothing.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from longctx.model.presets import ModelShape
+from longctx.model.protocol import Attention, AttentionByLayer, Head, Model
+from longctx.model.rope import Rope, rotate
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
+
+
+def _norm(shape: ModelShape, size: int) -> nn.RMSNorm:
+    return nn.RMSNorm(size, eps=shape.rms_norm_eps)
+
+
+class SelfAttention(nn.Module):
+    """Projections around the attention that is handed in: normed hidden states [tokens, hidden] → what is added to them."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, shape.head_dim
+        queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        self.q_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
+        self.k_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        out: torch.Tensor = self.o_proj(attention(q, k, v, self.layer).flatten(1))
+        return out
+
+
+class MLP(nn.Module):
+    """A gated MLP: SwiGLU, or GeGLU (Shazeer, 2020)."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[shape.hidden_act]
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each normed before, and after if the shape says so, and added to the residual stream."""
+
+    def __init__(self, shape: ModelShape, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.input_layernorm = _norm(shape, shape.hidden_size)
+        self.self_attn = SelfAttention(shape, layer)
+        self.attention_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
+        self.post_attention_layernorm = _norm(shape, shape.hidden_size)
+        self.mlp = MLP(shape)
+        self.mlp_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+        x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), cos, sin, attention))
+        out: torch.Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        return out
+
+
+class Embedding(nn.Embedding):
+    """torch's, but for bfloat16 on a CPU, where torch adds up the gradient of an entry in bfloat16: it stops growing."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        split = type(weight.data) is not torch.Tensor  # over ranks, by torch's own rules
+        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not split:
+            return weight.index_select(0, tokens)
+        return super().forward(tokens)
+
+
+class Decoder(Model):
+    """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
+
+    With `layers` it holds these blocks alone, under the names they have in the whole model: the embedding comes with the first,
+    final norm and head with the last. A tied embedding is there with either.
+    """
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {
+        "input_layernorm": "tokens",
+        "self_attn": "gather",
+        "self_attn.q_proj": "columns",
+        "self_attn.k_proj": "columns",
+        "self_attn.v_proj": "columns",
+        "self_attn.q_norm": "heads",
+        "self_attn.k_norm": "heads",
+        "self_attn.o_proj": "rows",
+        "attention_output_norm": "residual",
+        "post_attention_layernorm": "tokens",
+        "mlp": "gather",
+        "mlp.gate_proj": "split columns",
+        "mlp.up_proj": "split columns",
+        "mlp.down_proj": "rows",
+        "mlp_output_norm": "residual",
+    }
+
+    def __init__(self, shape: ModelShape, layers: Collection[int] | None = None) -> None:
+        super().__init__()
+        if shape.vocab_size is None:
+            raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
+        self.shape, self.spec = shape, shape.spec
+        self.rope = Rope(
+            shape.rotary_dim,
+            shape.rope_theta,
+            shape.rope_scaling,
+            shape.rope_factor,
+            shape.rope_original_length,
+            low_freq_factor=shape.rope_low_freq_factor,
+            high_freq_factor=shape.rope_high_freq_factor,
+            beta_fast=shape.rope_beta_fast,
+            beta_slow=shape.rope_beta_slow,
+        )
+        local = shape.rope_local_theta
+        self.local_rope = self.rope if local is None else Rope(shape.rotary_dim, local)
+        held = range(shape.num_hidden_layers) if layers is None else layers
+        has_head = shape.num_hidden_layers - 1 in held
+        if 0 in held or (has_head and shape.tie_word_embeddings):
+            self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList()
+        for layer in held:
+            self.layers.add_module(str(layer), Block(shape, layer))
+        if has_head:
+            self.norm = _norm(shape, shape.hidden_size)
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+            if shape.tie_word_embeddings:
+                self.lm_head.weight = self.embed_tokens.weight
+
+    def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        """Normal with σ = 0.02, into the residual stream scaled by 1/√(2·layers) (GPT-2, §2.3); norms 1, biases 0."""
+        if parameter.dim() == 1:
+            return torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        scale = (2 * self.shape.num_hidden_layers) ** -0.5 if into_residual else 1.0
+        return torch.empty_like(parameter).normal_(0.0, 0.02 * scale, generator=generator)
+
+    def describe(self) -> dict[str, Any]:
+        return self.shape.model_dump()
+
+    def differences(self, described: Mapping[str, Any]) -> list[str]:
+        """What an earlier version did not know of has its default."""
+        here, there = self.describe(), ModelShape.model_validate(described).model_dump()
+        return [f"{key} is {here[key]!r}, was {value!r}" for key, value in there.items() if here[key] != value]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.embed_tokens(tokens)
+        return hidden if self.shape.embedding_scale == 1 else hidden * self.shape.embedding_scale
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head | None = None
+    ) -> torch.Tensor:
+        """Without a `head`: logits [tokens, vocab]."""
+        return super().forward(tokens, positions, attention, self._logits if head is None else head)
+
+    def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        logits, most = F.linear(hidden, weight), self.spec.logit_softcap
+        return most * torch.tanh(logits / most) if most else logits
+
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head | None,
+    ) -> torch.Tensor:
+        whole = self.rope.tables(positions)
+        local = whole if self.local_rope == self.rope else self.local_rope.tables(positions)
+        for block in blocks:
+            assert isinstance(block, Block)
+            cos, sin = whole if self.spec.layers[block.layer].window is None else local
+            each = attention.of_layer(block.layer) if isinstance(attention, AttentionByLayer) else attention
+            x = block(x, cos, sin, each)
+        return x if head is None else head(self.norm(x), self.lm_head.weight)

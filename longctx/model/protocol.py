@@ -1,0 +1,89 @@
+"""What everything else may know of a model: trainer, sharding, recomputation, offload, pipelines, compilation, memory estimate
+and checkpoints take any `Model`. A base class and not a `typing.Protocol`, as torch's functions take an `nn.Module`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from longctx.model.spec import ModelSpec
+
+
+class Attention(Protocol):
+    """Attention of every document to itself: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim]."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class AttentionByLayer(Protocol):
+    """Attention that is another one in some layers, such as those with a window."""
+
+    def of_layer(self, layer: int) -> Attention: ...
+
+
+Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From hidden states [tokens, hidden] and output weight [vocab, hidden] to whatever the caller wants: logits, or a loss."""
+
+
+class Model(nn.Module, ABC):
+    """A causal language model, or a pipeline rank's part of one, over packed tokens, [tokens, ..] without a batch axis.
+
+    Parameters have the same names in a part as in the whole model.
+
+    Attributes:
+        spec: the sizes of the whole model.
+        layers: the blocks that are held, in order, each under its number in the whole model.
+        embed_tokens: the embedding; where it is tied, beside the head as well.
+        norm, lm_head: what follows the last block, where that is held. `lm_head.weight` is what `Head` is given.
+        tensor_plan: how ranks that share every matrix share the modules of a block, by name: see `longctx.parallel.tensor`.
+    """
+
+    spec: ModelSpec
+    layers: nn.ModuleList
+    embed_tokens: nn.Embedding
+    norm: nn.Module
+    lm_head: nn.Linear
+    tensor_plan: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [tokens] → hidden states [tokens, hidden]."""
+
+    @abstractmethod
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head | None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
+
+    @abstractmethod
+    def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        """The first value of a parameter, whole and on its device, drawn from `seed` and its name alone."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint says of the model, as plain JSON data."""
+
+    @abstractmethod
+    def differences(self, described: Mapping[str, Any]) -> list[str]:
+        """Sentences on what makes this model another one than a checkpoint's `described` one."""
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
+    ) -> torch.Tensor:
+        """tokens and positions [tokens] → what `head` makes of hidden states and output weight."""
+        return self.run(self.layers, self.embed(tokens), positions, attention, head)
+
+    @torch.no_grad()
+    def initialize(self, seed: int) -> None:
+        """Gives every parameter its `initial_value`."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.initial_value(name, parameter, seed))

@@ -1,0 +1,1 @@
+"""Constants of a hardware profile from measured times."""

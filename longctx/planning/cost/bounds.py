@@ -1,0 +1,136 @@
+"""Bounds: times that no plan can beat under the cost model.
+
+The lower bound takes all work at its best efficiency, evenly spread, on a free network. The tight bound is closer where few
+documents are long. A document's busiest rank takes no less than it would alone, whatever else it holds: overlap is at most 1,
+so attention of others hides no more exchange than it costs. In a step with M nanoseconds beside its fixed costs every document
+therefore has a degree at which it alone takes at most M, and work over all ranks, which never falls with the degree, is at most
+M a rank. The tight bound is the least M for which both can be. It says how much of a plan's gap to the lower bound no plan
+could avoid.
+"""
+
+import math
+
+import numpy as np
+
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import (
+    NANOSECONDS,
+    attention_ns,
+    gather_ns,
+    hidden_ns,
+    linear_ns,
+    mate_ns,
+    nanoseconds,
+    node_parts,
+    score,
+    whole_ring_attention_ns,
+)
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.plan import Plan, PlanCost
+
+ROUNDING = 2
+"""Nanoseconds by which the best whole K may be missed."""
+MOST = 512
+"""Distinct longest lengths whose degrees are looked at; the others are taken at their best efficiency."""
+
+
+def plan_cost(
+    profile: HardwareProfile,
+    lengths: Integers,
+    assignment: Assignment,
+    ranks: int,
+    tokens_per_rank: int,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> PlanCost:
+    """The score of an assignment, beside the lower bound."""
+    result = score(profile, lengths, assignment, ranks, pipeline)
+    return PlanCost(
+        makespan_s=result.makespan_ns / NANOSECONDS,
+        lower_bound_s=lower_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
+        exposed_share=result.exposed_share,
+        idle_share=result.idle_share,
+        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
+    )
+
+
+def lower_bound_ns(
+    profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
+) -> int:
+    """Time of a step that no plan can beat, even on a free network: all work at its best efficiency, evenly spread.
+
+    A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster. In a
+    pipeline of K micro-batches the longest takes no less than a K-th of all work, and K is at most the number of documents.
+    """
+    least = -(-lengths // tokens_per_rank)
+    bound = bound_ns(profile, lengths, least, ranks, tokens_per_rank)
+    if pipeline.ranks == 1:
+        return bound
+    launch, launches = nanoseconds(profile.launch_s), -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    work = bound - nanoseconds(profile.step_s) - launches * launch
+    # Launches rise and the bubble falls with K: the best K is where the two change alike, or the last one.
+    even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else len(lengths)
+    choices = {min(max(k, launches), len(lengths)) for k in (even, even + 1)}
+    least_bubble = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
+    return bound + max(0, least_bubble - ROUNDING)
+
+
+def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Time that no plan can beat in which documents have at least these degrees: their work evenly spread, exchange free."""
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees)).astype(np.int64)
+    linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
+    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
+    return fixed + (int(attention.sum()) + int(linear.sum())) // ranks
+
+
+def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Time of a step that no plan can beat; never less than `lower_bound_ns`. Every document must fit at some degree."""
+    least = -(-lengths // tokens_per_rank)
+    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
+    longest, which = np.unique(lengths, return_inverse=True)
+    longest = longest[-MOST:]
+    table = least_time_ns(profile, longest[:, None], np.arange(1, ranks + 1)[None, :], tokens_per_rank)
+    looked_at = lengths >= longest[0]
+    row = which[looked_at] - (int(which.max()) + 1 - len(longest))
+
+    def holds(limit: int) -> bool:
+        degrees = least.copy()
+        degrees[looked_at] = np.maximum(least[looked_at], 1 + (table <= limit).argmax(axis=1)[row])
+        return bound_ns(profile, lengths, degrees, ranks, tokens_per_rank) <= fixed + limit
+
+    low = int(table.min(axis=1).max())
+    high = max(low, bound_ns(profile, lengths, np.full_like(lengths, ranks), ranks, tokens_per_rank) - fixed)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return fixed + low
+
+
+def tight_bound_s(plan: Plan) -> float:
+    """Seconds that no plan of the same documents, ranks, budget, profile and pipeline can beat."""
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    tight = tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
+    return max(tight, plan.lower_bound_s)  # which also counts the bubble of a pipeline
+
+
+def unavoidable_gap(tight_s: float, lower_s: float) -> float:
+    """How far the tight bound is above the lower bound: the part of a gap that no plan can avoid. 0.02 means 2 %."""
+    return tight_s / lower_s - 1 if lower_s > 0 else 0.0
+
+
+def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
+    """The busiest rank of a document takes no less, wherever its ring stands; a very long time where it does not fit."""
+    attention = attention_ns(profile, lengths, degrees)
+    intra, inter = mate_ns(profile, lengths, degrees)
+    fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
+    both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # its mates shared out at best
+    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    exchange = nanoseconds(profile.latency_s) + np.maximum(across, both)
+    exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
+    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # that of the rank that waits longest
+    rounding = 4 + 2 * degrees  # every mate was rounded up
+    time = attention + np.maximum(linear_ns(profile, shard), linear_ns(profile, smallest) + exposed) - rounding
+    result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
+    return result

@@ -1,0 +1,218 @@
+"""Cost model: the time of a step under an assignment, in integer nanoseconds.
+
+All planners are compared by `score`. Every float is the result of single IEEE operations (no library logarithm, no sum of
+floats), and costs are rounded up and the bound down to whole nanoseconds: ranks agree bit by bit on any machine, and a makespan
+is never below the bound. A rank of a ring pays for attention even where a document is too short to give it a token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
+from longctx.planning.cost.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+
+Floats = NDArray[np.float64]
+NANOSECONDS = 1_000_000_000
+
+
+def nanoseconds(seconds: float) -> int:
+    """Seconds as whole nanoseconds, rounded up."""
+    return math.ceil(seconds * NANOSECONDS)
+
+
+def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
+    """Efficiency of the attention kernel on documents of that many tokens: linear in log2 between the points of the table."""
+    points = log2(np.array([row[0] for row in table], dtype=np.float64))
+    values = np.array([row[1] for row in table], dtype=np.float64)
+    if len(points) == 1:
+        return np.full(np.shape(tokens), values[0])
+    x = np.clip(log2(tokens), points[0], points[-1])
+    i = np.clip(np.searchsorted(points, x, side="right") - 1, 0, len(points) - 2)
+    share = (x - points[i]) / (points[i + 1] - points[i])
+    result: Floats = values[i] * (1 - share) + values[i + 1] * share
+    return result
+
+
+def equivalent_length(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
+    """Length of the whole document on which attention is as efficient as on a split one: s / (1 + κ (d - 1)).
+
+    A ring's calls are a chunk of queries by many keys. So they lose far less than a document as short as the chunk would. κ,
+    the split penalty, is near 0 for kernels that fill the device with few queries, larger for others.
+    """
+    result: Floats = lengths / (1 + split_penalty * (degrees - 1))
+    return result
+
+
+def log2(x: Floats) -> Floats:
+    """Binary logarithm from IEEE operations alone: libraries differ in the last bit, and then ranks would plan differently."""
+    mantissa, exponent = np.frexp(x)
+    z = (mantissa - math.sqrt(0.5)) / (mantissa + math.sqrt(0.5))
+    square = z * z
+    series = np.zeros_like(z)
+    for power in range(19, 0, -2):
+        series = series * square + 1 / power
+    result: Floats = exponent - 0.5 + (2 / 0.6931471805599453) * (z * series)
+    return result
+
+
+def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
+    """Attention time that a document of that length costs each rank of a ring of that degree."""
+    result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees) / degrees).astype(np.int64)
+    return result
+
+
+def whole_ring_attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
+    """Nanoseconds over the whole ring, unrounded."""
+    s = lengths.astype(np.float64)
+    whole = equivalent_length(s, degrees.astype(np.float64), profile.attention_split_penalty)
+    result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile.attention_efficiency, whole)
+    return result
+
+
+def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
+    """Time of everything but attention for that many tokens on one rank."""
+    result: Integers = np.ceil(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
+    return result
+
+
+def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
+    """Time to exchange one document's K and V with one ring mate: in the same node, and in another node."""
+    size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
+    intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
+    return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
+
+
+def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, offset: Integers | None = None) -> Integers:
+    """Time of the busiest rank of a ring if its ranks hold nothing but their shards of this one document.
+
+    The ring starts at rank `offset` of a node, by default where its worst rank has most mates in its own node. A rank with
+    several documents takes at most the sum of their times.
+    """
+    attention = attention_ns(profile, lengths, degrees)
+    fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
+    intra, inter = mate_ns(profile, lengths, degrees)
+    inside, _ = gather_ns(profile, degrees, most, intra, inter)
+    _, across = gather_ns(profile, degrees, fewest, intra, inter)
+    exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
+    exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
+    result: Integers = linear_ns(profile, largest_shards(lengths, degrees)) + attention + exposed
+    return result
+
+
+def gather_ns(
+    profile: HardwareProfile, degrees: Integers, here: Integers, intra_ns: Integers, inter_ns: Integers
+) -> tuple[Integers, Integers]:
+    """How long a rank's links, inside its node and across, take for its mates' rows, with `here` ranks of the ring in its node.
+
+    `intra_ns` and `inter_ns` are for one mate. In two levels, the ranks here share out what comes from other nodes, and pass it
+    on to each other.
+    """
+    if profile.exchange_levels == 1:
+        return (here - 1) * intra_ns, (degrees - here) * inter_ns
+    return -(-((here - 1) * degrees * intra_ns) // here), -(-((degrees - here) * inter_ns) // here)
+
+
+def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
+    """How many ranks of a ring its least and its most used node hold."""
+    if offset is None:  # on as few nodes as possible, its first and its last part alike
+        ends = np.where(degrees % node == 0, 2 * node, degrees % node + node)
+        first = np.where(degrees <= node, degrees, ends // 2)
+    else:
+        first = np.minimum(degrees, node - offset)
+    rest = degrees - first
+    last = np.where(rest > 0, (rest - 1) % node + 1, first)
+    return np.minimum(first, last), np.where(rest > last, node, np.maximum(first, last))
+
+
+def hidden_ns(profile: HardwareProfile, attention: Integers) -> Integers:
+    """How much exchange that much attention time hides."""
+    result: Integers = np.floor(profile.overlap * attention).astype(np.int64)
+    return result
+
+
+@dataclass(frozen=True)
+class Score:
+    """Times of an assignment in integer nanoseconds, arrays [micro-batches, ranks].
+
+    Attributes:
+        time: time_r of every rank in every micro-batch: linear, attention and exposed exchange.
+        exposed: the part of it in which the rank waits for K and V.
+        launch_ns, step_ns: fixed cost of a micro-batch and of the step.
+        pipeline: what the micro-batches go through.
+    """
+
+    time: Integers
+    exposed: Integers
+    launch_ns: int
+    step_ns: int
+    pipeline: Pipeline = NO_PIPELINE
+
+    @property
+    def micro_batch_ns(self) -> Integers:
+        """Time of each micro-batch: that of its slowest rank, without the launch."""
+        result: Integers = self.time.max(axis=1)
+        return result
+
+    @property
+    def bubble_ns(self) -> int:
+        """What a pipeline adds while it fills and drains, and for empty micro-batches."""
+        empty = self.pipeline.runs(len(self.time)) - len(self.time)
+        return empty * self.launch_ns + self.pipeline.bubble_ns(self.launch_ns + int(self.micro_batch_ns.max()))
+
+    @property
+    def makespan_ns(self) -> int:
+        return self.step_ns + len(self.time) * self.launch_ns + int(self.micro_batch_ns.sum()) + self.bubble_ns
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the makespan in which the slowest rank of a micro-batch waits for K and V."""
+        slowest = self.time.argmax(axis=1)
+        return int(self.exposed[np.arange(len(slowest)), slowest].sum()) / max(1, self.makespan_ns)
+
+    @property
+    def idle_share(self) -> float:
+        """Share of all ranks' time in which one waits for the slowest of its micro-batch."""
+        waits = int((self.micro_batch_ns[:, None] - self.time).sum())
+        return waits / float(self.time.shape[1] * max(1, self.makespan_ns))
+
+
+def score(
+    profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline = NO_PIPELINE
+) -> Score:
+    """Times of every rank in every micro-batch under an assignment, by the cost model of `HardwareProfile`."""
+    a = assignment
+    shape = (a.micro_batches, ranks)
+    stop = a.first_rank + a.degree
+    attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
+    linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
+    exchange = exchange_ns(profile, lengths, a, shape)
+    exposed = np.maximum(0, exchange - hidden_ns(profile, attention))
+    launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
+    return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
+
+
+def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
+    """exchange_r: every ring is cut at node edges into its first node, whole nodes, and its last node."""
+    rings = np.flatnonzero(a.degree > 1)
+    row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+    intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
+    node, stop = profile.ranks_per_node, first + degree
+    head_stop = np.minimum(stop, (first // node + 1) * node)
+    tail_start = np.maximum(head_stop, (stop - 1) // node * node)
+    intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    parts = (
+        (first, head_stop, head_stop - first),
+        (head_stop, tail_start, np.full_like(first, node)),
+        (tail_start, stop, np.maximum(1, stop - tail_start)),
+    )
+    for start, end, here in parts:
+        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
+        intra += spread(inside, row, start, end, shape)
+        inter += spread(across, row, start, end, shape)
+    in_ring = spread(np.ones_like(first), row, first, stop, shape) > 0
+    result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
+    return result

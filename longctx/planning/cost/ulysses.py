@@ -1,0 +1,81 @@
+"""Ulysses: how many neighbouring ranks should swap heads for tokens in a micro-batch (see `longctx.attention.ulysses`).
+
+A ring of d ranks becomes u rings of d/u on u times longer chunks, so it moves fewer keys; queries, outputs and their gradients
+move too, among the u neighbours, and nothing hides that. Which u is best is a question of bytes: many kv heads, wide rings and
+rings across nodes speak for it, one kv head for many query heads against it.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, spread
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, hidden_ns, linear_ns
+from longctx.planning.plan import Plan
+
+PASSES = 3
+"""What the profile's kv_bytes_per_token counts: K and V fetched forward, fetched again and returned in backward."""
+
+
+def swaps_heads(length: int, first_rank: int, degree: int, ulysses_degree: int) -> bool:
+    """Whether a document's ring consists of whole groups of `ulysses_degree` ranks, each with a token in both of its chunks."""
+    whole = first_rank % ulysses_degree == 0 and degree % ulysses_degree == 0
+    return ulysses_degree > 1 and whole and length >= 2 * degree
+
+
+def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_heads: int) -> int:
+    """The number of ranks that should exchange heads in a micro-batch, by the cost model; 1 for plain rings.
+
+    It divides `kv_heads` and the ranks of a node; heads are those of one rank under tensor parallelism. Ties go to the smaller.
+    """
+    choices = [u for u in range(1, kv_heads + 1) if kv_heads % u == 0 and plan.profile.ranks_per_node % u == 0]
+    choices = [u for u in choices if u == 1 or plan.ranks % u == 0]
+    return min(choices, key=lambda u: (micro_batch_ns(plan, micro_batch, u, query_heads, kv_heads), u))
+
+
+def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_heads: int, kv_heads: int) -> int:
+    """Modelled time of a micro-batch's slowest rank if groups of `ulysses_degree` ranks exchange heads.
+
+    The time of a rank is linear + attention + max(0, exchange - what attention hides of it) + swaps. With u = `ulysses_degree`,
+    which divides the ranks, a document of length s on d ranks that swap heads costs each of them attention(s, d/u) / u, the
+    exchange of a ring of d/u ranks with 1/u of the heads, and the swaps of s/d tokens. Others cost what they do with u = 1.
+    """
+    placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
+    rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
+    swapped = np.array([swaps_heads(*row, ulysses_degree) for row in rows], dtype=bool)
+    lengths, first, degree = documents = np.array(rows, dtype=np.int64).T
+    u, shards = np.where(swapped, ulysses_degree, 1), -(-lengths // degree)
+    attention = _on_ranks(-(-attention_ns(profile, lengths, degree // u) // u), first, degree, ranks)
+    linear = linear_ns(profile, _on_ranks(shards, first, degree, ranks))
+    exchange = _ring_ns(profile, documents[:, ~swapped], ranks)
+    if swapped.any():
+        exchange = exchange + _ring_ns(profile, documents[:, swapped], ranks, ulysses_degree)
+    swapped_tokens = _on_ranks(np.where(swapped, shards, 0), first, degree, ranks)
+    swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads / kv_heads)
+    return int((linear + attention + np.maximum(0, exchange - hidden_ns(profile, attention)) + swaps).max())
+
+
+def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv_head: float) -> Integers:
+    """Time in which a rank of that many tokens swaps all but its own 1/u of q, k, v, out and their gradients."""
+    per_token = profile.kv_bytes_per_token / PASSES * 2 * (1 + queries_per_kv_head)
+    moved = per_token * ((u - 1) / u)
+    result: Integers = np.ceil(tokens * (moved * NANOSECONDS / profile.intra_node_bytes_per_s)).astype(np.int64)
+    return result
+
+
+def _on_ranks(values: Integers, first: Integers, degree: Integers, ranks: int) -> Integers:
+    """Sums a value of every document over the ranks of its ring."""
+    result: Integers = spread(values, np.zeros_like(first), first, first + degree, (1, ranks))[0]
+    return result
+
+
+def _ring_ns(profile: HardwareProfile, documents: Integers, ranks: int, u: int = 1) -> Integers:
+    """Exchange on every rank of rings whose members are groups of u ranks, each rank with 1/u of its group's heads.
+
+    `documents` [3, documents] are lengths, first ranks and degrees.
+    """
+    lengths, first, degree = documents
+    group = replace(profile, ranks_per_node=profile.ranks_per_node // u, kv_bytes_per_token=profile.kv_bytes_per_token / u)
+    rings = Assignment(np.zeros_like(first), first // u, degree // u, np.zeros(len(first), dtype=bool))
+    return np.repeat(exchange_ns(group, lengths, rings, (1, ranks // u))[0], u)

@@ -1,0 +1,196 @@
+"""Search: the planner of mode `auto`. It chooses how many micro-batches a step has and the degree of every document.
+
+A document takes the smallest degree at which its ranks are done with it within a limit. Limits come from three families:
+- one for all documents, a share of the time that micro-batches take if all work is spread evenly: a lower limit makes more and
+  finer pieces, which pack better but lose kernel efficiency;
+- a higher one for the longest documents, which have some micro-batches for themselves and are split no further than their
+  like; a closed form says how many documents these should be;
+- one for each micro-batch, where even on all ranks the longest document takes longer than that time (`shortest_path.py`).
+Where there are few documents for each rank, some more layouts let them share groups of ranks (`shared_rings.py`).
+Layouts are ranked by their estimated makespan (`packing.py`). The best few for each number of micro-batches are filled with the
+documents of degree 1, ever fewer of them are evened out for ever more rounds (`local_search.py`), and the exact cost decides.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from longctx.planning.assignment import NEVER, Assignment, Integers
+from longctx.planning.cost.model import nanoseconds, score
+from longctx.planning.planners.auto.degree_table import DegreeTable
+from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
+from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
+from longctx.planning.planners.auto.shared_rings import grouped_rings
+from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.planners.step import Degrees, Step
+
+Filled = tuple[Rings, Assignment]
+"""A layout, and a plan with all documents in it."""
+
+
+def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, int]:
+    """The best packing found and its makespan in nanoseconds. Every document must fit at some degree."""
+    table = DegreeTable(step, settings)
+    micro_batches = step.fewest_micro_batches
+    uneven = int(table.quickest.max(initial=0)) * micro_batches * step.ranks > table.work
+    with_own_limits = _plans_with_own_limits(table) if uneven else []
+    plans = with_own_limits if micro_batches >= settings.many else []
+    while not plans:
+        plans = _plans_by_number(table, micro_batches) + with_own_limits
+        micro_batches += 2 + micro_batches // 8
+    return _best_filled(table, plans)
+
+
+class Layouts:
+    """The most promising ring layouts for one number of micro-batches, by their estimated makespan."""
+
+    def __init__(self, table: DegreeTable, micro_batches: int) -> None:
+        self.table, self.step, self.settings, self.micro_batches = table, table.step, table.settings, micro_batches
+        self.best: list[Rings] = []
+
+    def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
+        """Places the rings, unless their work alone says that `filled` others are better."""
+        filled = self.settings.filled
+        if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.ranks:
+            return
+        if rings := place_rings(self.step, split, self.micro_batches, start, stop):
+            bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
+
+    def add_split(self, split: Degrees) -> None:
+        """Adds layouts with rings in as few micro-batches as they fill, and in all."""
+        fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.ranks))
+        for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
+            self.add(split, 0, stop)
+
+    def add_one_limit(self) -> None:
+        """Adds layouts by one limit for all documents."""
+        table = self.table
+        even_ns = table.even_ns(self.micro_batches * self.step.ranks)
+        seen = set()
+        for time, share in itertools.product(table.times, self.settings.shares):
+            index = table.within(share * even_ns // 32, time)
+            if index.tobytes() not in seen:
+                seen.add(index.tobytes())
+                self.add_split(table.split(index))
+
+    def add_two_limits(self) -> None:
+        """Adds layouts in which the longest documents have the first micro-batches for themselves, and another limit."""
+        table, step, micro_batches = self.table, self.step, self.micro_batches
+        choices = [
+            (*_two_limits_ns(table, micro_batches, own, longest), own, longest)
+            for own in range(1, min(self.settings.own_micro_batches, micro_batches - 1) + 1)
+            for longest in _some(table.side_by_side(own * step.ranks))
+        ]
+        seen = set()
+        for _, lower_ns, own, longest in sorted(choices)[: self.settings.own_choices]:
+            first = table.lowest_limit(longest, own * step.ranks)[1]
+            start, stop = np.full_like(step.lengths, own), np.full_like(step.lengths, micro_batches)
+            start[table.long[:longest]], stop[table.long[:longest]] = 0, own
+            for share in self.settings.lower_shares:
+                index = np.append(first, table.within(int(share * lower_ns), table.time)[longest:])
+                if (key := (own, longest, index.tobytes())) not in seen:
+                    seen.add(key)
+                    self.add(table.split(index), start, stop)
+
+
+def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
+    """The best plans of that many micro-batches and of one more."""
+    step, settings = table.step, table.settings
+    fewest, more = Layouts(table, micro_batches), Layouts(table, micro_batches + 1)
+    roomy = int(step.lengths.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
+    for layouts in (fewest, more):
+        layouts.add_two_limits()
+        if layouts is more and roomy and fewest.best:
+            for promising in fewest.best[: settings.promising]:
+                layouts.add_split(step.split(promising.degree))
+        else:
+            layouts.add_one_limit()
+    plans = [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
+    if micro_batches == 1 and len(step.lengths) <= settings.few * step.ranks:
+        for narrowest in (width for width in settings.narrowest if width <= step.ranks):
+            if rings := grouped_rings(step, table.even_ns(step.ranks), narrowest):
+                plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
+    return plans
+
+
+def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
+    """The best plans in which every micro-batch has a limit of its own."""
+    step, launch_ns = table.step, nanoseconds(table.step.profile.launch_s)
+    documents = table.time, table.tokens, table.degrees
+    graph = LimitGraph.of(*documents, step.ranks, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
+    found: list[tuple[int, Rings]] = []
+    seen = set()
+    for index, number in map(graph.shortest_path, table.settings.prices):
+        if (key := (index.tobytes(), number.tobytes())) in seen:
+            continue
+        seen.add(key)
+        most = max(step.fewest_micro_batches, int(number.max()) + 1)
+        for micro_batches, dense in itertools.product((most, most + 1), (False, True)):
+            start, stop = np.zeros_like(step.lengths), np.full_like(step.lengths, micro_batches)
+            start[table.long], stop[table.long] = number, number + 1
+            if rings := place_rings(step, table.split(index), micro_batches, start, stop, dense=dense):
+                found.append((rings.estimate_ns + micro_batches * launch_ns, rings))
+    return _filled([rings for _, rings in sorted(found, key=lambda each: each[0])], table.settings.filled)
+
+
+def _filled(layouts: Sequence[Rings], count: int) -> list[Filled]:
+    """The first `count` of these layouts that hold all documents, with them in."""
+    attempts = ((rings, fill(rings)) for rings in layouts)
+    return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), count))
+
+
+def _some(most: int) -> list[int]:
+    """Numbers from 1 to `most`, about 15 % apart."""
+    numbers = [1]
+    while numbers[-1] < most:
+        numbers.append(min(most, numbers[-1] + 1 + numbers[-1] // 7))
+    return numbers if most else []
+
+
+def _two_limits_ns(table: DegreeTable, micro_batches: int, own: int, longest: int) -> tuple[int, int]:
+    """Time of all micro-batches, and of each after the first `own`, if so many of the longest documents have these.
+
+    The first is own · limit + (micro-batches - own) · lower: limit is the lowest one for the longest documents, and lower what
+    remains of all work over the ranks of the others. Short documents are a fluid beside the rings and after them, up to the
+    limit or until tokens are used up.
+    """
+    step, short_ns = table.step, table.short_ns_per_token
+    limit, index = table.lowest_limit(longest, own * step.ranks)
+    degree, time = table.degrees[index], table.time[np.arange(longest), index]
+    beside = own * step.ranks - int(degree.sum())
+    if beside < 0:
+        return NEVER, 0
+    full = time + ((step.tokens_per_rank - step.lengths[table.long[:longest]] // degree) * short_ns).astype(np.int64)
+    taken = int((degree * np.minimum(limit, full)).sum()) + beside * min(limit, int(step.tokens_per_rank * short_ns))
+    others = step.ranks * (micro_batches - own)
+    lost = int((degree * time).sum()) - int(table.least_work[:longest].sum())
+    lower = max(0, table.work + lost - taken) // others
+    if longest < len(table.long):
+        lower = max(lower, int(table.quickest[longest:].max()))
+        fitting = (table.time[longest:] <= lower).argmax(axis=1)
+        rest = table.degrees[fitting] * table.time[np.arange(longest, len(table.long)), fitting]
+        lower += int(rest.sum() - table.least_work[longest:].sum()) // others
+    return own * limit + (micro_batches - own) * lower, lower
+
+
+def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, int]:
+    """Evens out the best of these plans, and returns the best of all with its makespan."""
+    step = table.step
+
+    def makespan(plan: Assignment) -> int:
+        return score(step.profile, step.lengths, plan, step.ranks).makespan_ns
+
+    fixed_ns, launch_ns = nanoseconds(step.profile.step_s), nanoseconds(step.profile.launch_s)
+    best = sorted(((makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)), key=lambda item: item[:2])
+    for kept, rounds in table.settings.evened:
+        lowest = best[0][0]
+        for place, (before, i, rings, plan) in enumerate(best):
+            if fixed_ns + plan.micro_batches * launch_ns + rings.estimate_ns < lowest:  # else it will not be the best
+                even = even_out(rings, plan, rounds)
+                if (after := makespan(even)) < before:
+                    best[place] = after, i, rings, even
+                    lowest = min(lowest, after)
+        best = sorted(best, key=lambda item: item[:2])[:kept]
+    return best[0][3], best[0][0]

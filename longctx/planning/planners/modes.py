@@ -1,0 +1,26 @@
+"""Modes: the table of planners by the name of their mode, which `make_plan` and its checks take them from."""
+
+import contextlib
+from collections.abc import Callable
+
+from longctx.planning.cost.bounds import bound_ns
+from longctx.planning.plan import PlanError
+from longctx.planning.planners.auto.search import search
+from longctx.planning.planners.bins import bin_degrees, pack_bins, plan_bins
+from longctx.planning.planners.static import best_static, plan_static
+from longctx.planning.planners.step import Candidate, Step, fastest
+
+
+def plan_auto(step: Step) -> Candidate:
+    """The plan that the search finds, or that of mode bins or static where it is faster. Their bounds spare most of them."""
+    assignment, makespan = search(step)
+    best = Candidate(makespan, "search", assignment)
+    with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
+        degrees = bin_degrees(step)
+        if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
+            best = fastest(best, pack_bins(step, degrees))
+    return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
+
+
+MODES: dict[str, Callable[[Step], Candidate]] = {"auto": plan_auto, "static": plan_static, "bins": plan_bins}
+"""Mode → its planner, which raises PlanError where the mode cannot hold the documents."""

@@ -1,0 +1,141 @@
+"""Static plans: every document on the same degree, the baseline that everyone knows.
+
+The domain is cut into ⌊N / degree⌋ groups of `degree` neighbouring ranks; ranks left over when the degree does not divide N
+stay empty. Documents are packed into groups by best-fit decreasing over the token budget, which gives the number of
+micro-batches; if these leave groups empty or half full, the emptiest group first is tried as well. Packed groups run longest
+first, so that equals share a micro-batch. The better packing by the exact cost is kept.
+"""
+
+import bisect
+import heapq
+import math
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
+from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds, score
+from longctx.planning.plan import PlanError
+from longctx.planning.planners.step import Candidate, Step, fastest
+
+
+def plan_static(step: Step) -> Candidate:
+    """The plan of the degree given, or of the best one. Raises PlanError if none holds every document."""
+    degree = step.degree
+    best = best_static(step, range(1, step.ranks + 1) if degree is None else range(degree, degree + 1))
+    if best is None:
+        raise PlanError(_no_degree(step))
+    return best
+
+
+def best_static(step: Step, degrees: range, below: int | None = None) -> Candidate | None:
+    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
+
+    Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
+    """
+    bounds = []
+    for degree in degrees:
+        if degree * step.tokens_per_rank < int(step.lengths.max()):
+            continue
+        on_all_ranks, on_groups = static_bounds_ns(step, degree)
+        if below is not None and on_all_ranks >= below:
+            break
+        bounds.append((on_groups, degree))
+    best: Candidate | None = None
+    for bound, degree in sorted(bounds):
+        limit = best.makespan_ns if best else below
+        if limit is not None and bound >= limit:
+            break
+        if (found := pack_static(step, degree)) is not None:
+            best = fastest(best, found)
+    return best
+
+
+def _no_degree(step: Step) -> str:
+    lengths, ranks, tokens_per_rank, degree = step.lengths, step.ranks, step.tokens_per_rank, step.degree
+    if degree is None:
+        return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
+    shards = largest_shards(lengths, np.full_like(lengths, degree))
+    document = int(shards.argmax())
+    least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
+    return (
+        f"document {document} has {lengths[document]} tokens: {degree} ranks of {tokens_per_rank} hold at most "
+        f"{degree * tokens_per_rank}; take degree {least}, tokens_per_rank {shards[document]}, or mode auto"
+    )
+
+
+def pack_static(step: Step, degree: int) -> Candidate | None:
+    """The better packing at one degree, or None if a document does not fit at this degree."""
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    weights = largest_shards(lengths, np.full_like(lengths, degree))
+    if int(weights.max()) > tokens_per_rank:
+        return None
+    groups = ranks // degree
+    packed = _best_fit(weights, tokens_per_rank)
+    micro_batches = -(-(int(packed.max()) + 1) // groups)
+    work = alone_ns(profile, lengths, np.full_like(lengths, degree))
+    candidates = [packed]
+    if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
+        candidates.append(spread)
+    plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
+    return fastest(*(Candidate(score(profile, lengths, plan, ranks).makespan_ns, f"static:{degree}", plan) for plan in plans))
+
+
+def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
+    """Times that no static plan of this degree can beat: its work evenly spread, its exchange hidden as well as can be.
+
+    The first spreads it over all ranks, and holds for higher degrees as well: neither attention nor exchange gets less with the
+    degree. The second spreads it over this degree's groups.
+    """
+    profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
+    degrees, groups = np.full_like(lengths, degree), ranks // degree
+    rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
+    linear = int(linear_ns(profile, lengths // degree).sum())
+    attention = int(attention_ns(profile, lengths, degrees).sum())
+    in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
+    _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
+    exchange = int(across.sum()) - degree * len(lengths)  # every mate was rounded up
+    exposed = max(0, exchange - math.ceil(profile.overlap * attention))
+    work = max(0, linear + attention + exposed - rounding)
+    total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
+    on_all_ranks = fixed + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
+    return on_all_ranks, fixed + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
+
+
+def _best_fit(weights: Integers, capacity: int) -> Integers:
+    """Best-fit decreasing: the fullest group that still has room. Returns the group of every document."""
+    group = np.zeros(len(weights), dtype=np.int64)
+    room: list[tuple[int, int]] = []  # (tokens free, group), ascending
+    groups = 0
+    values = weights.tolist()
+    for document in np.argsort(-weights, kind="stable").tolist():
+        at = bisect.bisect_left(room, (values[document], -1))
+        if at < len(room):
+            free, chosen = room.pop(at)
+        else:
+            free, chosen, groups = capacity, groups, groups + 1
+        bisect.insort(room, (free - values[document], chosen))
+        group[document] = chosen
+    return group
+
+
+def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers | None:
+    """Longest document first to the group with the fewest tokens; None if one does not fit that way."""
+    group = np.zeros(len(weights), dtype=np.int64)
+    filled = [(0, g) for g in range(groups)]
+    values = weights.tolist()
+    for document in np.argsort(-weights, kind="stable").tolist():
+        tokens, chosen = filled[0]
+        if tokens + values[document] > capacity:
+            return None
+        heapq.heapreplace(filled, (tokens + values[document], chosen))
+        group[document] = chosen
+    return group
+
+
+def _run_longest_first(group: Integers, work: Integers, groups: int, degree: int) -> Assignment:
+    """Places packed groups on the domain, those with the most work first, so that similar ones share a micro-batch."""
+    total = np.bincount(group, work)
+    turn = np.empty(len(total), dtype=np.int64)
+    turn[np.argsort(-total, kind="stable")] = np.arange(len(total))
+    slot = turn[group]
+    return Assignment.alternating(slot // groups, slot % groups * degree, np.full_like(group, degree))

@@ -1,0 +1,169 @@
+"""Validation: what can be planned at all, and the guarantees of a plan that training relies on.
+
+Every plan is checked before anybody sees it. I1: every document stands in exactly one micro-batch, on ranks of the domain.
+I4: no rank holds more than `tokens_per_rank` in any micro-batch. Together with the order of micro-batches (I2) and the purity
+of the layout (I3) they exclude deadlock and overflow.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees, tokens_on_ranks
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
+from longctx.planning.plan import Plan, PlanError
+from longctx.planning.planners.modes import MODES
+
+MOST_RANKS = 1 << 20
+MOST_TOKENS = 1 << 40
+LONGEST_STEP_NS = 1 << 52
+"""Sums of nanoseconds run in float64, which is exact below 2⁵³."""
+
+
+def check_settings(
+    ranks: int,
+    tokens_per_rank: int,
+    mode: str,
+    degree: int | None,
+    bins: Mapping[int, int] | None,
+    max_remote_tokens: int | None,
+    pipeline: Pipeline = NO_PIPELINE,
+) -> None:
+    """Raises PlanError for settings that are malformed or contradict each other."""
+    _whole("ranks", ranks, MOST_RANKS)
+    _whole("tokens_per_rank", tokens_per_rank, MOST_TOKENS)
+    if max_remote_tokens is not None:
+        _whole("max_remote_tokens", max_remote_tokens, MOST_TOKENS)
+    if mode not in MODES:
+        raise PlanError(f"mode is {mode!r}: must be one of {', '.join(MODES)}")
+    if degree is not None:
+        _whole("degree", degree, ranks)
+        if mode != "static":
+            raise PlanError(f"degree is {degree} with mode {mode}: a degree belongs to mode static; leave it out")
+    if bins is not None and mode == "static":
+        raise PlanError("bins are given with mode static: take mode bins, or leave them out")
+    _whole("pipeline ranks", pipeline.ranks, MOST_RANKS)
+    _whole("pipeline chunks", pipeline.chunks, MOST_RANKS)
+    if pipeline.schedule not in SCHEDULES:
+        raise PlanError(f"the pipeline's schedule is {pipeline.schedule!r}: must be one of {', '.join(SCHEDULES)}")
+    if pipeline.problem:
+        rule, fix = pipeline.problem
+        raise PlanError(f"the pipeline has {pipeline.chunks} chunks: {rule}; {fix}")
+
+
+def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Integers:
+    """The lengths as an array [documents]. Raises PlanError if they are none, malformed, or fit no degree."""
+    if len(lengths) == 0:
+        raise PlanError("there are no documents to plan: give at least one length")
+    for document, length in enumerate(lengths):
+        if not _is_whole(length):
+            raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
+        if length > MOST_TOKENS:
+            raise PlanError(f"document {document} has length {length!r}: at most {MOST_TOKENS} tokens can be planned")
+    sizes = np.array(lengths, dtype=np.int64)
+    unfit = np.flatnonzero(least_degrees(sizes, ranks, tokens_per_rank) == 0)
+    if len(unfit):
+        raise PlanError(_does_not_fit(unfit, sizes, ranks, tokens_per_rank))
+    _check_magnitude(sizes, profile)
+    return sizes
+
+
+def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_rank: int) -> str:
+    document = int(unfit[lengths[unfit].argmax()])
+    length = lengths[[document]]
+    domain = np.arange(1, ranks + 1)
+    budget = int(largest_shards(np.broadcast_to(length, domain.shape), domain).min())
+    enough = int(least_degrees(length, int(length[0]), tokens_per_rank)[0])
+    others = f"; {len(unfit) - 1} more do not fit either" if len(unfit) > 1 else ""
+    held = f"{ranks} ranks of {tokens_per_rank} hold at most {ranks * tokens_per_rank}, in even shares"
+    ways = f"raise tokens_per_rank to {budget}, take {enough} ranks, or split the document"
+    return f"document {document} has {length[0]} tokens: {held}; {ways}{others}"
+
+
+def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
+    """Keeps all sums of nanoseconds within what is exact."""
+    s = lengths.astype(np.float64)
+    attention = profile.attention_s_per_token2 * float((s * s).sum()) / profile.attention_efficiency[0][1]
+    slowest = min(profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s)
+    per_token = profile.linear_s_per_token + profile.kv_bytes_per_token / slowest
+    fixed = profile.launch_s + profile.latency_s + profile.step_s
+    seconds = attention + per_token * float(s.sum()) + fixed * len(lengths)
+    if seconds * 1e9 > LONGEST_STEP_NS:
+        raise PlanError(
+            f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile: at most "
+            f"{LONGEST_STEP_NS / 86_400e9:.0f} can be planned; check the profile's constants"
+        )
+
+
+def _whole(name: str, value: Any, most: int) -> None:
+    if not _is_whole(value) or value > most:
+        raise PlanError(f"{name} is {value!r}: must be a whole number in 1..{most}")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises PlanError naming document, micro-batch and rank where a plan breaks a guarantee."""
+    _check_form(plan)
+    _check_documents(plan)
+    _check_tokens(plan)
+
+
+def _check_form(plan: Plan) -> None:
+    if not _is_whole(plan.ranks) or not _is_whole(plan.tokens_per_rank):
+        raise PlanError(f"ranks {plan.ranks!r} and tokens_per_rank {plan.tokens_per_rank!r} must be whole numbers ≥ 1")
+    for document, length in enumerate(plan.lengths):
+        if not _is_whole(length):
+            raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
+    if len(plan.stages) != len(plan.micro_batches):
+        raise PlanError(f"plan has {len(plan.stages)} stages for {len(plan.micro_batches)} micro-batches: needs one each")
+    for micro_batch, stages in enumerate(plan.stages):
+        if not _is_whole(stages):
+            raise PlanError(f"micro-batch {micro_batch} has {stages!r} exchange stages: must be a whole number ≥ 1")
+
+
+def _check_documents(plan: Plan) -> None:
+    seen: Counter[int] = Counter()
+    for micro_batch, placements in enumerate(plan.micro_batches):
+        if not placements:
+            raise PlanError(f"micro-batch {micro_batch} holds no document")
+        for p in placements:
+            where = f"document {p.document!r} in micro-batch {micro_batch}"
+            if not _is_whole(p.degree) or not _is_whole(p.first_rank, least=0) or not isinstance(p.reversed, bool):
+                raise PlanError(
+                    f"{where} is malformed: degree {p.degree!r}, first rank {p.first_rank!r}, reversed {p.reversed!r}"
+                )
+            if p.first_rank + p.degree > plan.ranks:
+                raise PlanError(
+                    f"{where} stands on ranks {p.first_rank} to {p.first_rank + p.degree - 1}: the domain has {plan.ranks}"
+                )
+            if not _is_whole(p.document, least=0) or p.document >= len(plan.lengths):
+                raise PlanError(f"{where} does not exist: the plan has {len(plan.lengths)} documents, counted from 0")
+            seen[p.document] += 1
+    if len(seen) < len(plan.lengths):
+        missing = next(document for document in range(len(plan.lengths)) if document not in seen)
+        raise PlanError(f"document {missing} stands in no micro-batch")
+    document, times = seen.most_common(1)[0] if seen else (0, 1)
+    if times > 1:
+        places = [k for k, placements in enumerate(plan.micro_batches) for p in placements if p.document == document]
+        raise PlanError(f"document {document} stands {times} times in the plan, in micro-batches {places}: must be once")
+
+
+def _check_tokens(plan: Plan) -> None:
+    if not plan.lengths:
+        return
+    assignment = Assignment.of(plan)
+    tokens = tokens_on_ranks(np.array(plan.lengths, dtype=np.int64), assignment, (len(plan.micro_batches), plan.ranks))
+    over = np.argwhere(tokens > plan.tokens_per_rank)
+    if len(over):
+        micro_batch, rank = over[0].tolist()
+        documents = [p.document for p in plan.micro_batches[micro_batch] if rank in p.ring]
+        raise PlanError(
+            f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} (documents {documents}): "
+            f"the budget is {plan.tokens_per_rank} tokens a rank"
+        )
+
+
+def _is_whole(value: Any, least: int = 1) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= least

@@ -1,0 +1,1 @@
+"""Plans as pictures: in a file, on a terminal, as a table of bins."""

@@ -1,0 +1,62 @@
+"""The table of a plan by bins: which lengths get which degree, and what the documents of the step in each bin amount to.
+
+It is printed as the settings of a run, with the figures as comments, so that it can be pasted into a file.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns
+from longctx.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Documents up to `longest` tokens, longer than those of the bin before, get `degree`.
+
+    `seconds` is what they take in the step for linear layers and attention, the mean over all ranks.
+    """
+
+    longest: int
+    degree: int
+    documents: int
+    tokens: int
+    seconds: float
+
+
+def fill_bins(plan: Plan, table: Mapping[int, int]) -> list[Bin]:
+    """Every bin of `table` ({longest: degree}), ascending, with the documents of the plan that it holds."""
+    lengths = np.array(plan.lengths, dtype=np.int64)
+    bounds = sorted(table)
+    index = np.minimum(np.searchsorted(bounds, lengths), len(bounds) - 1)  # see derived_degrees
+    degrees = np.ones_like(lengths)
+    for placement in (p for placements in plan.micro_batches for p in placements):
+        degrees[placement.document] = placement.degree
+    work = linear_ns(plan.profile, lengths) + degrees * attention_ns(plan.profile, lengths, degrees)
+    seconds = np.bincount(index, work, len(bounds)) / plan.ranks / NANOSECONDS
+    documents, tokens = np.bincount(index, minlength=len(bounds)), np.bincount(index, lengths, len(bounds))
+    return [Bin(bound, table[bound], int(documents[i]), int(tokens[i]), float(seconds[i])) for i, bound in enumerate(bounds)]
+
+
+def print_bins(bins: list[Bin], console: Console) -> None:
+    """Prints the table as YAML."""
+    width = max(len(f"    {row.longest}: {row.degree}") for row in bins) + 2
+    counts = [(f"{row.documents:,}", f"{row.tokens:,}", f"{row.seconds:.4g} s") for row in bins]
+    names = ("documents", "tokens", "time")
+    columns = [max(map(len, column)) for column in zip(*counts, names, strict=True)]
+    head = "  ".join(name.rjust(size) for name, size in zip(names, columns, strict=True))
+    lines = ["context:", "  mode: bins", f"{'  bins:':{width}}# {head}"]
+    for row, cells in zip(bins, counts, strict=True):
+        figures = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
+        lines.append(f"{f'    {row.longest}: {row.degree}':{width}}# {figures}")
+    console.print()
+    console.print(
+        "bins as settings of a run, {longest document: degree}; time of linear layers and attention, mean over ranks",
+        style="dim",
+        highlight=False,
+    )
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,177 @@
+"""Communication: latency and bandwidth of the exchange inside and across nodes, and how much of it attention hides."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from longctx.attention.exchange import Exchange
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh
+from longctx.planning.assignment import Assignment
+from longctx.planning.calibration.fit import OverlapTime, fit_line, fit_overlap
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns
+from longctx.planning.layout import Layout
+from longctx.profiling.computation import Silent, attention_passes
+from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of
+
+LEAST_BYTES = 1 << 20
+"""The largest message has at least so many bytes, or its time would say little of bandwidth."""
+MESSAGES = 5
+"""So many messages are timed together, one after the other, so that the common start weighs less."""
+PEERS = 7
+"""So many peers that a rank exchanges with at once tell what more would."""
+LEAST_ROWS = 64
+MOST_LENGTHS = 4
+WIDEST_RING = 8
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """How the ranks of the domain lie on nodes, `per_node` consecutive ones on each."""
+
+    ranks: int
+    per_node: int
+
+    @classmethod
+    def find(cls, mesh: Mesh, local_rank: int) -> "Nodes":
+        """From what the launcher told every rank. Raises UserError if nodes hold different numbers of ranks."""
+        starts = (mesh.gather([float(local_rank)])[:, 0] == 0).cumsum(0).tolist()
+        node = [starts[dist.get_global_rank(mesh.exchange, rank)] for rank in range(mesh.ranks)]
+        held = sorted({node.count(number) for number in node})
+        if len(held) > 1:
+            raise UserError(
+                f"nodes hold {', '.join(map(str, held))} ranks, and the cost model knows one number for all: start as many "
+                "processes on every node"
+            )
+        return cls(mesh.ranks, held[0])
+
+    def neighbours(self, rank: int) -> list[tuple[int, int]]:
+        """Inside the node, up to PEERS ranks to send to and as many to receive from, all ranks doing so at once."""
+        first, place = rank - rank % self.per_node, rank % self.per_node
+        shifts = range(1, min(PEERS, self.per_node - 1) + 1)
+        return [(first + (place + i) % self.per_node, first + (place - i) % self.per_node) for i in shifts]
+
+    def counterparts(self, rank: int) -> list[tuple[int, int]]:
+        """The same across nodes: the ranks at this place on other nodes."""
+        shifts = range(self.per_node, min(PEERS * self.per_node, self.ranks - self.per_node) + 1, self.per_node)
+        return [((rank + i) % self.ranks, (rank - i) % self.ranks) for i in shifts]
+
+
+def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
+    """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
+
+    Every rank exchanges with several others at once, as in ring attention: links may carry less then. Bandwidth is what one
+    more byte costs among messages that are long enough to tell, as buffers on the way take short ones faster than a link does.
+    latency_s is what the shortest message takes, times layers and passes.
+    """
+    links: dict[str, list[tuple[int, int]]] = {}
+    if nodes.per_node > 1:
+        links["intra_node_bytes_per_s"] = nodes.neighbours(profiled.mesh.rank)
+    if nodes.per_node < nodes.ranks:
+        links["inter_node_bytes_per_s"] = nodes.counterparts(profiled.mesh.rank)
+    row_bytes = profiled.kv_rows(1).nbytes
+    most = max(profiled.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
+    rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
+    sizes = [count * row_bytes for count in rows]
+    found, latencies = [], []
+    for name, peers in links.items():
+        shortest, *others = profiled.time(*(_messages(profiled, count, peers) for count in rows))
+        line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
+        latencies.append((shortest.seconds / MESSAGES, shortest.spread))
+        timings = zip(sizes, (shortest, *others), strict=True)
+        points = [{"link": name, "bytes": size, "seconds": timing.seconds / MESSAGES} for size, timing in timings]
+        how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
+        found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
+    latency, spread = max(latencies)
+    passes = len(profiled.spec.layers) * (profiled.fetches + 1)
+    how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
+    return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
+
+
+def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
+    """So many rows to the first of each pair of `peers` together, and as many from the second ones."""
+    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    outgoing, incoming = profiled.kv_rows(rows), profiled.kv_rows(rows)
+    shares = [len(part) for part in outgoing.tensor_split(len(peers))]
+    sends = list(zip((after for after, _ in peers), outgoing.split(shares), strict=True))
+    receives = list(zip((before for _, before in peers), shares, strict=True))
+
+    def run() -> None:
+        for _ in range(MESSAGES):
+            exchange.start(sends, incoming, receives).wait()
+
+    return run
+
+
+def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfile) -> Measurement:
+    """overlap: ring attention as training runs it, against the same without messages and the same messages alone.
+
+    Rings inside nodes, and rings across nodes, as far as there are both. Lengths are those at which the exchange matters: where
+    it takes at least a quarter of the time of attention, by what was measured before; else the shortest.
+    """
+    rank = profiled.mesh.rank
+    points, times = [], []
+    inside = nodes.per_node, min(WIDEST_RING, nodes.per_node)
+    across = nodes.ranks, min(max(WIDEST_RING, 2 * nodes.per_node), nodes.ranks)
+    for among, degree in sorted({inside, across}):
+        place = rank % among
+        in_ring = place < among // degree * degree  # ranks left over look on
+        for rows in _rows(profiled, profile, degree) if degree > 1 else ():
+            remote = profiled.config.context.max_remote_tokens
+            stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
+            layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
+            works = (
+                attention_passes(profiled, layout, Silent),
+                _all_messages(profiled, layout),
+                attention_passes(profiled, layout),
+            )
+            times.append(OverlapTime(*(timing.seconds for timing in profiled.time(*works))))
+            points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
+    overlap, residual = fit_overlap(times)
+    tried = ", ".join(f"{point['rows'] * point['degree']:,} tokens at degree {point['degree']}" for point in points)
+    how = f"attention with and without messages, {tried}"
+    return Measurement({"overlap": overlap}, how, residual, points)
+
+
+def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[int]:
+    """Rows a rank at which to compare."""
+    affordable: list[int] = []
+    telling: list[int] = []
+    rows = min(LEAST_ROWS, profiled.config.batch.tokens_per_rank)
+    while rows <= profiled.config.batch.tokens_per_rank:
+        lengths, degrees = np.array([rows * degree]), np.array([degree])
+        attention = int(attention_ns(profile, lengths, degrees)[0])
+        ring = Assignment.alternating(np.array([0]), np.array([0]), degrees)
+        exchange = int(exchange_ns(profile, lengths, ring, (1, degree)).max())
+        if affordable and attention > profiled.longest_s * len(profiled.spec.layers) * NANOSECONDS:
+            break
+        affordable.append(rows)
+        if 4 * exchange >= attention:
+            telling.append(rows)
+        rows *= 2
+    return telling[-MOST_LENGTHS:] if len(telling) > 1 else affordable[:2]
+
+
+def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
+    """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
+    schedule = profiled.attention(layout).schedule
+    exchange = Exchange(profiled.mesh.exchange, "longctx profile")
+    rows = profiled.kv_rows
+    stages = []
+    for hop in (hop for stage in schedule.stages for hop in stage.hops):
+        given = [(peer, rows(len(index))) for peer, index in hop.sends]
+        taken = [(peer, rows(count)) for peer, count in hop.receives]
+        back = [(peer, len(tensor)) for peer, tensor in given]
+        stages.append((given, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
+
+    def run() -> None:
+        for number in range(profiled.fetches):
+            for given, incoming, receives, taken, returned, back in stages:
+                exchange.start(given, incoming, receives).wait()
+                if number == profiled.fetches - 1:
+                    exchange.start(taken, returned, back).wait()
+
+    return run

@@ -1,0 +1,211 @@
+"""Measurement of a whole hardware profile, one group of constants after the other, checked against a step at the end."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import yaml
+
+from longctx.config import Config
+from longctx.errors import UserError
+from longctx.model.presets import ModelShape
+from longctx.parallel.mesh import Mesh
+from longctx.planning.calibration.fit import kv_bytes_per_token
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.planner import make_plan
+from longctx.profiling.communication import Nodes, measure_links, measure_overlap
+from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
+from longctx.profiling.machine import describe_machine
+from longctx.profiling.profiled_run import Measurement, ProfiledRun
+
+LEAST_TOKENS = 64
+SHORTEST_DOCUMENT = 16
+CHECK_S = 5.0
+"""The step that is predicted and measured at the end takes at most about so many times as long as a measurement may."""
+WORTH_A_WARNING = 0.2
+"""A relative error above it is pointed out."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a constant comes from; `residual` says how far it is off its measurements, if it was measured."""
+
+    how: str
+    residual: float | None = None
+    taken_over: bool = False
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A measured profile. `sources` tells of every constant, `run` what was measured, `check` how a step was predicted."""
+
+    profile: HardwareProfile
+    about: str
+    sources: dict[str, Source]
+    run: dict[str, Any]
+    check: dict[str, Any]
+    points: list[dict[str, Any]]
+
+    @property
+    def warnings(self) -> list[str]:
+        """What should not be trusted, in sentences."""
+        found = [
+            f"{name} is {source.residual:.0%} off its measurements: quiet the machine, raise --longest or batch.tokens_per_rank"
+            for name, source in self.sources.items()
+            if source.residual is not None and source.residual > WORTH_A_WARNING
+        ]
+        if abs(self.check["error"]) > WORTH_A_WARNING:
+            found.append(f"a step was predicted {self.check['error']:+.0%} off: quiet the machine and measure again")
+        return found
+
+    def to_yaml(self) -> str:
+        """The file that `HardwareProfile.load` reads."""
+        residuals = {name: _short(source.residual) for name, source in self.sources.items() if source.residual is not None}
+        not_measured = {name: source.how for name, source in self.sources.items() if source.taken_over}
+        measured = {**self.run, "relative_residual": residuals, "not_measured": not_measured, "check": self.check}
+        content = {"about": self.about, **self.profile.to_dict(), "measured": measured}
+        return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, the single measurements included, as plain data."""
+        content: dict[str, Any] = yaml.safe_load(self.to_yaml())
+        return {**content, "points": self.points, "warnings": self.warnings}
+
+
+def measure_profile(
+    config: Config,
+    mesh: Mesh,
+    shape: ModelShape,
+    *,
+    base: str,
+    local_rank: int,
+    longest_s: float = 1.0,
+    tell: Callable[[str], None] = lambda stage: None,
+) -> Measured:
+    """Measures what this machine and this number of ranks can tell; the rest is taken from the profile named `base`.
+
+    Args:
+        config: settings of the run that the profile is for; its data are not read.
+        shape: the model, with a vocabulary.
+        local_rank: this process's number on its node.
+        longest_s: about the time that one measurement may take; also bounds how long the longest segments get.
+        tell: is told what comes next.
+
+    All ranks of the mesh call it, and get the same profile. Raises UserError for a budget of too few tokens, nodes with
+    different numbers of ranks, or too little memory.
+    """
+    tokens = config.batch.tokens_per_rank
+    if tokens < LEAST_TOKENS:
+        raise UserError(f"batch.tokens_per_rank is {tokens}: nothing can be told from fewer than {LEAST_TOKENS} tokens")
+    given, nodes = HardwareProfile.load(base), Nodes.find(mesh, local_rank)
+    several_nodes = nodes.per_node < nodes.ranks
+    per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
+    tell("building the model")
+    levels = 2 if config.context.two_level_exchange else 1
+    profile = replace(given, ranks_per_node=per_node, exchange_levels=levels)
+    profiled = ProfiledRun(config, mesh, shape, longest_s, profile)
+    head_dim, passes = profiled.layer.head_dim, profiled.fetches + 1
+    kv_bytes = kv_bytes_per_token(len(profiled.spec.layers), profiled.kv_heads, head_dim, profiled.dtype.itemsize, passes)
+    profile = replace(profile, kv_bytes_per_token=kv_bytes)
+    why = "one process" if nodes.ranks == 1 else "one node"
+    if several_nodes and nodes.per_node == 1:
+        why = "one rank a node"
+    sources = {name: Source(f"{why}: taken over from {base}", taken_over=True) for name in profile.to_dict()}
+    sources["exchange_levels"] = Source("the settings: context.two_level_exchange")
+    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
+    if several_nodes:
+        sources["ranks_per_node"] = Source("the launcher")
+    points: list[dict[str, Any]] = []
+
+    def note(measurement: Measurement) -> None:
+        nonlocal profile
+        constants = {name: _short(value) for name, value in measurement.constants.items()}
+        profile = replace(profile, **constants)
+        sources.update(dict.fromkeys(constants, Source(measurement.how, measurement.residual)))
+        points.extend(measurement.points)
+
+    tell("everything but attention")
+    note(measure_linear(profiled))
+    note(measure_step(profiled))
+    tell("attention")
+    for measurement in measure_attention(profiled):
+        note(measurement)
+    if nodes.ranks > 1:
+        tell("exchange")
+        for measurement in measure_links(profiled, nodes):
+            note(measurement)
+        tell("overlap of attention and exchange")
+        note(measure_overlap(profiled, nodes, profile))
+    tell("a step, predicted and measured")
+    check = _check(profiled, profile)
+    machine = describe_machine(mesh)
+    run = {
+        **machine,
+        "ranks": nodes.ranks,
+        "nodes": nodes.ranks // nodes.per_node,
+        "device": mesh.device.type,
+        "dtype": config.train.dtype,
+        "recompute": config.train.recompute,
+        "keep_kv": config.context.keep_kv,
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "kernel": config.context.kernel,
+        "tokens_per_rank": tokens,
+        "max_remote_tokens": config.context.max_remote_tokens,
+        "model": shape.model_dump(),
+    }
+    where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
+    about = f"A model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}; by longctx profile."
+    return Measured(profile, about, sources, run, check, points)
+
+
+def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
+    """A step of documents that halve in length, the longest half of the step if so long ones were measured."""
+    context, budget = profiled.config.context, profiled.config.batch.tokens_per_rank
+    tokens, measured = profiled.mesh.ranks * budget, profile.attention_efficiency[-1][0]
+    while True:
+        lengths = _halving(tokens, min(tokens // 2, measured * max(1, profiled.mesh.ranks // 2)))
+        plan = make_plan(
+            lengths,
+            ranks=profiled.mesh.ranks,
+            tokens_per_rank=budget,
+            profile=profile,
+            max_remote_tokens=context.max_remote_tokens,
+        )
+        if (
+            plan.makespan_s <= max(CHECK_S * profiled.longest_s, 3 * (profile.launch_s + profile.step_s))
+            or tokens <= LEAST_TOKENS
+        ):
+            break
+        tokens //= 2
+    seconds = profiled.time(profiled.step(profiled.planned(plan)))[0].seconds
+    if not math.isfinite(seconds):
+        raise OutOfMemory(
+            f"a step with {budget} tokens on a rank needs more memory than the GPU has: lower batch.tokens_per_rank"
+        )
+    return {
+        "documents": len(lengths),
+        "longest": max(lengths),
+        "tokens": sum(lengths),
+        "micro_batches": len(plan.micro_batches),
+        "degrees": plan.degrees,
+        "predicted_s": _short(plan.makespan_s),
+        "measured_s": _short(seconds),
+        "error": _short(plan.makespan_s / seconds - 1),
+    }
+
+
+def _halving(tokens: int, longest: int) -> list[int]:
+    lengths, length = [], longest
+    while tokens:
+        lengths.append(min(length, tokens))
+        tokens -= lengths[-1]
+        length = length // 2 if length >= 2 * SHORTEST_DOCUMENT else longest
+    return lengths
+
+
+def _short(value: Any) -> Any:
+    """Four significant digits: more were not measured."""
+    if isinstance(value, tuple):
+        return tuple(_short(item) for item in value)
+    return float(f"{value:.4g}") if isinstance(value, float) else value

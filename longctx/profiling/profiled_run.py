@@ -1,0 +1,131 @@
+"""Profiled run: what is measured, a trainer of the run's model and optimizer on batches of random tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from longctx.attention import RingAttention
+from longctx.attention.exchange import Exchange
+from longctx.config import Config
+from longctx.data.packing import MicroBatch, StepBatch
+from longctx.model.presets import ModelShape
+from longctx.model.protocol import Attention
+from longctx.parallel.mesh import Mesh
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.layout import Layout, Placement
+from longctx.planning.plan import Plan, PlanCost
+from longctx.profiling.stopwatch import Stopwatch
+from longctx.training.objective import StepWeights
+from longctx.training.setup import make_attention
+from longctx.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Some constants of a profile as measured.
+
+    Attributes:
+        constants: by their names in HardwareProfile.
+        how: what was timed, in a few words.
+        residual: how far the constants are from what they were fitted to (relative, root mean square).
+        points: the measured times themselves.
+    """
+
+    constants: dict[str, Any]
+    how: str
+    residual: float
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+class ProfiledRun:
+    """What the measurements share.
+
+    Rings are plain ones, as the cost model knows no others: `context.ulysses_degree` is taken as 1. Attention is timed without
+    windows.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float, profile: HardwareProfile) -> None:
+        """`profile` says how many ranks a node has."""
+        context = config.context.model_copy(update={"ulysses_degree": 1})
+        self.config, self.mesh, self.longest_s = config.model_copy(update={"context": context}), mesh, longest_s
+        self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
+        self.trainer = Trainer.build(self.config, mesh, shape)
+        self.time = Stopwatch(mesh, longest_s)
+        self.dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self.forwards = 2 if config.train.recompute == "full" else 1
+        """How often a step computes attention forward."""
+        self.fetches = self.forwards + (0 if context.keep_kv else 1)
+        """How often a step exchanges K and V; once more, it exchanges their gradients."""
+        self.heads = self.layer.num_attention_heads // mesh.tensor.size()
+        self.kv_heads = self.layer.num_key_value_heads // mesh.tensor.size()
+        """Of one rank."""
+        budget = config.batch.tokens_per_rank
+        self.no_plan = Plan("static", "none", mesh.ranks, budget, (), (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0))
+
+    def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
+        """As the run attends, in a layer without a window."""
+        spec = replace(self.spec, layers=(self.layer,))
+        attention = make_attention(self.config, self.mesh, spec, self.no_plan, layout, exchange=exchange)
+        assert isinstance(attention, RingAttention)
+        return attention
+
+    def kv_rows(self, count: int) -> torch.Tensor:
+        """Room for so many rows of K and V, as they are exchanged in one layer: [count, 2 · kv heads · head_dim]."""
+        return torch.zeros(count, 2 * self.kv_heads * self.layer.head_dim, dtype=self.dtype, device=self.mesh.device)
+
+    def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
+        """A step of micro-batches with these layouts and so many random tokens, padded as tensor parallelism needs it.
+
+        They are the same on all ranks that share them.
+        """
+        assert self.spec.vocab_size is not None
+        multiple = self.mesh.tensor.size()
+        generator, micro_batches = torch.Generator().manual_seed(self.mesh.rank), []
+        for number, (layout, count) in enumerate(zip(layouts, tokens, strict=True)):
+            rows = -(-count // multiple) * multiple
+            ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
+            micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
+        plan = self.no_plan if plan is None else plan
+        total = self.mesh.ranks * sum(tokens)
+        return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))
+
+    def planned(self, plan: Plan) -> StepBatch:
+        """A step of random tokens by a plan."""
+        layouts = [plan.layout(number, self.mesh.rank) for number in range(len(plan.micro_batches))]
+        return self.batch(layouts, [layout.tokens for layout in layouts], plan)
+
+    def micro_batch(self, tokens: int, attention: Attention | None = None) -> Callable[[], None]:
+        """Forward and backward of so many tokens in a micro-batch that is not the last of its step.
+
+        `attention` is in place of the run's, which has nothing to do: no document is here.
+        """
+        batch = self.batch([no_documents(self.mesh.rank)] * 2, [tokens, 0])
+        weights = StepWeights(batch.target_tokens)
+
+        def run() -> None:
+            self.trainer.attend = None if attention is None else lambda plan, layout: attention
+            self.trainer.micro_batch(batch, 0, weights)
+
+        return run
+
+    def step(self, batch: StepBatch) -> Callable[[], None]:
+        """The step of the trainer."""
+
+        def run() -> None:
+            self.trainer.attend = None
+            self.trainer.step(batch)
+
+        return run
+
+
+def no_documents(rank: int) -> Layout:
+    """The layout of a rank in a micro-batch that holds nothing."""
+    return Layout(0, rank, 1, ())
+
+
+def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, stages: int = 1) -> Layout:
+    """A layout that holds `ring_index` of so many documents of one length, all on the same ring."""
+    placements = [Placement(document, rank - ring_index, degree) for document in range(documents)]
+    return Layout.of(placements, [length] * documents, 0, rank, stages)

@@ -1,1 +1,0 @@
-"""Pictures and comparisons of plans and runs."""

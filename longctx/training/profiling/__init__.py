@@ -1,5 +1,0 @@
-"""Measures the constants of the cost model on the machine at hand: `longctx profile`."""
-
-from longctx.training.profiling.measure import Measured, measure
-
-__all__ = ["Measured", "measure"]

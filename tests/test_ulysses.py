@@ -1,0 +1,65 @@
+"""How many ranks exchange heads: never slower by the cost model, and by the bytes that each way moves."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+
+H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+def plan_of(length: int, ranks: int, profile: HardwareProfile = H100) -> Plan:
+    return make_plan([length], ranks=ranks, tokens_per_rank=16384, profile=profile, mode="static", degree=ranks)
+
+
+def test_wide_rings_across_nodes_exchange_heads() -> None:
+    """One document over 4 nodes, nothing hidden: 24 mates' keys come over the network, or those of 3."""
+    plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
+    assert choose_ulysses_degree(plan, 0, 32, 8) == 8
+    assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
+
+
+def test_one_kv_head_cannot_be_shared_out() -> None:
+    assert choose_ulysses_degree(plan_of(32 * 4096, 32), 0, 32, 1) == 1
+
+
+def test_documents_on_one_rank_exchange_nothing() -> None:
+    plan = make_plan([4000] * 8, ranks=8, tokens_per_rank=16384, profile=H100, mode="static", degree=1)
+    assert choose_ulysses_degree(plan, 0, 32, 8) == 1
+
+
+def test_exposed_time_is_what_the_bytes_take() -> None:
+    """Without overlap, efficiency or latency, on one node: u=1 moves d-1 shards of K and V, u=4 fewer, and q and out beside."""
+    flat = replace(H100, overlap=0.0, latency_s=0.0, attention_efficiency=((1, 1.0),), ranks_per_node=8)
+    plan = plan_of(8 * 1024, 8, flat)
+    shard_s = 1024 * flat.kv_bytes_per_token / flat.intra_node_bytes_per_s
+    ring = micro_batch_ns(plan, 0, 1, 8, 4) - micro_batch_ns(plan, 0, 4, 8, 4)
+    swaps = 3 / 4 * 2 / 3 * (1 + 8 / 4)  # three of four ranks' worth, both ways, of (q, out) and (k, v)
+    assert ring / 1e9 == pytest.approx(shard_s * (7 - 1 - swaps), rel=1e-4)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=20),
+    ranks=st.sampled_from([6, 8, 16, 32]),
+    heads=st.sampled_from([(32, 8), (8, 8), (6, 2), (4, 1)]),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_choice_is_never_slower(lengths: list[int], ranks: int, heads: tuple[int, int]) -> None:
+    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=65536, profile=H100)
+    for micro_batch in range(len(plan.micro_batches)):
+        u = choose_ulysses_degree(plan, micro_batch, *heads)
+        assert heads[1] % u == 0
+        assert micro_batch_ns(plan, micro_batch, u, *heads) <= micro_batch_ns(plan, micro_batch, 1, *heads)
+
+
+def test_who_exchanges() -> None:
+    assert swaps_heads(100, 4, 8, 4)
+    assert not swaps_heads(100, 4, 8, 1)
+    assert not swaps_heads(100, 2, 8, 4) and not swaps_heads(100, 4, 6, 4)
+    assert not swaps_heads(15, 4, 8, 4)  # some rank would hold nothing of it
