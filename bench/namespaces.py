@@ -139,11 +139,15 @@ class Cluster:
                     raise ClusterError(f"`longctx {words[0]}` took longer than {timeout_s:.0f} s")
                 time.sleep(0.2)
         finally:
+            for process in started:  # launchers end their ranks, and wait for them
+                process.terminate()
             for process in started:
-                process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=10)
             for namespace in self.namespaces:
                 kill_inside(namespace)
             for process in started:
+                process.kill()
                 process.wait(timeout=10)
         failed = [str(node) for node, process in enumerate(started) if process.returncode]
         if failed:
