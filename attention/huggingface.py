@@ -14,7 +14,7 @@ No mask is ever built. What the layout cannot express is refused, never ignored,
 meet outside attention: docs/families.md says which of transformers' models are exact.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -22,11 +22,15 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from longctx.attention.huggingface_check import HuggingFaceError, check_config, check_model, longest_exact
+from longctx.attention.huggingface_check import HuggingFaceError, Kind, check_config, check_model, longest_exact
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
+from longctx.attention.ulysses import HybridAttention
 from longctx.planning.layout import Layout
 
+Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
+"""From scale, softcap, window and device to attention."""
+CPU = torch.device("cpu")
 NAME = "longctx"
 _PREPARED: WeakSet[torch.nn.Module] = WeakSet()
 _HARMLESS = {
@@ -64,24 +68,31 @@ def prepare(model: Any) -> None:
     the model runs on a few tokens. Raises HuggingFaceError, and leaves the model as it was, if its documents would see each
     other, or its loss would depend on how they are split; or if transformers is not installed, or too old.
     """
-    _register()
-    name, config = type(model).__name__, getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
-        raise HuggingFaceError(f"{name} is not a model of transformers: prepare the model that from_pretrained returned")
-    before = config._attn_implementation
+    before = replace_attention(model)
     try:
-        _check_configs(model)
-        model.set_attn_implementation(NAME)
-        if config._attn_implementation != NAME:
-            raise HuggingFaceError(
-                f"{name} computes its attention by itself, not through transformers' attention interface, so that it cannot be "
-                "replaced: use another model"
-            )
         check_model(model)
     except HuggingFaceError:
         model.set_attn_implementation(before)
         raise
     _PREPARED.add(model)
+
+
+def replace_attention(model: Any) -> str:
+    """The first half of `prepare`, which needs no weights. Returns the attention that there was."""
+    _register()
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise HuggingFaceError(f"{name} is not a model of transformers: prepare the model that from_pretrained returned")
+    before: str = config._attn_implementation
+    _check_configs(model)
+    model.set_attn_implementation(NAME)
+    if config._attn_implementation != NAME:
+        model.set_attn_implementation(before)
+        raise HuggingFaceError(
+            f"{name} computes its attention by itself, not through transformers' attention interface, so that it cannot be "
+            "replaced: use another model"
+        )
+    return before
 
 
 def _register() -> None:
@@ -134,11 +145,25 @@ def model_inputs(
         torch.nn.functional.pad(tensor, (0, missing), value=filler).to(device).unsqueeze(0)
         for tensor, filler in ((batch.tokens, 0), (batch.labels, -100), (batch.positions, 0))
     )
+
+    def make(scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
+        return RingAttention(
+            batch.layout,
+            group=group,
+            mask=Mask(window=window),
+            scale=scale,
+            softcap=softcap,
+            kernel=kernel,
+            stages=stages,
+            keep_kv=keep_kv,
+            device=device,
+        )
+
     inputs = {
         "input_ids": tokens,
         "position_ids": positions,
         "use_cache": False,
-        "ring_attention": Rings(batch.layout, group=group, kernel=kernel, stages=stages, keep_kv=keep_kv),
+        "ring_attention": Rings(make),
     }
     if target_tokens is not None:
         # `labels` makes the model compute a loss, `shift_labels` are what it is computed of.
@@ -157,8 +182,12 @@ def _check_call(model: torch.nn.Module, layout: Layout) -> None:
             "documents: call prepare(model) again"
         )
     _check_configs(prepared)
+    check_length(config, max((shard.length for shard in layout.shards), default=0))
+
+
+def check_length(config: Any, longest: int) -> None:
+    """Raises HuggingFaceError for documents so long that RoPE would not treat them alike on all ranks."""
     limit = longest_exact(config)
-    longest = max((shard.length for shard in layout.shards), default=0)
     if limit is not None and longest > limit[0]:
         raise HuggingFaceError(
             f"a document has {longest} tokens, and RoPE of type {limit[1]} changes its frequencies for rows of more than "
@@ -168,24 +197,27 @@ def _check_call(model: torch.nn.Module, layout: Layout) -> None:
 
 
 class Rings:
-    """The ring attention of one micro-batch, one for each kind of layer: layers that attend alike share a schedule.
+    """The attention of one micro-batch, one for each kind of layer: layers that attend alike share a schedule.
 
-    `options` are those of RingAttention.
+    `make` gives that of a scale, a softcap, a window and a device; for `kinds` on `device` at once, else when a layer asks.
     """
 
-    def __init__(self, layout: Layout, **options: Any) -> None:
-        self.layout, self.options = layout, options
-        self._made: dict[Any, RingAttention] = {}
+    def __init__(self, make: Make, kinds: Iterable[Kind] = (), device: torch.device = CPU) -> None:
+        self.make, self._made = make, {(*kind, device): make(*kind, device) for kind in kinds}
 
-    def of(self, scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
+    def of(
+        self, scale: float | None, softcap: float, window: int | None, device: torch.device
+    ) -> RingAttention | HybridAttention:
         """Attention for layers of this kind, on this device."""
         kind = scale, softcap, window, device
         if kind not in self._made:
-            mask = Mask(window=window)
-            self._made[kind] = RingAttention(
-                self.layout, mask=mask, scale=scale, softcap=softcap, device=device, **self.options
-            )
+            self._made[kind] = self.make(*kind)
         return self._made[kind]
+
+    @property
+    def last(self) -> str:
+        """Layer and pass that this rank entered last, for every kind; for error messages."""
+        return ", ".join(attention.last for attention in self._made.values())
 
 
 def attend(

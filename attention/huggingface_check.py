@@ -5,7 +5,7 @@ model runs on a few tokens of which each attends to itself. What every token the
 depend on this token and its position, and on nothing else in the row.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ ORIGINAL_LENGTH = "original_max_position_embeddings"
 TOKENS = 16
 REPLACED = [0, 3, 6, 10, 11, 15]
 """Rows that change, and are no numbers, while their neighbours on both sides must stay what they were."""
+Kind = tuple[float | None, float, int | None]
+"""Scale, softcap and window of a layer's attention."""
 TARGETS = 1000
 """What the loss is divided by; not the number of labels, so that a model that counts these is noticed."""
 
@@ -77,37 +79,53 @@ def check_model(model: Any) -> None:
 
     Runs the model five times on 16 tokens, without gradients; on every rank if it is sharded.
     """
-    name = type(model).__name__
-    probe = _Probe(model)
-    ids, places = probe.tokens(), torch.arange(TOKENS)
+    probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype)
     with torch.no_grad(), _evaluating(model):
-        alone = probe.rows(ids, places)
-        if len(alone) == 1:
-            raise HuggingFaceError(
-                f"{name} never calls the attention of transformers' attention interface, so that documents in one row would "
-                "see each other: use a model of which all layers attend through it"
-            )
-        others, positions = ids.clone(), places.clone()
-        others[REPLACED], positions[REPLACED] = ids[1], 0
-        replaced = probe.rows(others, positions, poisoned=True)
-        kept = [row for row in range(TOKENS) if row not in REPLACED]
-        if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
-            raise HuggingFaceError(
-                f"{name} mixes tokens outside the attention of transformers' attention interface (attention of its own, a "
-                "convolution, a recurrence, ..), so that documents in one row would see each other: it cannot be used"
-            )
-        same = probe.rows(ids[:1].expand(TOKENS), torch.full((TOKENS,), 5))
-        if probe.differ(same, [rows[:1].expand_as(rows) for rows in same]):
-            raise HuggingFaceError(
-                f"{name} takes the place of a token from where it lies in the row, not from position_ids, which differ in "
-                "packed documents: it cannot be used"
-            )
-        if probe.differ(alone, probe.rows(ids, None)):
-            raise HuggingFaceError(
-                f"{name} does not count positions as 0, 1, 2, .. when position_ids are left out, so that packed documents "
-                "would get other positions than alone: it cannot be used"
-            )
-        _check_loss(name, probe, ids, alone[-1])
+        logits = _check_rows(probe)
+        _check_loss(probe.name, probe, probe.tokens(), logits)
+
+
+def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> frozenset[Kind]:
+    """The same without the loss, for a model that computes in `dtype` when `forward` is called in place of it.
+
+    Returns the kinds of attention that its layers have.
+    """
+    probe = _Probe(model, forward, dtype)
+    with torch.no_grad(), _evaluating(model):
+        _check_rows(probe)
+    return frozenset(probe.kinds)
+
+
+def _check_rows(probe: "_Probe") -> torch.Tensor:
+    """Raises HuggingFaceError unless tokens meet in attention alone; returns the logits of tokens that are alone."""
+    name, ids, places = probe.name, probe.tokens(), torch.arange(TOKENS)
+    alone = probe.rows(ids, places)
+    if len(alone) == 1:
+        raise HuggingFaceError(
+            f"{name} never calls the attention of transformers' attention interface, so that documents in one row would "
+            "see each other: use a model of which all layers attend through it"
+        )
+    others, positions = ids.clone(), places.clone()
+    others[REPLACED], positions[REPLACED] = ids[1], 0
+    replaced = probe.rows(others, positions, poisoned=True)
+    kept = [row for row in range(TOKENS) if row not in REPLACED]
+    if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
+        raise HuggingFaceError(
+            f"{name} mixes tokens outside the attention of transformers' attention interface (attention of its own, a "
+            "convolution, a recurrence, ..), so that documents in one row would see each other: it cannot be used"
+        )
+    same = probe.rows(ids[:1].expand(TOKENS), torch.full((TOKENS,), 5))
+    if probe.differ(same, [rows[:1].expand_as(rows) for rows in same]):
+        raise HuggingFaceError(
+            f"{name} takes the place of a token from where it lies in the row, not from position_ids, which differ in "
+            "packed documents: it cannot be used"
+        )
+    if probe.differ(alone, probe.rows(ids, None)):
+        raise HuggingFaceError(
+            f"{name} does not count positions as 0, 1, 2, .. when position_ids are left out, so that packed documents "
+            "would get other positions than alone: it cannot be used"
+        )
+    return alone[-1]
 
 
 def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Tensor) -> None:
@@ -125,17 +143,17 @@ def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Ten
 
 
 class _Probe:
-    """Runs a model on tokens of which each attends to itself alone."""
+    """Runs a model on tokens of which each attends to itself alone, by calling `forward`, which computes in `dtype`."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
+    def __init__(self, model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> None:
+        self.model, self.call, self.name = model, forward, type(model).__name__
         if any(parameter.is_meta for parameter in model.parameters()):
-            raise HuggingFaceError(f"{type(model).__name__} has no weights yet, but lies on the device meta: load them first")
+            raise HuggingFaceError(f"{self.name} has no weights yet, but lies on the device meta: load them first")
         self.embedding = model.get_input_embeddings()
-        parameter = next(self.embedding.parameters())
-        self.device = parameter.device
+        self.device = next(self.embedding.parameters()).device
         # Rounding may differ from row to row, and in 16 bits change the experts that a token goes to.
-        self.tolerance = 1e-3 if parameter.dtype in (torch.float32, torch.float64) else 0.1
+        self.tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+        self.kinds: set[Kind] = set()
 
     def tokens(self) -> torch.Tensor:
         """Different tokens [TOKENS], none of which the config gives a meaning, such as that of an image."""
@@ -149,13 +167,13 @@ class _Probe:
         if positions is not None:
             arguments["position_ids"] = positions.to(self.device).unsqueeze(0)
         try:
-            return self.model(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
+            return self.call(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
         except HuggingFaceError:
             raise
         except Exception as error:  # whatever a model does with inputs that it was not written for
             text = " ".join(str(error).split())[:160]
             raise HuggingFaceError(
-                f"{type(self.model).__name__} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
+                f"{self.name} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
                 f"{text}): it wants a mask, a cache or inputs that do not exist here, so it cannot be used"
             ) from error
 
@@ -172,7 +190,8 @@ class _Probe:
             if handle is not None:
                 handle.remove()
         if logits is None or logits.shape[:2] != (1, TOKENS):
-            raise HuggingFaceError(f"{type(self.model).__name__} gives no logits for every token: use a causal language model")
+            raise HuggingFaceError(f"{self.name} gives no logits for every token: use a causal language model")
+        self.kinds |= alone.kinds
         return [*alone.seen, logits[0]]
 
     def differ(self, some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -183,12 +202,17 @@ class _Probe:
 
 
 class Alone:
-    """Stands in for the rings of a micro-batch: every token attends to itself alone, and what it brings is kept in `seen`."""
+    """Stands in for the rings of a micro-batch: every token attends to itself alone.
+
+    What it brings is kept in `seen`, and the kinds of attention in `kinds`.
+    """
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
+        self.kinds: set[Kind] = set()
 
-    def of(self, *_: Any) -> "Alone":
+    def of(self, scale: float | None, softcap: float, window: int | None, _: torch.device) -> "Alone":
+        self.kinds.add((scale, softcap, window))
         return self
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

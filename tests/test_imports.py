@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "planning": {"errors", "safe_yaml"},
     "attention": {"errors", "planning"},
     "data": {"errors", "planning"},
-    "model": {"errors", "planning"},
+    "model": {"errors", "planning", "attention"},
     "config": {"errors", "safe_yaml", "planning", "model"},
     "parallel": {"errors", "planning", "attention", "data", "model"},
     "training": CORE,

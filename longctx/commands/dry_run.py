@@ -18,7 +18,7 @@ STEPS = 5
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    spec = config.model.shape(store.tokenizer.vocab_size).spec
+    spec = config.model_source(store.tokenizer.vocab_size).spec
     check_vocabulary(config, spec)
     print(
         f"dry run on {ranks} ranks\n"

@@ -58,10 +58,10 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
 
     if config.data.store.exists():
         store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-        return store, config.model.shape(store.tokenizer.vocab_size).spec
-    if config.model.vocab_size is None:
+        return store, config.model_source(store.tokenizer.vocab_size).spec
+    if config.model_source().spec.vocab_size is None:
         raise UserError(
             f"there is no store {config.data.store}, which would say how many entries the vocabulary has: give "
             "--model.vocab_size, or the store with --data.store"
         )
-    return None, config.model.shape(config.model.vocab_size).spec
+    return None, config.model_source(config.model.vocab_size).spec

@@ -86,7 +86,7 @@ def _prepare(
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    spec = config.model.shape(store.tokenizer.vocab_size).spec
+    spec = config.model_source(store.tokenizer.vocab_size).spec
     dtype = getattr(torch, config.train.dtype)
     for layer in set(spec.layers):
         bands, softcap = layer.window is not None, bool(spec.attention_softcap)

@@ -235,7 +235,7 @@ def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
 
 def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
     """A trainer that logs and saves nothing."""
-    trainer = Trainer.build(config, mesh, config.model.shape(store.tokenizer.vocab_size))
+    trainer = Trainer.build(config, mesh, config.model_source(store.tokenizer.vocab_size))
     trainer.loader, trainer.stop = build_loader(store, config, mesh, config.max_length(mesh.world_size)), stop
     return trainer
 

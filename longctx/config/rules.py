@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
+from longctx.errors import UserError
+from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document
 
@@ -27,10 +29,35 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
 
 
 def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
     try:
-        config.model.sizes()
+        config.model_source()
     except ConfigError as error:
         yield from error.problems
+    except UserError as error:
+        fix = "give another checkpoint, or model.preset for new weights"
+        yield Problem("model.from_pretrained", model.from_pretrained, str(error), fix, ("model.implementation",))
+    if model.from_pretrained is None:
+        if model.implementation != "auto":
+            rule = "it says whose code runs a checkpoint, and model.from_pretrained names none"
+            yield Problem("model.implementation", model.implementation, rule, "leave it out, or give model.from_pretrained")
+        return
+    own = {
+        name
+        for name in model.model_fields_set - {"preset", "from_pretrained", "implementation"}
+        if getattr(model, name) is not None
+    }
+    for name in sorted(own):
+        rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
+        yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))
+
+
+def _spec(config: Config) -> ModelSpec | None:
+    """The model's sizes; None where there is something wrong with them, which the rule on the model tells."""
+    try:
+        return config.model_source().spec
+    except UserError:
+        return None
 
 
 def _files(config: Config) -> Iterator[Problem]:
@@ -96,10 +123,10 @@ def _pipeline(config: Config) -> Iterator[Problem]:
         if config.train.compile:
             rule = "schedule zero-bubble goes through a block's backward twice, which compiled blocks allow once"
             yield Problem("train.compile", True, rule, "choose false, or schedule 1f1b", others)
-    try:
-        layers = config.model.sizes().num_hidden_layers
-    except ConfigError:
-        return  # told by the rule on the model
+    spec = _spec(config)
+    if spec is None:
+        return
+    layers = len(spec.layers)
     if ranks * chunks > layers:
         most = layers // ranks
         if most == 0:
@@ -115,10 +142,10 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 def _tensor(config: Config) -> Iterator[Problem]:
     """What tensor parallelism cannot share out evenly: heads, which Ulysses shares further, and the tokens of a rank."""
     size, batch = config.parallel.tensor_parallel_size, config.batch
-    try:
-        shape = config.model.sizes()
-    except ConfigError:
-        return  # told by the rule on the model
+    spec = _spec(config)
+    if spec is None:
+        return
+    shape = spec.largest_layer
     if shape.num_key_value_heads % size:  # they divide the query heads
         most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
         rule = (
@@ -128,7 +155,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
         fix = f"give {most}, or a multiple of {size} kv heads"
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
-        yield from _head_exchange(config, shape.num_key_value_heads // size)
+        yield from _ulysses_degree(config, shape.num_key_value_heads // size)
     if leaves_one_without(shape.intermediate_size, size):
         share = -(-shape.intermediate_size // size)
         below, above = (share - 1) * size, share * (size - 1) + 1
@@ -153,7 +180,7 @@ def leaves_one_without(size: int, ranks: int) -> bool:
     return -(-size // ranks) * (ranks - 1) >= size
 
 
-def _head_exchange(config: Config, kv_heads: int) -> Iterator[Problem]:
+def _ulysses_degree(config: Config, kv_heads: int) -> Iterator[Problem]:
     """Heads of a rank that cannot be shared out as `context.ulysses_degree` says."""
     wanted = config.context.ulysses_degree
     if wanted != "auto" and (wanted < 1 or kv_heads % wanted):

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem, plain
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.source import ModelSource, NewDecoder, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
 
@@ -26,7 +27,15 @@ def _path(default: str | None, description: str) -> Any:
 
 
 _SIZES: dict[str, Any] = {
-    "preset": (str, Field("tiny", description=f"one of {', '.join(PRESETS)}")),
+    "preset": (str, Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")),
+    "from_pretrained": (
+        str | None,
+        Field(None, description="checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: none)"),
+    ),
+    "implementation": (
+        Literal["auto", "native", "transformers"],
+        Field("auto", description="whose code runs a checkpoint; auto: native where matrices or layers are split over ranks"),
+    ),
     **{
         name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
         for name, size in ModelShape.model_fields.items()
@@ -45,7 +54,7 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
         if self.preset not in PRESETS:
             fix = f"choose one of {', '.join(PRESETS)}"
             raise ConfigError.of([Problem("model.preset", self.preset, "there is no such preset", fix)], "the model section")
-        replaced = self.model_dump(exclude={"preset"}, exclude_none=True)
+        replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
         except ValidationError as error:
@@ -251,6 +260,16 @@ class Config(BaseModel):
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+
+    def model_source(self, vocab_size: int | None = None) -> ModelSource:
+        """Where the model comes from; `vocab_size` is that of the store's tokenizer, as far as one is known.
+
+        Raises ConfigError if the sizes do not fit together, PretrainedError for a checkpoint that cannot be used.
+        """
+        if self.model.from_pretrained is None:
+            return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
+        split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
+        return pretrained(self.model.from_pretrained, self.model.implementation, split)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -57,7 +57,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
     """The load of every rank of the domain, in order, in one micro-batch."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
-    swapping = ulysses_degree(config, config.model.sizes().spec, plan, number)
+    swapping = ulysses_degree(config, config.model_source().spec, plan, number)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, plan.stages[number] + 1))
     for placement in plan.micro_batches[number]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from longctx.attention import HybridAttention, RingAttention, by_layer
 from longctx.model.spec import ModelSpec
 
 
@@ -25,8 +26,12 @@ class AttentionByLayer(Protocol):
     def of_layer(self, layer: int) -> Attention: ...
 
 
-Head = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From hidden states [tokens, hidden] and output weight [vocab, hidden] to whatever the caller wants: logits, or a loss."""
+Projection = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
+"""The output weight [vocab, hidden]; or, where logits are more than a product, from hidden states to logits [tokens, vocab]."""
+Head = Callable[[torch.Tensor, Any], torch.Tensor]
+"""From hidden states [tokens, hidden] and a `Projection` to whatever the caller wants: logits, or a loss."""
+MakeAttention = Callable[[float | None, float, int | None], RingAttention | HybridAttention]
+"""From scale, softcap and window to the attention of a micro-batch."""
 
 
 class Model(nn.Module, ABC):
@@ -63,6 +68,18 @@ class Model(nn.Module, ABC):
         head: Head | None,
     ) -> torch.Tensor:
         """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
+
+    def attention(self, make: MakeAttention) -> Any:
+        """What `run` is given as attention in a micro-batch."""
+        spec = self.spec
+        windows = [layer.window for layer in spec.layers]
+        return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
+
+    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Comes after all parameters have their values, on every rank; `dtype` is that of the computation."""
+
+    def check_length(self, longest: int) -> None:
+        """Raises UserError for documents of so many tokens, if the model cannot take them."""
 
     @abstractmethod
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:

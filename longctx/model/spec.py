@@ -14,6 +14,7 @@ class LayerSpec:
         intermediate_size: width of the MLP.
         matrix_parameters: by which every token is multiplied.
         other_parameters: of norms and biases.
+        idle_parameters: of matrices that a token does not meet: experts that it does not go to.
         window: tokens that a token sees, itself counted; None: all before it.
         attention_norms, mlp_norms: numbers of a token that norms behind the one at the entrance of either half keep.
     """
@@ -28,10 +29,11 @@ class LayerSpec:
     window: int | None = None
     attention_norms: int = 0
     mlp_norms: int = 0
+    idle_parameters: int = 0
 
     @property
     def parameters(self) -> int:
-        return self.matrix_parameters + self.other_parameters
+        return self.matrix_parameters + self.other_parameters + self.idle_parameters
 
     def multiplications(self, keys: int) -> int:
         """For one token that attends to `keys` tokens; those of norms are left out."""

@@ -25,7 +25,7 @@ def compile_blocks(model: Model, backend: str = "inductor") -> None:
 
 
 def _from_two_tokens(compiled: Forward, plain: Forward) -> Forward:
-    def forward(x: torch.Tensor, *others: Any) -> torch.Tensor:
-        return (compiled if x.shape[0] > 1 else plain)(x, *others)
+    def forward(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return (compiled if x.shape[-2] > 1 else plain)(x, *others, **named)
 
     return forward

@@ -21,8 +21,8 @@ class Offload:
         self.moved_bytes = 0
         self.stream: torch.cuda.Stream | None = None
 
-    def __call__(self, forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any) -> torch.Tensor:
-        """`forward(x, *others)`, where `forward` saves `x` for its backward."""
+    def __call__(self, forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        """`forward(x, *others, **named)`, where `forward` saves `x` for its backward."""
         storage = x.untyped_storage().data_ptr()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
@@ -30,7 +30,7 @@ class Offload:
             return self._to_host(tensor) if same else tensor
 
         with saved_tensors_hooks(pack, _from_host):
-            return forward(x, *others)
+            return forward(x, *others, **named)
 
     def _to_host(self, tensor: torch.Tensor) -> Packed:
         self.moved_bytes += tensor.numel() * tensor.element_size()

@@ -37,12 +37,14 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
 def _recomputed(forward: Callable[..., torch.Tensor], *, selective: bool) -> Callable[..., torch.Tensor]:
     contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if selective else {}
 
-    def recomputed(*arguments: Any) -> torch.Tensor:  # a partial of `checkpoint` is a frame that torch.compile passes over
-        out: torch.Tensor = checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False, **contexts)
+    def recomputed(
+        *given: Any, **named: Any
+    ) -> torch.Tensor:  # a partial of `checkpoint` is a frame that torch.compile passes over
+        out: torch.Tensor = checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts, **named)
         return out
 
     return recomputed
 
 
 def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], tokens: int, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([forward(tile) for tile in x.split(tokens)])
+    return torch.cat([forward(tile) for tile in x.split(tokens, dim=-2)], dim=-2)

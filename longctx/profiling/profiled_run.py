@@ -12,6 +12,7 @@ from longctx.config import Config
 from longctx.data.packing import MicroBatch, StepBatch
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention
+from longctx.model.source import NewDecoder
 from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
@@ -51,7 +52,7 @@ class ProfiledRun:
         context = config.context.model_copy(update={"ulysses_degree": 1})
         self.config, self.mesh, self.longest_s = config.model_copy(update={"context": context}), mesh, longest_s
         self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
-        self.trainer = Trainer.build(self.config, mesh, shape)
+        self.trainer = Trainer.build(self.config, mesh, NewDecoder(shape))
         self.time = Stopwatch(mesh, longest_s)
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
         self.forwards = 2 if config.train.recompute == "full" else 1
@@ -66,8 +67,8 @@ class ProfiledRun:
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
         """As the run attends, in a layer without a window."""
-        spec = replace(self.spec, layers=(self.layer,))
-        attention = make_attention(self.config, self.mesh, spec, self.no_plan, layout, exchange=exchange)
+        make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout, exchange=exchange)
+        attention = make(self.spec.attention_scale, self.spec.attention_softcap, None)
         assert isinstance(attention, RingAttention)
         return attention
 

@@ -5,13 +5,16 @@ forward; so loss and gradients do not depend on how the step is planned (design 
 own entries of the vocabulary, and two numbers a token are exchanged.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from longctx.data import IGNORED_LABEL
+from longctx.model.protocol import Projection
 from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
 CHUNK_TOKENS = 1024
@@ -104,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 def cross_entropy_sum(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Projection,
     labels: torch.Tensor,
     divisor: float = 1,
     chunk_tokens: int = CHUNK_TOKENS,
@@ -117,10 +120,13 @@ def cross_entropy_sum(
     gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted, weights [tokens]
-    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. No valid target, or no token at all, gives 0 with zero
+    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. In place of the weight there may be a function from hidden
+    states to logits, which backward calls again for every chunk. No valid target, or no token at all, gives 0 with zero
     gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor parallelism has split the weight by entries
     and hidden by tokens, every rank gives all labels and gets the whole loss.
     """
+    if not isinstance(weight, torch.Tensor):
+        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights)
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
@@ -129,11 +135,39 @@ def cross_entropy_sum(
     return loss
 
 
+def _sum_by_projection(
+    hidden: torch.Tensor,
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    labels: torch.Tensor,
+    divisor: float,
+    chunk_tokens: int,
+    weights: torch.Tensor | None,
+) -> torch.Tensor:
+    def part(hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+        logits = logits_of(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        losses = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="none")
+        valid = labels[rows] != IGNORED_LABEL
+        return (losses if weights is None else losses * weights[rows].to(losses.dtype).where(valid, 0)).sum() / divisor
+
+    total = hidden.sum() * 0.0  # so that a rank without tokens has a graph, too
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        rows = slice(start, start + chunk_tokens)
+        part_loss: torch.Tensor = checkpoint(part, hidden[rows], rows, use_reentrant=False, preserve_rng_state=False)
+        total = total + part_loss
+    return total.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
 @torch.no_grad()
 def log_probabilities(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
+    hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
 ) -> torch.Tensor:
     """log p of every label, float32 [tokens], 0 where nothing is predicted; arguments as in `cross_entropy_sum`."""
+    if not isinstance(weight, torch.Tensor):
+        targets = labels.where(labels != IGNORED_LABEL, 0).unsqueeze(-1)
+        logits = (weight(rows).float().log_softmax(-1) for rows in hidden.split(chunk_tokens))
+        by_chunk = [rows.gather(1, at)[:, 0] for rows, at in zip(logits, targets.split(chunk_tokens), strict=True)]
+        return torch.cat(by_chunk).where(labels != IGNORED_LABEL, 0)
     hidden, weight, part = vocabulary_part(hidden, weight)
     found = [
         chunk.target_logits - chunk.log_total

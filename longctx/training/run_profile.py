@@ -177,9 +177,8 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
     if described is None:
         return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of this run",))
-    shape = config.model.sizes() if vocab_size is None else config.model.shape(vocab_size)
     wanted = work_of(
-        _with_vocabulary(shape, described).spec,
+        _with_vocabulary(config.model_source(vocab_size).spec, described),
         config.train.dtype,
         recompute=config.train.recompute,
         keep_kv=config.context.keep_kv,
@@ -199,14 +198,14 @@ def preset_profile(
     profile, described = read_described(name)
     if described is None:
         return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of what is planned",))
-    shape = described.model if preset is None else _with_vocabulary(PRESETS[preset], described)
-    if pipeline.stages > shape.num_hidden_layers:
+    spec = _with_vocabulary((described.model if preset is None else PRESETS[preset]).spec, described)
+    if pipeline.stages > len(spec.layers):
         raise UserError(
-            f"a pipeline of {pipeline.stages} stages, and {preset or 'the model of ' + name} has {shape.num_hidden_layers} "
+            f"a pipeline of {pipeline.stages} stages, and {preset or 'the model of ' + name} has {len(spec.layers)} "
             "layers: take fewer pipeline ranks or chunks, or another --model"
         )
     wanted = work_of(
-        shape.spec,
+        spec,
         described.dtype,
         recompute=described.recompute,
         keep_kv=described.keep_kv,
@@ -228,8 +227,8 @@ def default_profile(device: str, gpu: str | None) -> str:
     return "h200-nvlink-ib" if kind.startswith("H200") else "h100-nvlink-ib"
 
 
-def _with_vocabulary(shape: ModelShape, described: Described) -> ModelShape:
-    return shape if shape.vocab_size is not None else shape.model_copy(update={"vocab_size": described.model.vocab_size})
+def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
+    return spec if spec.vocab_size is not None else replace(spec, vocab_size=described.model.vocab_size)
 
 
 def _scaled(name: str, profile: HardwareProfile, described: Described, wanted: RankWork, what: str) -> RunProfile:

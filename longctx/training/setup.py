@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from longctx.attention import HybridAttention, Mask, PackedAttention, RingAttention, by_layer, packed_attention
+from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
 from longctx.config import Config
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.model.decoder import Decoder
-from longctx.model.presets import ModelShape
-from longctx.model.protocol import Model
+from longctx.model.protocol import MakeAttention, Model
+from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.mesh import Launch, Mesh, join
@@ -47,16 +46,16 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
     )
 
 
-def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
+def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
     """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights.
 
     In a pipeline it is the part of this rank, and what runs it comes with it.
     """
     pipeline, position = config.pipeline, mesh.stage
-    splits = split_layers(shape.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
+    splits = split_layers(source.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
     mine = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
-        model = Decoder(shape, [layer for index in mine for layer in splits[index]])
+        model = source.build([layer for index in mine for layer in splits[index]])
     train, on_gpu = config.train, mesh.device.type == "cuda"
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
@@ -69,6 +68,7 @@ def build_model(shape: ModelShape, config: Config, mesh: Mesh) -> tuple[Model, P
     in_host_memory = train.offload_optimizer and on_gpu
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
+    model.finish(mesh.device, dtype)
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
 
@@ -141,21 +141,21 @@ def make_attention(
     layout: Layout,
     clock: StepClock | None = None,
     exchange: type[Exchange] = Exchange,
-) -> PackedAttention:
-    """Attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
+) -> MakeAttention:
+    """Makes attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
     timed: dict[str, Any] = {"exchange": exchange}
     if clock is not None:
         timed = {"watch": clock.attention, "exchange": clock.exchange}
     context, degree = config.context, ulysses_degree(config, spec, plan, layout.micro_batch)
 
-    def attend(window: int | None) -> RingAttention | HybridAttention:
+    def make(scale: float | None, softcap: float, window: int | None) -> RingAttention | HybridAttention:
         return packed_attention(
             layout,
             degree,
             group=mesh.exchange,
             mask=Mask(window=window),
-            scale=spec.attention_scale,
-            softcap=spec.attention_softcap,
+            scale=scale,
+            softcap=softcap,
             kernel=context.kernel,
             keep_kv=context.keep_kv,
             ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
@@ -163,4 +163,4 @@ def make_attention(
             **timed,
         )
 
-    return by_layer([layer.window for layer in spec.layers], attend)
+    return make

@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from longctx.attention import RingAttention
 from longctx.attention.device import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.model.presets import ModelShape
 from longctx.model.protocol import Model
+from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients
@@ -74,9 +73,9 @@ class Trainer:
         self.clock = StepClock(self.mesh.device)
 
     @classmethod
-    def build(cls, config: Config, mesh: Mesh, shape: ModelShape) -> "Trainer":
+    def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
         """Model and optimizer, without a loader: for steps whose batches are given."""
-        model, pipeline = build_model(shape, config, mesh)
+        model, pipeline = build_model(source, config, mesh)
         return cls(config, mesh, model, make_optimizer(model, config.optimizer, mesh.device), pipeline)
 
     @classmethod
@@ -92,7 +91,7 @@ class Trainer:
 
         When `stop` has received its signal on any rank, the run ends after the step.
         """
-        trainer = cls.build(config, mesh, config.model.shape(store.tokenizer.vocab_size))
+        trainer = cls.build(config, mesh, config.model_source(store.tokenizer.vocab_size))
         trainer.loader = build_loader(store, config, mesh, choose_max_length(config, mesh.world_size, resume_from))
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
@@ -209,12 +208,12 @@ class Trainer:
         device, counted = self.mesh.device, None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
-            attend = self.attend or partial(make_attention, self.config, self.mesh, self.model.spec, clock=self.clock)
+            attend = self.attend or self._attend
             attention = attend(batch.plan, micro_batch.layout)
             counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
-            attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
+            attention = self._attend(batch.plan, micro_batch.layout)
         head = partial(
             cross_entropy_sum,
             labels=copy_to(micro_batch.labels, device),
@@ -224,6 +223,10 @@ class Trainer:
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)
+
+    def _attend(self, plan: Plan, layout: Layout) -> Any:
+        """Attention of a micro-batch, as the settings describe it."""
+        return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
         """Share of the devices' operations that the model needed; None if their peak is not known."""

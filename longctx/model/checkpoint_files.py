@@ -1,0 +1,118 @@
+"""Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+"""Files of a checkpoint that are no weights: config, tokenizer, chat template."""
+
+
+class PretrainedError(UserError):
+    """A checkpoint that cannot be read, or that cannot be trained as it is."""
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """A checkpoint on disk.
+
+    Attributes:
+        folder: where it is.
+        files: every tensor's name, and the file that holds it.
+    """
+
+    folder: Path
+    files: Mapping[str, Path]
+
+    @classmethod
+    def open(cls, source: str) -> "CheckpointFiles":
+        """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if there is no sound one."""
+        folder = _folder(source)
+        if not (folder / "config.json").is_file():
+            raise PretrainedError(f"{source} has no config.json: give the folder of a checkpoint as transformers saves it")
+        return cls(folder, _index(folder))
+
+    @cached_property
+    def config(self) -> Any:
+        """What transformers makes of config.json. Raises PretrainedError if it cannot."""
+        try:
+            from transformers import AutoConfig
+        except ImportError as error:
+            raise PretrainedError(
+                f"a checkpoint needs transformers, which cannot be used ({error}): pip install 'longctx[huggingface]'"
+            ) from error
+        try:
+            return AutoConfig.from_pretrained(self.folder)
+        except (ValueError, KeyError, OSError) as error:
+            raise PretrainedError(f"{self.folder}/config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weights by the config, else float32."""
+        dtype = getattr(self.config, "dtype", None)
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU, as a copy: what safetensors gives may be a view of the file."""
+        from safetensors import SafetensorError, safe_open
+
+        file = self.files[name]
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                tensor: torch.Tensor = tensors.get_tensor(name)
+                return tensor.clone()
+        except (SafetensorError, OSError) as error:
+            raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+
+
+def _folder(source: str) -> Path:
+    """The folder of a checkpoint, from the hub if there is none of this name."""
+    if Path(source).is_dir():
+        return Path(source)
+    if source.startswith((".", "/", "~")) or source.count("/") != 1:
+        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
+    except Exception as error:  # whatever network, hub and file system say
+        why = " ".join(str(error).split())[:200]
+        raise PretrainedError(
+            f"{source} is no folder, and the hub does not give it ({type(error).__name__}: {why}): check the name, or "
+            "give the folder of a downloaded checkpoint"
+        ) from error
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    from safetensors import SafetensorError, safe_open
+
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / INDEX).is_file():
+        try:
+            wanted = json.loads((folder / INDEX).read_text("utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise PretrainedError(f"{folder / INDEX} is damaged: {error}; download or copy the checkpoint again") from error
+        found = sorted({folder / file for file in wanted.values()})
+        missing = [file.name for file in found if not file.is_file()]
+        if missing:
+            raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index names: download or copy it again")
+    if not found:
+        raise PretrainedError(
+            f"{folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"
+        )
+    names: dict[str, Path] = {}
+    for file in found:
+        try:
+            with safe_open(str(file), framework="pt") as tensors:
+                names |= dict.fromkeys(tensors.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+    return names

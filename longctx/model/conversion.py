@@ -1,0 +1,144 @@
+"""Conversion between a checkpoint's tensors and the parameters of a model of transformers, a block at a time.
+
+Transformers fuses, splits and renames tensors (experts, say) while it loads. Here its own conversion is run on the tensors of
+one block and a twin of the model without values, so that no process ever holds the model.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Conversion:
+    """Makes a checkpoint's tensors a model's parameters, and back, by groups: a block, or a module outside the blocks."""
+
+    def __init__(self, twin: Any, files: CheckpointFiles, block_name: str) -> None:
+        """`twin` lies on meta and is not sharded; `block_name` is the name of its list of blocks."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self.twin, self.files = twin, files
+        self.block = re.compile(re.escape(block_name) + r"\.\d+(?=\.)")
+        self.mapping: list[Any] = get_model_conversion_mapping(twin)
+        self.wanted = dict(twin.state_dict())
+        self.sources: dict[str, list[str]] = defaultdict(list)
+        """Names of the checkpoint's tensors, by group."""
+        self.unused: list[str] = []
+        """Tensors of the checkpoint that the model has no place for."""
+        for name in files.files:
+            target = self._target(name)
+            if target in self.wanted:
+                self.sources[self.group_of(target)].append(name)
+            else:
+                self.unused.append(name)
+        self.tied: dict[str, str] = dict(twin.all_tied_weights_keys)
+        self._loaded: tuple[str, Tensors] = ("", {})
+
+    def group_of(self, name: str) -> str:
+        """The group that a parameter belongs to."""
+        block = self.block.match(name)
+        return block[0] if block else name.rpartition(".")[0]
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter or buffer, on the CPU, in the dtype of the twin. Its group is kept for the next call.
+
+        Raises PretrainedError if the checkpoint has none, or one that does not fit.
+        """
+        for known in (name, *self._same(name)):
+            group = self.group_of(known)
+            if self._loaded[0] != group:
+                self._loaded = group, self._load(group)
+            if known in self._loaded[1]:
+                return self._loaded[1][known]
+        raise PretrainedError(
+            f"{self.files.folder} lacks {name} of {type(self.twin).__name__}: give a checkpoint of the whole language model"
+        )
+
+    def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """The parameters and buffers of a group → the checkpoint's tensors, as transformers' save_pretrained writes them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        self.twin._weight_conversions = [one for one in self.mapping if one.was_used()]
+        written = {name: weight for name, weight in weights.items() if name not in self.tied}
+        reverted: Tensors = revert_weight_conversion(self.twin, written)
+        return reverted
+
+    def _same(self, name: str) -> Iterator[str]:
+        """Other names of a tied weight."""
+        source = self.tied.get(name, name)
+        yield from (other for other in (source, *(a for a, b in self.tied.items() if b == source)) if other != name)
+
+    def _target(self, name: str) -> str:
+        """The first parameter that a tensor of the checkpoint goes into, by transformers' own rules."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        renamings = [one for one in self.mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in self.mapping if isinstance(one, WeightConverter)]
+        prefix = self.twin.base_model_prefix
+        target: str = rename_source_key(name, renamings, converters, prefix, self.wanted)[0]
+        if target not in self.wanted and name in self.wanted:
+            target = rename_source_key(name, [], [], prefix, self.wanted)[0]
+        return target
+
+    def _load(self, group: str) -> Tensors:
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        tensors = {name: self.files.read(name) for name in self.sources.get(group, [])}
+        settings = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self.mapping, ignore_mismatched_sizes=True)
+        with _quiet():
+            report, _ = convert_and_load_state_dict_in_model(self.twin, tensors, settings)
+        problems = [f"{name}: {text}" for name, text in report.conversion_errors.items()]
+        problems += [f"{name} has shape {tuple(has)}, not {tuple(wants)}" for name, has, wants in report.mismatched_keys]
+        if problems:
+            raise PretrainedError(
+                f"{self.files.folder} does not fit its config.json: {'; '.join(map(_short, problems[:3]))}; "
+                "give the config that the weights were saved with"
+            )
+        loaded: Tensors = {}
+        for name in [name for name in self.wanted if self.group_of(name) == group]:
+            module_name, _, key = name.rpartition(".")
+            module = self.twin.get_submodule(module_name)
+            held = module._parameters if key in module._parameters else module._buffers
+            if not held[key].is_meta:
+                loaded[name] = held[key].detach()
+                held[key] = _like(held[key])
+        return loaded
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:200]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a bar for every block."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def groups(names: Iterable[str], conversion: Conversion) -> dict[str, list[str]]:
+    """Names of parameters by the group that is converted at once, in order."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        found[conversion.group_of(name)].append(name)
+    return found

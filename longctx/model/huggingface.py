@@ -1,0 +1,303 @@
+"""Any causal language model of transformers as the trained model: its own code between our data, attention and loss.
+
+What runs is transformers' own forward. Attention is replaced through its interface (`longctx.attention.huggingface`), weights
+come from the checkpoint's files block by block, and the loss takes the hidden states in chunks. Whether a model is exact when
+documents are packed and split is asked of the model itself, on a few tokens, before the first step.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from longctx.attention.huggingface import Rings, check_length, replace_attention
+from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
+from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+from longctx.model.conversion import Conversion
+from longctx.model.protocol import Head, MakeAttention, Model
+from longctx.model.spec import LayerSpec, ModelSpec
+
+OURS = "hf."
+"""Before the names that transformers gives parameters, in this module."""
+PROBED = 16
+
+
+@dataclass(frozen=True)
+class TransformersSource:
+    """A checkpoint, run by the code of transformers."""
+
+    files: CheckpointFiles
+    said: str = ""
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        with torch.device("meta"):
+            return self.build().spec
+
+    def build(self, layers: Collection[int] | None = None) -> Model:
+        if layers is not None and len(layers) < self.files.config.get_text_config().num_hidden_layers:
+            raise PretrainedError(
+                "transformers' own code runs a model as a whole: a pipeline needs model.implementation native"
+            )
+        return TransformersModel(self.files)
+
+
+class TransformersModel(Model):
+    """A model of transformers, `hf`, run as if it were ours.
+
+    Always in evaluation mode: dropout would depend on how documents are split.
+    """
+
+    tensor_plan: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, files: CheckpointFiles) -> None:
+        """On torch's default device. Raises HuggingFaceError or PretrainedError for what cannot be trained."""
+        super().__init__()
+        self.hf = _build(files)
+        with torch.device("meta"):
+            twin = _build(files)
+        self.block_name = _block_name(self.hf)
+        self.conversion = Conversion(twin, files, self.block_name)
+        replace_attention(self.hf)
+        self.hf.eval()
+        # Not as a submodule: its parameters would have two names.
+        vars(self)["layers"] = self.hf.get_submodule(self.block_name)
+        self.spec = spec_of(self.hf, self.layers)
+        self.plain_head = False
+        """Whether logits are hidden states times the output weight, and nothing else."""
+        self.kinds: frozenset[Kind] = frozenset()
+        self._device = torch.device("cpu")
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any, head: Head | None = None
+    ) -> torch.Tensor:
+        """As `Model.forward`; without a `head` logits [tokens, vocab], by transformers' own forward."""
+        missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without any has one of padding
+        given = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
+        if positions is not None:
+            given["position_ids"] = F.pad(positions, (0, missing))[None]
+        if head is None:
+            logits: torch.Tensor = self.hf(**given).logits[0, : len(tokens)]
+            return logits
+        hidden = self.hf.base_model(**given)[0][0, : len(tokens)]
+        return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [tokens, hidden] → logits [tokens, vocab], by whatever transformers' forward does behind the blocks."""
+        prefix, base = self.hf.base_model_prefix, self.hf.base_model
+        self.hf._modules[prefix] = _Given(hidden[None])
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            logits: torch.Tensor = self.hf(input_ids=ids, use_cache=False).logits[0]
+            return logits
+        finally:
+            self.hf._modules[prefix] = base
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
+
+    def run(
+        self, blocks: Iterable[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: Any, head: Head | None
+    ) -> torch.Tensor:
+        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
+
+    def attention(self, make: MakeAttention) -> Rings:
+        """One for every kind of layer, made before the layers run: torch.compile would trace the making of their schedules."""
+        return Rings(lambda scale, softcap, window, _: make(scale, softcap, window), self.kinds, self._device)
+
+    def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        """What the checkpoint has."""
+        return self.conversion.read(name.removeprefix(OURS)).to(device=parameter.device, dtype=parameter.dtype)
+
+    @torch.no_grad()
+    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Gives buffers their values, and makes sure that packed and split documents are exact. All ranks call it.
+
+        Raises HuggingFaceError if they are not.
+        """
+        self._fill_buffers(device)
+        self._device = device
+        self.kinds = check_packed(self.hf, self._as_transformers, dtype)
+        self._choose_head(dtype)
+
+    def _fill_buffers(self, device: torch.device) -> None:
+        """Persistent ones are in the checkpoint; transformers computes the others, once told that all else is there."""
+        saved = self.hf.state_dict()
+        for name, buffer in self.hf.named_buffers():
+            if name in saved:
+                buffer.copy_(self.conversion.read(name))
+                buffer._is_hf_initialized = True
+        for parameter in self.hf.parameters():
+            parameter._is_hf_initialized = True
+        self.hf._initialize_missing_keys(False)
+
+    def _as_transformers(
+        self, input_ids: torch.Tensor, use_cache: bool, ring_attention: Any, position_ids: torch.Tensor | None = None
+    ) -> Any:
+        """The call of a model of transformers, through the forward that gathers what is sharded."""
+        positions = None if position_ids is None else position_ids[0]
+        return SimpleNamespace(logits=self(input_ids[0], positions, ring_attention)[None])
+
+    def _choose_head(self, dtype: torch.dtype) -> None:
+        """Whether logits are hidden states times a matrix, bit by bit, or are left to transformers' forward.
+
+        Raises HuggingFaceError if that cannot be called on hidden states alone.
+        """
+        name, plain = type(self.hf).__name__, []
+
+        def compare(hidden: torch.Tensor, logits: Any) -> torch.Tensor:
+            weight = getattr(self.hf.get_output_embeddings(), "weight", None)
+            larger = 16 * hidden  # so that bounds and scales show
+            plain.append(weight is not None and torch.equal(F.linear(larger, weight), logits(larger)))
+            return logits(hidden)  # type: ignore[no-any-return]
+
+        self.plain_head = False
+        places = torch.arange(PROBED, device=self._device)
+        given = places % self.hf.get_input_embeddings().num_embeddings, places, Alone()
+        own, ours = self(*given), self(*given, compare)
+        if not torch.allclose(own.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3):
+            raise HuggingFaceError(
+                f"{name} makes its logits of more than the last hidden states, so that a loss in chunks would be another one: "
+                "it cannot be used"
+            )
+        self.plain_head = all(plain)
+
+    def check_length(self, longest: int) -> None:
+        check_length(self.hf.config.get_text_config(), longest)
+
+    def describe(self) -> dict[str, Any]:
+        return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
+
+    def differences(self, described: Mapping[str, Any]) -> list[str]:
+        here, there = self.describe()["transformers"], described.get("transformers")
+        if there is None:
+            return ["it was trained by the native decoder, not by transformers' code"]
+        ignored = {"transformers_version", "_name_or_path"}
+        return [
+            f"{key} is {here.get(key)!r}, was {there.get(key)!r}"
+            for key in sorted({*here, *there} - ignored)
+            if here.get(key) != there.get(key)
+        ]
+
+
+class _Given(nn.Module):
+    """Stands in for the blocks, and gives hidden states that are known."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.out = _Out(hidden)
+
+    def forward(self, *_: Any, **__: Any) -> "_Out":
+        return self.out
+
+
+class _Out:
+    """What a base model gives, as far as logits are made of it: hidden states [1, tokens, hidden], and None of all else."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: Any) -> Any:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _build(files: CheckpointFiles) -> Any:
+    """The model of a checkpoint, in float32, on torch's default device. Raises PretrainedError if there is none for it."""
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(files.config)
+    if getattr(config, "quantization_config", None) is not None:
+        raise PretrainedError(
+            f"{files.folder} holds quantised weights, which cannot be trained: load, dequantize() and save it with transformers"
+        )
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, ImportError, NotImplementedError) as error:
+        raise PretrainedError(
+            f"transformers cannot build a causal language model of {files.folder}: {' '.join(str(error).split())[:200]}"
+        ) from error
+    if model.base_model is model:
+        raise PretrainedError(f"{type(model).__name__} has no base model that gives hidden states: it cannot be trained here")
+    return model
+
+
+def _block_name(hf: Any) -> str:
+    """The name of the list of blocks: as many as the config has layers, and of a kind that transformers does not split."""
+    count, whole = hf.config.get_text_config().num_hidden_layers, set(hf._no_split_modules or ())
+    lists: dict[str, nn.ModuleList] = {
+        name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+    }
+    known = [name for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)]
+    for name in [*known, *lists]:
+        return name
+    raise PretrainedError(f"{type(hf).__name__} has no list of {count} blocks that could be sharded: it cannot be trained here")
+
+
+def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
+    """The sizes of a model, by its parameters and its config."""
+    config = hf.config.get_text_config()
+    windows = _windows(config)
+    layers = tuple(_layer_spec(config, block, window) for block, window in zip(blocks, windows, strict=True))
+    embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
+    return ModelSpec(
+        layers=layers,
+        hidden_size=config.hidden_size,
+        vocab_size=embedding.shape[0],
+        tie_word_embeddings=head is not None and head.weight is embedding,
+        attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+    )
+
+
+def _layer_spec(config: Any, block: nn.Module, window: int | None) -> LayerSpec:
+    """Experts that a token does not go to are parameters, and no operations."""
+    experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
+    matrices = visited = 0
+    for parameter in block.parameters():
+        if parameter.dim() > 1:
+            matrices += parameter.numel()
+            visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
+    heads = config.num_attention_heads
+    kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
+    if getattr(config, "kv_lora_rank", None):  # latent attention: keys are made for every head
+        kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
+    width = (_first(config, EXPERT_WIDTHS) or 0) * chosen or _first(config, WIDTHS) or 4 * config.hidden_size
+    return LayerSpec(
+        hidden_size=config.hidden_size,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or config.hidden_size // heads,
+        intermediate_size=width,
+        matrix_parameters=visited,
+        other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
+        idle_parameters=matrices - visited,
+        window=window,
+    )
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+"""What configs call the number of experts, how many of them a token goes to, the width of one, and that of an MLP."""
+
+
+def _first(config: Any, names: Iterable[str]) -> int | None:
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)
+
+
+def _windows(config: Any) -> list[int | None]:
+    """The window of every layer's attention, by the config."""
+    count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]
