@@ -1,0 +1,84 @@
+"""Tiny checkpoints of transformers on disk, and one step of the trainer on them over several ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from longctx.config import load
+from longctx.data.packing import StepBatch, pack_documents
+from longctx.model.huggingface import OURS
+from longctx.parallel.mesh import make_groups
+from longctx.planning.layout import Placement
+from longctx.training.trainer import Trainer
+from tests.data_cases import placed_plan
+from tests.huggingface_cases import LENGTHS, PLACEMENTS, make_documents, unpacked
+
+PLACEMENTS_OF: dict[int, tuple[tuple[Placement, ...], ...]] = {
+    1: (tuple(Placement(document, 0, 1) for document in range(len(LENGTHS))),),
+    2: PLACEMENTS,
+    3: (
+        (Placement(0, 0, 3), Placement(1, 0, 1), Placement(2, 1, 2)),
+        (Placement(3, 1, 2, reversed=True), Placement(4, 0, 1)),
+        (Placement(5, 2, 1),),
+    ),
+}
+"""Degrees 1 to 3 side by side, and micro-batches in which a rank has no token, by the number of ranks."""
+SETTINGS = [
+    f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
+    "batch.tokens_per_rank=300",
+    "optimizer.warmup_steps=0",
+    "train.steps=1",
+]
+
+
+def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Of a checkpoint in plain transformers: loss of the documents one by one, gradients, and all that its state holds."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    state = {name: value.clone() for name, value in model.eval().state_dict().items()}
+    loss, _ = unpacked(model, make_documents())
+    return loss, {name: _gradient(weight) for name, weight in model.named_parameters()}, state
+
+
+def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same on every rank, from the trainer: packed, split and sharded."""
+    trainer = make_trainer(folder, settings)
+    state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
+    batch = make_batch(dist.get_world_size(), dist.get_rank())
+    losses = trainer._forward_backward(batch)
+    total = losses.sum().double()
+    dist.all_reduce(total)
+    gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
+    return total.item(), gradients, state
+
+
+def make_trainer(folder: Path, settings: list[str]) -> Trainer:
+    config = load(None, [*SETTINGS, f"model.from_pretrained={folder}", *settings], world_size=dist.get_world_size())
+    return Trainer.build(config, make_groups(torch.device("cpu"), timeout_s=60.0), config.model_source())
+
+
+def make_batch(ranks: int, rank: int) -> StepBatch:
+    plan = placed_plan(LENGTHS, ranks, PLACEMENTS_OF[ranks])
+    micro_batches, targets = pack_documents(plan, rank, make_documents())
+    return StepBatch(1, plan, tuple(map(str, range(len(LENGTHS)))), sum(LENGTHS), targets, tuple(micro_batches))
+
+
+def whole(value: Any) -> torch.Tensor:
+    tensor: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensor.detach()
+
+
+def _gradient(weight: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(whole(weight)) if weight.grad is None else whole(weight.grad).clone()
+
+
+def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest relative error of a tensor; those below a thousandth of the largest count as that much."""
+    assert found.keys() == expected.keys()
+    floor = 1e-3 * max(float(tensor.norm()) for tensor in expected.values())
+    return max(
+        float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor) for name, tensor in expected.items()
+    )
