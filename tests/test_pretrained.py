@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tests.huggingface_cases import build_model  # noqa: E402
 from tests.pretrained_cases import largest_error, reference, step  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("llama", "gemma2", "mixtral", "gpt2", "phi", "cohere", "deepseek_v3", "gpt_oss")
 
 
@@ -31,5 +32,44 @@ def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str,
         assert found_state.keys() == state.keys()
         for name, value in state.items():
             assert torch.equal(found_state[name], value), name
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        assert largest_error(found_gradients, gradients) < 1e-4
+
+
+OPTIONS = {
+    "recompute": ["train.recompute=full"],
+    "recompute, attention kept": ["train.recompute=selective", "parallel.reshard_after=step"],
+    "MLP in tiles": ["train.mlp_tile_tokens=7", "context.keep_kv=true"],
+    "reduced in every micro-batch": ["parallel.reduce_after=micro_batch", "context.max_remote_tokens=8"],
+    "every rank holds all": ["parallel.shard_ranks=1"],
+    "Ulysses": ["context.ulysses_degree=2"],
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize("settings", OPTIONS.values(), ids=OPTIONS)
+def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path], kind: str, settings: list[str]) -> None:
+    loss, gradients, _ = reference(checkpoints[kind])
+    for found_loss, found_gradients, _ in workers.run(step, 2, checkpoints[kind], settings):
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def exact_families() -> list[str]:
+    """The model types that docs/families.md calls exact, but for those that AutoModel does not load alone, or that are refused here."""
+    rows = (line.split(" | ") for line in (ROOT / "docs" / "families.md").read_text("utf-8").splitlines())
+    exact = [row[0].removeprefix("| ") for row in rows if len(row) > 2 and row[2] == "exact"]
+    return [kind for kind in exact if kind not in ("emu3", "mllama", "longcat_flash")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", exact_families())
+def test_every_exact_family_trains_from_its_checkpoint(workers: Workers, tmp_path: Path, kind: str) -> None:
+    from tests.family_cases import _build_plain
+
+    _build_plain(kind).save_pretrained(tmp_path)
+    loss, gradients, state = reference(tmp_path)
+    for found_loss, found_gradients, found_state in workers.run(step, 2, tmp_path, []):
+        assert not [name for name, value in state.items() if not torch.equal(found_state[name], value)]
         assert found_loss == pytest.approx(loss, rel=1e-5)
         assert largest_error(found_gradients, gradients) < 1e-4

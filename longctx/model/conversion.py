@@ -15,17 +15,17 @@ import torch
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 
 Tensors = dict[str, torch.Tensor]
+BLOCK = re.compile(r".+?\.\d+(?=\.)")
 
 
 class Conversion:
     """Makes a checkpoint's tensors a model's parameters, and back, by groups: a block, or a module outside the blocks."""
 
-    def __init__(self, twin: Any, files: CheckpointFiles, block_name: str) -> None:
-        """`twin` lies on meta and is not sharded; `block_name` is the name of its list of blocks."""
+    def __init__(self, twin: Any, files: CheckpointFiles) -> None:
+        """`twin` lies on meta and is not sharded."""
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.twin, self.files = twin, files
-        self.block = re.compile(re.escape(block_name) + r"\.\d+(?=\.)")
         self.mapping: list[Any] = get_model_conversion_mapping(twin)
         self.wanted = dict(twin.state_dict())
         self.sources: dict[str, list[str]] = defaultdict(list)
@@ -42,8 +42,8 @@ class Conversion:
         self._loaded: tuple[str, Tensors] = ("", {})
 
     def group_of(self, name: str) -> str:
-        """The group that a parameter belongs to."""
-        block = self.block.match(name)
+        """The group that a parameter belongs to: the first numbered module around it, else the module that it is of."""
+        block = BLOCK.match(name)
         return block[0] if block else name.rpartition(".")[0]
 
     def read(self, name: str) -> torch.Tensor:

@@ -5,10 +5,11 @@ come from the checkpoint's files block by block, and the loss takes the hidden s
 documents are packed and split is asked of the model itself, on a few tokens, before the first step.
 """
 
+import itertools
 import json
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -39,10 +40,10 @@ class TransformersSource:
     @cached_property
     def spec(self) -> ModelSpec:
         with torch.device("meta"):
-            return self.build().spec
+            return TransformersModel(self.files).spec
 
     def build(self, layers: Collection[int] | None = None) -> Model:
-        if layers is not None and len(layers) < self.files.config.get_text_config().num_hidden_layers:
+        if layers is not None and len(layers) < len(self.spec.layers):
             raise PretrainedError(
                 "transformers' own code runs a model as a whole: a pipeline needs model.implementation native"
             )
@@ -63,12 +64,11 @@ class TransformersModel(Model):
         self.hf = _build(files)
         with torch.device("meta"):
             twin = _build(files)
-        self.block_name = _block_name(self.hf)
-        self.conversion = Conversion(twin, files, self.block_name)
+        self.conversion = Conversion(twin, files)
         replace_attention(self.hf)
         self.hf.eval()
         # Not as a submodule: its parameters would have two names.
-        vars(self)["layers"] = self.hf.get_submodule(self.block_name)
+        vars(self)["layers"] = self.hf.get_submodule(_block_name(self.hf))
         self.spec = spec_of(self.hf, self.layers)
         self.plain_head = False
         """Whether logits are hidden states times the output weight, and nothing else."""
@@ -197,6 +197,10 @@ class _Given(nn.Module):
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out
 
+    def __getattr__(self, name: str) -> Any:
+        """Some forwards call a part of their base model."""
+        return self if name == "decoder" else super().__getattr__(name)
+
 
 class _Out:
     """What a base model gives, as far as logits are made of it: hidden states [1, tokens, hidden], and None of all else."""
@@ -220,6 +224,11 @@ def _build(files: CheckpointFiles) -> Any:
         raise PretrainedError(
             f"{files.folder} holds quantised weights, which cannot be trained: load, dequantize() and save it with transformers"
         )
+    if getattr(config.get_text_config(), "zero_expert_num", 0):
+        raise PretrainedError(
+            f"{files.folder} has experts without parameters: where all tokens of a rank go to these, the others have no gradient "
+            "there, and FSDP2 cannot add it to those of other ranks; it cannot be trained here"
+        )
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
@@ -232,22 +241,32 @@ def _build(files: CheckpointFiles) -> Any:
 
 
 def _block_name(hf: Any) -> str:
-    """The name of the list of blocks: as many as the config has layers, and of a kind that transformers does not split."""
+    """The name of the list of blocks: as many as the config has layers, and of a kind that transformers does not split.
+
+    If there is none of that length, the list that holds most parameters.
+    """
     count, whole = hf.config.get_text_config().num_hidden_layers, set(hf._no_split_modules or ())
     lists: dict[str, nn.ModuleList] = {
-        name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count
+        name: module for name, module in hf.named_modules() if isinstance(module, nn.ModuleList) and len(module)
     }
-    known = [name for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)]
-    for name in [*known, *lists]:
-        return name
-    raise PretrainedError(f"{type(hf).__name__} has no list of {count} blocks that could be sharded: it cannot be trained here")
+    known = {name: blocks for name, blocks in lists.items() if all(type(block).__name__ in whole for block in blocks)}
+    for name, blocks in [*known.items(), *lists.items()]:
+        if len(blocks) == count:
+            return name
+    if not lists:
+        raise PretrainedError(f"{type(hf).__name__} has no list of blocks that could be sharded: it cannot be trained here")
+    return max(known or lists, key=lambda name: sum(weight.numel() for weight in lists[name].parameters()))
 
 
 def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
     """The sizes of a model, by its parameters and its config."""
     config = hf.config.get_text_config()
+    own = list(getattr(config, "per_layer_config", ()))  # layers may have other sizes than the config
+    configs = (own[number] if number < len(own) else config for number in itertools.count())
+    layers = tuple(map(_layer_spec, configs, blocks))
     windows = _windows(config)
-    layers = tuple(_layer_spec(config, block, window) for block, window in zip(blocks, windows, strict=True))
+    if len(windows) == len(layers):
+        layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     return ModelSpec(
         layers=layers,
@@ -258,7 +277,7 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
     )
 
 
-def _layer_spec(config: Any, block: nn.Module, window: int | None) -> LayerSpec:
+def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
     """Experts that a token does not go to are parameters, and no operations."""
     experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
     matrices = visited = 0
@@ -280,7 +299,6 @@ def _layer_spec(config: Any, block: nn.Module, window: int | None) -> LayerSpec:
         matrix_parameters=visited,
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
-        window=window,
     )
 
 
