@@ -1,0 +1,67 @@
+"""Writes long conversations about source code as JSONL: a file of Python's standard library, a question, an answer from the file.
+
+    python examples/code_conversations.py data/conversations
+
+writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long ones, as real chats are.
+The assistant lists what a module defines, with the first line of each docstring, which can be read off the file.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+QUESTION = "List the public classes and functions of this module, each with the first line of its docstring."
+SMALLEST, LARGEST = 400, 26_000
+"""Characters of a file."""
+HELD_OUT = 8
+"""One conversation of so many is held out, by the hash of its name."""
+
+
+def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """Every usable module's name and its conversation, in the order of their names."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root).as_posix()
+        if left_out.isdisjoint(file.relative_to(root).parts) and SMALLEST <= file.stat().st_size <= LARGEST:
+            source = file.read_text("utf-8", errors="replace")
+            if answer := _answer(source):
+                asked = f"{QUESTION}\n\n{name}:\n\n{source}"
+                yield name, [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def _answer(source: str) -> str:
+    """One line for each definition; empty if there are none, or if the file does not parse."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return ""
+    found = []
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            said = (ast.get_docstring(node) or "no docstring").strip().splitlines()[0]
+            found.append(f"- {kind} `{node.name}`: {said}")
+    return "\n".join(found[:20])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write conversations about the standard library's source code")
+    parser.add_argument("out", type=Path, help="folder of train.jsonl and held_out.jsonl")
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: dict[str, list[str]] = {"train": [], "held_out": []}
+    for name, messages in conversations():
+        held_out = hashlib.sha256(name.encode()).digest()[0] % HELD_OUT == 0
+        lines["held_out" if held_out else "train"].append(json.dumps({"messages": messages}))
+    for part, texts in lines.items():
+        (folder / f"{part}.jsonl").write_text("\n".join(texts) + "\n", "utf-8")
+        print(f"{folder / part}.jsonl: {len(texts)} conversations")
+
+
+if __name__ == "__main__":
+    main()
