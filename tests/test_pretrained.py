@@ -56,7 +56,7 @@ def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path],
 
 
 def exact_families() -> list[str]:
-    """The model types that docs/families.md calls exact, but for those that AutoModel does not load alone, or that are refused here."""
+    """Those that docs/families.md calls exact, but for what AutoModel does not load alone, and what is refused here."""
     rows = (line.split(" | ") for line in (ROOT / "docs" / "families.md").read_text("utf-8").splitlines())
     exact = [row[0].removeprefix("| ") for row in rows if len(row) > 2 and row[2] == "exact"]
     return [kind for kind in exact if kind not in ("emu3", "mllama", "longcat_flash")]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
 from longctx.errors import UserError
+from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document
@@ -31,7 +32,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
 def _model(config: Config) -> Iterator[Problem]:
     model = config.model
     try:
-        config.model_source()
+        config.model_source().spec  # noqa: B018  # builds the model, without values
     except ConfigError as error:
         yield from error.problems
     except UserError as error:
@@ -42,11 +43,8 @@ def _model(config: Config) -> Iterator[Problem]:
             rule = "it says whose code runs a checkpoint, and model.from_pretrained names none"
             yield Problem("model.implementation", model.implementation, rule, "leave it out, or give model.from_pretrained")
         return
-    own = {
-        name
-        for name in model.model_fields_set - {"preset", "from_pretrained", "implementation"}
-        if getattr(model, name) is not None
-    }
+    free = {"preset", "from_pretrained", "implementation", *ROPE_SETTINGS}
+    own = {name for name in model.model_fields_set - free if getattr(model, name) is not None}
     for name in sorted(own):
         rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
         yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))

@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem, plain
+from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import ModelSource, NewDecoder, pretrained
 from longctx.planning.cost.pipeline import Pipeline
@@ -269,7 +270,8 @@ class Config(BaseModel):
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
-        return pretrained(self.model.from_pretrained, self.model.implementation, split)
+        rope = tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self.model, name)) is not None)
+        return pretrained(self.model.from_pretrained, self.model.implementation, split, rope)
 
     @property
     def pipeline(self) -> Pipeline:

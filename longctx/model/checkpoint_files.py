@@ -27,10 +27,12 @@ class CheckpointFiles:
     Attributes:
         folder: where it is.
         files: every tensor's name, and the file that holds it.
+        rope: settings by which RoPE becomes another than that of config.json: see `context_extension`.
     """
 
     folder: Path
     files: Mapping[str, Path]
+    rope: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
@@ -42,7 +44,7 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> Any:
-        """What transformers makes of config.json. Raises PretrainedError if it cannot."""
+        """What transformers makes of config.json, with `rope`. Raises PretrainedError if it cannot."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
@@ -50,9 +52,14 @@ class CheckpointFiles:
                 f"a checkpoint needs transformers, which cannot be used ({error}): pip install 'longctx[huggingface]'"
             ) from error
         try:
-            return AutoConfig.from_pretrained(self.folder)
+            config = AutoConfig.from_pretrained(self.folder)
         except (ValueError, KeyError, OSError) as error:
             raise PretrainedError(f"{self.folder}/config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
+        if self.rope:
+            from longctx.model.context_extension import with_rope
+
+            with_rope(config, dict(self.rope))
+        return config
 
     @property
     def dtype(self) -> torch.dtype:

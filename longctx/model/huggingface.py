@@ -226,7 +226,7 @@ def _build(files: CheckpointFiles) -> Any:
         )
     if getattr(config.get_text_config(), "zero_expert_num", 0):
         raise PretrainedError(
-            f"{files.folder} has experts without parameters: where all tokens of a rank go to these, the others have no gradient "
+            f"{files.folder} has experts without parameters: where a rank goes to these alone, the others have no gradient "
             "there, and FSDP2 cannot add it to those of other ranks; it cannot be trained here"
         )
     try:

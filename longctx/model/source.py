@@ -1,9 +1,9 @@
 """Where a run's model comes from: a shape with new weights, or a checkpoint of transformers."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
@@ -45,15 +45,17 @@ class NewDecoder:
 
 
 @cache
-def pretrained(source: str, implementation: str, split: bool) -> ModelSource:
+def pretrained(source: str, implementation: str, split: bool, rope: tuple[tuple[str, Any], ...] = ()) -> ModelSource:
     """The checkpoint in a folder or on the hub, run by one of two implementations; `split`: matrices or layers over ranks.
+
+    With `rope` its RoPE is changed: see `context_extension`.
 
     Raises PretrainedError if it cannot be used.
     """
     from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
     from longctx.model.huggingface import TransformersSource
 
-    files = CheckpointFiles.open(source)
+    files = replace(CheckpointFiles.open(source), rope=rope)
     if implementation == "native" or (implementation == "auto" and split):
         raise PretrainedError("the native decoder does not load checkpoints yet")
     return TransformersSource(files, "transformers' own code")
