@@ -10,7 +10,7 @@ from longctx.memory.model import estimate
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import plan_steps
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_vocabulary
+from longctx.training.setup import check_checkpoint, check_vocabulary
 
 STEPS = 5
 
@@ -20,6 +20,7 @@ def dry_run(config: Config, ranks: int) -> None:
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
     spec = config.model_source(store.tokenizer.vocab_size).spec
     check_vocabulary(config, spec)
+    check_checkpoint(config, store, ranks)
     print(
         f"dry run on {ranks} ranks\n"
         f"model      {spec.parameters / 1e9:.3f}B parameters\n"

@@ -38,9 +38,29 @@ class TransformersSource:
     said: str = ""
 
     @cached_property
-    def spec(self) -> ModelSpec:
+    def _without_values(self) -> "TransformersModel":
         with torch.device("meta"):
-            return TransformersModel(self.files).spec
+            return TransformersModel(self.files)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._without_values.spec
+
+    def check_length(self, longest: int) -> None:
+        hf = self._without_values.hf
+        config = hf.config.get_text_config()
+        check_length(config, longest)
+        most = getattr(config, "max_position_embeddings", None)
+        places = [
+            module.num_embeddings
+            for module in hf.modules()
+            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and most
+        ]
+        if most and longest > most and any(count >= most for count in places):
+            raise PretrainedError(
+                f"documents have up to {longest:,} tokens, and {type(hf).__name__} has learnt {most:,} positions: set "
+                f"data.max_length to {most} or less"
+            )
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         if layers is not None and len(layers) < len(self.spec.layers):
@@ -168,9 +188,6 @@ class TransformersModel(Model):
                 "it cannot be used"
             )
         self.plain_head = all(plain)
-
-    def check_length(self, longest: int) -> None:
-        check_length(self.hf.config.get_text_config(), longest)
 
     def describe(self) -> dict[str, Any]:
         return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}

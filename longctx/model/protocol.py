@@ -78,9 +78,6 @@ class Model(nn.Module, ABC):
     def finish(self, device: torch.device, dtype: torch.dtype) -> None:
         """Comes after all parameters have their values, on every rank; `dtype` is that of the computation."""
 
-    def check_length(self, longest: int) -> None:
-        """Raises UserError for documents of so many tokens, if the model cannot take them."""
-
     @abstractmethod
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """The first value of a parameter, whole and on its device, drawn from `seed` and its name alone."""

@@ -5,9 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.attention import OPERATORS
+from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload
 
@@ -26,7 +28,9 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
     for block in model.layers:
         if mlp_tile_tokens is not None:
-            mlp = block.get_submodule("mlp")
+            mlp = getattr(block, "mlp", None)
+            if not isinstance(mlp, nn.Module):
+                raise UserError(f"train.mlp_tile_tokens: {type(block).__name__} has no module `mlp`; leave it out")
             mlp.forward = partial(_in_tiles, _recomputed(mlp.forward, selective=False), mlp_tile_tokens)
         if mode == "none":
             continue

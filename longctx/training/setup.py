@@ -12,7 +12,8 @@ from longctx.attention.exchange import Exchange
 from longctx.config import Config
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
-from longctx.data.store import Store
+from longctx.data.store import TOKENIZER, Store
+from longctx.data.tokenizer import fingerprint
 from longctx.errors import UserError
 from longctx.model.protocol import MakeAttention, Model
 from longctx.model.source import ModelSource
@@ -122,6 +123,23 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
             f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and so "
             f"many ranks leave one without any: give {next(fewer)}, or model.vocab_size {ranks * share}"
         )
+
+
+def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
+    """Raises UserError if the checkpoint that training starts from does not go with the store: its tokenizer, or lengths."""
+    source, name = config.model_source(store.tokenizer.vocab_size), config.model.from_pretrained
+    if name is None:
+        return
+    entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
+    way_out = f"prepare it with that of the checkpoint (longctx prepare --tokenizer {name})"
+    if embedded is not None and entries > embedded:
+        raise UserError(
+            f"the tokenizer of {config.data.store} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
+        )
+    own = source.files.folder / TOKENIZER if source.files is not None else None
+    if own is not None and own.is_file() and fingerprint(own.read_text("utf-8")) != store.tokenizer.fingerprint:
+        raise UserError(f"{config.data.store} was prepared with another tokenizer than that of {name}: {way_out}")
+    source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
