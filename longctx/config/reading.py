@@ -1,7 +1,7 @@
 """Reading a configuration: YAML file, then dotted overrides, then types and bounds, then rules; all problems in one error."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,16 @@ RENAMED = {"context.head_exchange": "context.ulysses_degree"}
 """Settings of earlier versions, and what they are called now."""
 
 
-def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
+def load(
+    path: Path | str | None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None = None,
+    defaults: Mapping[str, Values] | None = None,
+) -> Config:
     """Reads settings from a YAML file (None: defaults alone), replaces those given as `section.key=value`, and checks them.
+
+    `defaults` by section and key are in place of the settings' own.
 
     Values of overrides are YAML too (`context.bins={8192: 1}`), dashes in keys count as underscores, and the last one wins.
     With `world_size` (processes of the run) the rules that depend on it are checked as well.
@@ -35,6 +43,10 @@ def load(path: Path | str | None, overrides: Sequence[str] = (), *, world_size: 
     """
     source = " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides)) or "the defaults"
     values = {} if path is None else _read(Path(path))
+    for section, settings in (defaults or {}).items():
+        given = values.setdefault(section, {})
+        if isinstance(given, dict):
+            values[section] = {**settings, **given}
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
     config, invalid = _validate(values)
     problems += invalid

@@ -1,0 +1,112 @@
+"""`longctx finetune`: a checkpoint and conversations → a checkpoint that transformers loads. Prepares, trains, exports."""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx.config import Config, load
+from longctx.config.reading import Values
+from longctx.errors import UserError
+from longctx.planning.layout import longest_document
+
+if TYPE_CHECKING:
+    from longctx.data.store import Store
+
+SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of this machine, export"
+OVERRIDES = True
+
+FULL_RATE, LORA_RATE = 1e-5, 2e-4
+"""Peak learning rates, as usual for all parameters and for adapters."""
+FEWEST_STEPS = 20
+"""Batches become smaller than 64 Ki tokens if an epoch would have fewer steps."""
+WARMUP = 0.03
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="checkpoint of transformers: its folder, or OWNER/NAME on the hub")
+    parser.add_argument("data", help="JSONL, Parquet, a folder of them, or a saved dataset: see `longctx prepare --source`")
+    parser.add_argument("--out", type=Path, help="run folder; OUT/export is the result (default: runs/NAME, by the data)")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, not all parameters")
+    parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps goes before it")
+    parser.add_argument("--processes", type=int, metavar="N", help="default: one for every GPU, or two on a CPU")
+    parser.add_argument("--train-on", choices=("assistant", "last", "all"), default="assistant", help="as in prepare")
+    parser.add_argument("--config", type=Path, metavar="YAML", help="settings that go before this command's own defaults")
+    parser.add_argument("--prepare-only", action="store_true", help="make the store and the settings, and say how to train")
+    parser.epilog = "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from longctx.commands import prepare
+    from longctx.data.store import Store
+
+    if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
+        raise UserError(f"--epochs is {arguments.epochs}: must be more than 0")
+    ranks = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
+    if ranks < 1:
+        raise UserError(f"--processes is {ranks}: at least one process must train")
+    out: Path = arguments.out or Path("runs", Path(arguments.data).stem)
+    store_folder, settings_file = out / "store", out / "finetune.yaml"
+    # What is wrong with the model is said before the data are read.
+    load(arguments.config, [f"model.from_pretrained={arguments.model}", *arguments.overrides]).model_source()
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    source = ["--source", arguments.data, "--out", str(store_folder), "--tokenizer", arguments.model]
+    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on]))
+    store = Store.open(store_folder)
+    defaults = _defaults(arguments, store, ranks, out, on_gpu=torch.cuda.is_available())
+    config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
+    settings_file.write_text(config.to_yaml(), "utf-8")
+    train = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "longctx", "train"]
+    train += [str(settings_file), "--resume-if-any"]
+    if arguments.prepare_only:
+        print(f"to train: {' '.join(['python', *train])}")
+        return 0
+    print(_told(config, store, ranks), flush=True)
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+    return subprocess.run([sys.executable, *train], env={**os.environ, "OMP_NUM_THREADS": threads}, check=False).returncode
+
+
+def _defaults(arguments: argparse.Namespace, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
+    """Settings by section that suit fine-tuning on this store: every document fits, and an epoch has some steps."""
+    tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
+    total = math.ceil(arguments.epochs * tokens)
+    step = max(longest, min(65536, total // FEWEST_STEPS))
+    steps = max(1, round(total / step))
+    per_rank = max(2048, math.ceil(longest / ranks))
+    while longest_document(ranks, per_rank) < longest:
+        per_rank += 1
+    values: dict[str, dict[str, Any]] = {
+        "model": {"from_pretrained": arguments.model},
+        "data": {"store": str(store.path)},
+        "batch": {"global_tokens": step, "tokens_per_rank": per_rank},
+        "train": {
+            "steps": steps,
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "recompute": "selective",
+            "run_dir": str(out),
+        },
+        "optimizer": {
+            "learning_rate": LORA_RATE if arguments.lora else FULL_RATE,
+            "warmup_steps": math.ceil(WARMUP * steps),
+            "weight_decay": 0.0,
+            "clip_grad_norm": 1.0,
+        },
+        "checkpoint": {"every": max(1, steps // 3), "keep": 2, "export": str(out / "export")},
+    }
+    if arguments.lora is not None:
+        values["lora"] = {"rank": arguments.lora}
+    return values
+
+
+def _told(config: Config, store: "Store", ranks: int) -> str:
+    share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
+    return (
+        f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens, {share:.0%} of them trained, on "
+        f"{ranks} ranks; learning rate {config.optimizer.learning_rate:g}; settings in {config.train.run_dir / 'finetune.yaml'}"
+    )
