@@ -124,5 +124,5 @@ def _spec(arguments: argparse.Namespace) -> "ModelSpec":
     from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY
 
     preset = f"model.preset={arguments.model or DEFAULT_MODEL}"
-    model = load(None, [preset, *arguments.overrides]).model
-    return model.shape(model.vocab_size or LLAMA_3_VOCABULARY).spec
+    config = load(None, [preset, *arguments.overrides])
+    return config.model_source(config.model.vocab_size or LLAMA_3_VOCABULARY).spec

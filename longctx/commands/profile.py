@@ -73,6 +73,11 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
             f"parallel.pipeline_parallel_size is {config.pipeline.ranks}: a profile is measured without a pipeline, and "
             "training scales it to the layers of a rank: leave it out"
         )
+    if config.model.from_pretrained is not None:
+        raise UserError(
+            f"model.from_pretrained is {config.model.from_pretrained}: a profile is measured with the native decoder, and "
+            "scaled to the checkpoint that is trained: leave it out, or give sizes like the checkpoint's, such as --model.hidden_size"
+        )
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -23,17 +23,19 @@ class Conversion:
 
     def __init__(self, twin: Any, files: CheckpointFiles) -> None:
         """`twin` lies on meta and is not sharded."""
-        from transformers.conversion_mapping import get_model_conversion_mapping
-
         self.twin, self.files = twin, files
-        self.mapping: list[Any] = get_model_conversion_mapping(twin)
+        with _internals():
+            from transformers.conversion_mapping import get_model_conversion_mapping
+
+            self.mapping: list[Any] = get_model_conversion_mapping(twin)
         self.wanted = dict(twin.state_dict())
         self.sources: dict[str, list[str]] = defaultdict(list)
         """Names of the checkpoint's tensors, by group."""
         self.unused: list[str] = []
         """Tensors of the checkpoint that the model has no place for."""
         for name in files.files:
-            target = self._target(name)
+            with _internals():
+                target = self._target(name)
             if target in self.wanted:
                 self.sources[self.group_of(target)].append(name)
             else:
@@ -63,11 +65,12 @@ class Conversion:
 
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
         """The parameters and buffers of a group → the checkpoint's tensors, as transformers' save_pretrained writes them."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        self.twin._weight_conversions = [one for one in self.mapping if one.was_used()]
         written = {name: weight for name, weight in weights.items() if name not in self.tied}
-        reverted: Tensors = revert_weight_conversion(self.twin, written)
+        with _internals():
+            from transformers.core_model_loading import revert_weight_conversion
+
+            self.twin._weight_conversions = [one for one in self.mapping if one.was_used()]
+            reverted: Tensors = revert_weight_conversion(self.twin, written)
         return reverted
 
     def _same(self, name: str) -> Iterator[str]:
@@ -88,12 +91,12 @@ class Conversion:
         return target
 
     def _load(self, group: str) -> Tensors:
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
         tensors = {name: self.files.read(name) for name in self.sources.get(group, [])}
-        settings = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self.mapping, ignore_mismatched_sizes=True)
-        with _quiet():
+        with _internals(), _quiet():
+            from transformers.core_model_loading import convert_and_load_state_dict_in_model
+            from transformers.modeling_utils import LoadStateDictConfig
+
+            settings = LoadStateDictConfig(dtype=torch.float32, weight_mapping=self.mapping, ignore_mismatched_sizes=True)
             report, _ = convert_and_load_state_dict_in_model(self.twin, tensors, settings)
         problems = [f"{name}: {text}" for name, text in report.conversion_errors.items()]
         problems += [f"{name} has shape {tuple(has)}, not {tuple(wants)}" for name, has, wants in report.mismatched_keys]
@@ -120,6 +123,20 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:200]
+
+
+@contextmanager
+def _internals() -> Iterator[None]:
+    """Around calls of what transformers does not promise to keep: says so where another version has changed it."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        import transformers
+
+        raise PretrainedError(
+            f"transformers {transformers.__version__} converts checkpoints in another way than longctx knows ({error}): "
+            "install a version that it was tested with, pip install 'longctx[huggingface]'"
+        ) from error
 
 
 @contextmanager

@@ -162,6 +162,8 @@ class Decoder(Model):
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         """What an earlier version did not know of has its default."""
+        if "transformers" in described:
+            return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
         here, there = self.describe(), ModelShape.model_validate(described).model_dump()
         return [f"{key} is {here[key]!r}, was {value!r}" for key, value in there.items() if here[key] != value]
 

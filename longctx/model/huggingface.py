@@ -195,7 +195,7 @@ class TransformersModel(Model):
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         here, there = self.describe()["transformers"], described.get("transformers")
         if there is None:
-            return ["it was trained by the native decoder, not by transformers' code"]
+            return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
         ignored = {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {here.get(key)!r}, was {there.get(key)!r}"
