@@ -56,12 +56,24 @@ class Encoder:
         self._chatml = ChatML(self.tokenizer)
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
 
-    def encode(self, documents: Sequence[Document]) -> tuple[list[Row], int]:
-        """The rows of a batch, and how many conversations were left out because they are too long.
+    def render(self, documents: Sequence[Document]) -> list[Rendered]:
+        """The conversations of a batch by the checkpoint's template; none if there is none. Raises ChatError naming the first
+        that the template cannot render."""
+        rendered = []
+        for document in filter(self._has_template, documents):
+            assert self.template is not None
+            try:
+                rendered.append(self.template.render(document.messages, document.tools, document.first_trained))
+            except ChatError as error:
+                raise ChatError(f"{document.name}: {error}") from error
+        return rendered
+
+    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[Row], int]:
+        """The rows of a batch, whose rendered conversations are given, and how many were left out because they are too long.
 
         Raises ChatError naming the first conversation that cannot be learnt.
         """
-        rendered = iter(self._rendered(documents))
+        rendered = iter(self._marked(conversations))
         encoded = iter(
             self.tokenizer.encode_batch(
                 [text for document in documents if not self._has_template(document) for text in document.texts],
@@ -83,16 +95,9 @@ class Encoder:
     def _has_template(self, document: Document) -> bool:
         return document.text is None and self.template is not None
 
-    def _rendered(self, documents: Sequence[Document]) -> list[tuple[Rendered, Marked]]:
-        """Conversations by the checkpoint's template."""
-        if self.template is None or self.markup is None:
+    def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
+        if self.markup is None:
             return []
-        rendered = []
-        for document in filter(self._has_template, documents):
-            try:
-                rendered.append(self.template.render(document.messages, document.tools, document.first_trained))
-            except ChatError as error:
-                raise ChatError(f"{document.name}: {error}") from error
         marked = self.markup.encode_batch([r.text for r in rendered], [r.spans or () for r in rendered], workers=self.workers)
         return list(zip(rendered, marked, strict=True))
 

@@ -6,6 +6,7 @@ A finished part is listed in `journal.jsonl`, so that an interrupted preparation
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -69,9 +70,9 @@ def write_parts(
             journal.write(json.dumps(asdict(parts[-1])) + "\n")
             journal.flush()
 
-        for batch in _batches(documents):
+        for batch, rows, dropped in _encoded(_batches(documents), encoder):
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer)
-            writer.write(batch, *encoder.encode(batch))
+            writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
             progress("tokenising", min(1.0, read / max(1, corpus.bytes)))
             if writer.part.tokens >= part_tokens:
@@ -95,6 +96,19 @@ def finished_parts(folder: Path) -> list[Part]:
             break
         parts.append(part)
     return parts
+
+
+def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row], int]]:
+    """Batches with what `Encoder.encode` makes of them; the next one is read and rendered while one is tokenised."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        ahead: tuple[list[Document], Future[tuple[list[Row], int]]] | None = None
+        for batch in batches:
+            submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
+            if ahead is not None:
+                yield ahead[0], *ahead[1].result()
+            ahead = submitted
+        if ahead is not None:
+            yield ahead[0], *ahead[1].result()
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
