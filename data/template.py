@@ -272,11 +272,9 @@ class Template:
                 f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it renders "
                 f"{where} in another way when more follow: {WAY_OUT}"
             )
-        try:
-            stop = full.rfind(self._stop, len(prompt))
-            return len(prompt), len(full) if stop < 0 else stop + len(self._stop)
-        except ChatError:
-            return len(prompt), len(full)
+        text = full.rstrip()  # nobody generates the white space behind the token that ends the turn
+        ends = len(text) > len(prompt) and self._markup.spells_special_tokens(self._markup.pieces(text)[-1])
+        return len(prompt), len(text) if ends else len(full)
 
 
 def _marked(message: Message, number: int) -> Message:
