@@ -1,16 +1,15 @@
-"""Conversations: `messages` checked, and turned into tokens with a mask that says which of them are to be learnt.
+"""ChatML: the template of conversations for tokenizers that bring none.
 
-The template is ChatML. Every message becomes
+Every message becomes
 
     <|im_start|>ROLE\\n CONTENT <|im_end|> \\n          (without the spaces)
 
-and the assistant's CONTENT and the <|im_end|> that ends it are the only targets. A tokenizer that has the two markers as
-special tokens uses them; any other spells them out. Contents are encoded one by one, so that no token straddles a marker, and
-never yield a special token, whatever a user has typed.
+and the assistant's CONTENT and the <|im_end|> that ends it are what is learnt. A tokenizer that has the two markers as special
+tokens uses them; any other spells them out. Contents are encoded one by one, so that no token straddles a marker, and never
+yield a special token, whatever a user has typed.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,36 +20,30 @@ from longctx.data.tokenizer import TokenArray, Tokenizer
 from longctx.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool")
+TRAIN_ON = ("assistant", "last", "all")
+"""What is learnt of a conversation: the assistant's turns, the last one of them, or every token."""
+
+Message = dict[str, Any]
+"""`role`, `content` and whatever else a template may ask for, `tool_calls` among it; checked by `longctx.data.formats`."""
+TOOLS_WAY_OUT = (
+    "take the tokenizer of a checkpoint whose template has one (--tokenizer FOLDER), or a template of your own beside it "
+    "(--chat-template FILE)"
+)
 
 
 class ChatError(UserError):
-    """A `messages` value that is not a conversation."""
+    """A value that is not a conversation, or a conversation that cannot be learnt as one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    role: str
-    content: str
-
-
-def parse_messages(value: Any) -> tuple[Message, ...]:
-    """Checks a list of {"role": .., "content": ..}. Raises ChatError naming the message, counted from 0, and the rule."""
-    if not isinstance(value, list) or not value:
-        raise ChatError("`messages` must be a list with at least one message")
-    messages = []
-    for index, item in enumerate(value):
-        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
-        if role not in ROLES:
-            raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}")
-        if not isinstance(content, str):
-            raise ChatError(f"message {index} has content of type {type(content).__name__}: it must be text")
-        messages.append(Message(role, content))
-    if all(message.role != "assistant" for message in messages):
+def learnt_turns(messages: Sequence[Message], first_trained: int, train_on: str) -> list[int]:
+    """Which messages are to be learnt, counted from 0. Raises ChatError if there is none."""
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_trained]
+    if not turns:
         raise ChatError("no message is the assistant's, so there is nothing to learn from: leave this conversation out")
-    return tuple(messages)
+    return turns[-1:] if train_on == "last" else turns
 
 
-class Template:
+class ChatML:
     """The template for one tokenizer, its markers encoded once, when there is a conversation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,16 +55,21 @@ class Template:
         encode = self._tokenizer.encode_markup
         return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
 
-    def join(self, messages: Sequence[Message], contents: Sequence[TokenArray]) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
-        """Joins the encoded `contents` of `messages`. Returns tokens and, of the same length, which of them are targets.
+    def join(
+        self, messages: Sequence[Message], contents: Sequence[TokenArray], learnt: Collection[int]
+    ) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
+        """Joins the encoded `contents` of `messages`. Returns tokens and, of the same length, which of them are targets: those
+        of the messages `learnt`, counted from 0.
 
-        Raises TokenizerError if the tokenizer lacks characters of the markers: roles could not be told apart.
+        Raises TokenizerError if the tokenizer lacks characters of the markers: roles could not be told apart. Raises ChatError
+        for tool calls, which have no form here.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
-        learnt: list[bool] = []
-        for message, content in zip(messages, contents, strict=True):
-            assistant = message.role == "assistant"
-            parts += [heads[message.role], content, stop, newline]
-            learnt += [False, assistant, assistant, False]
-        return np.concatenate(parts), np.repeat(learnt, [len(part) for part in parts])
+        mask: list[bool] = []
+        for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
+            if "tool_calls" in message:
+                raise ChatError(f"message {index} calls a tool, and ChatML has no form for that: {TOOLS_WAY_OUT}")
+            parts += [heads[message["role"]], content, stop, newline]
+            mask += [False, index in learnt, index in learnt, False]
+        return np.concatenate(parts), np.repeat(mask, [len(part) for part in parts])

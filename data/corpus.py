@@ -1,9 +1,10 @@
 """Corpus: a source of text, whatever its form, as a sequence of named documents in a fixed order.
 
-A source is the word `python-stdlib` (the standard library of the Python that runs this: real source code, nothing to
-download), a file, a folder of files, or a dataset that `datasets` saved on disk. A file is read by its suffix: `.jsonl` one
-document a line, `.parquet` one a row, anything else one text. In a folder, files and folders whose names begin with a dot are
-left out, and files that are not UTF-8 text are skipped and counted; anything else unreadable is an error naming the place.
+A source is the word `python-stdlib` (the standard library of the Python that runs this: real source code, nothing to download),
+a file, a folder of files, or a dataset that `datasets` saved on disk. A file is read by its suffix: `.jsonl` one record a line,
+`.parquet` one a row, anything else one text; `longctx.data.formats` says what a record may be. In a folder, files and folders
+whose names begin with a dot are left out, and files that are not UTF-8 text are skipped and counted; anything else unreadable
+is an error naming the place.
 """
 
 import hashlib
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from longctx.data.chat import ChatError, Message, parse_messages
+from longctx.data.chat import ChatError
+from longctx.data.formats import Document, FormatError, columns_of, parse_record, without_nulls
 from longctx.errors import UserError
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -26,27 +28,14 @@ class CorpusError(UserError):
     """A source that is missing, empty or malformed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document: `text`, or (then None) the `messages` of a conversation. `source_bytes`: its share of the source."""
-
-    name: str
-    text: str | None
-    messages: tuple[Message, ...]
-    source_bytes: float
-
-    @property
-    def texts(self) -> list[str]:
-        """What there is to tokenise: the text, or the content of every message."""
-        return [message.content for message in self.messages] if self.text is None else [self.text]
-
-
 @dataclass
-class Skipped:
-    """What a pass over the source left out: files that are not UTF-8 text, by name, and the number of empty documents."""
+class Found:
+    """What a pass over the source met: files that are not UTF-8 text, by name, and the number of empty documents, both left
+    out; and how many documents of each format there are."""
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,14 +47,14 @@ class Corpus:
         kind: python-stdlib, files or dataset.
         root: what document names are relative to.
         files: every file of the source, in the order of their names.
-        text_column: the column or key of the text, in JSONL, Parquet and datasets.
+        text_column: the column or key of the text that was asked for; None: each record's format is found by its keys.
     """
 
     source: str
     kind: str
     root: Path
     files: tuple[Path, ...]
-    text_column: str = "text"
+    text_column: str | None = None
 
     @property
     def bytes(self) -> int:
@@ -73,26 +62,28 @@ class Corpus:
 
     def fingerprint(self) -> str:
         """SHA-256 (hex) of names and contents of all files: the same on every machine, and changed by any change."""
-        digest = hashlib.sha256(f"{self.kind}\n{self.text_column}\n".encode())
+        column = {None: "text", "text": "text, and nothing else"}.get(self.text_column, self.text_column)
+        digest = hashlib.sha256(f"{self.kind}\n{column}\n".encode())
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
             digest.update(f"{self._name(file)}\n{content}\n".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
 
-    def documents(self, skipped: Skipped | None = None) -> Iterator[Document]:
-        """All documents with at least one character, always in the same order. Fills `skipped` on the way.
+    def documents(self, found: Found | None = None) -> Iterator[Document]:
+        """All documents with at least one character, always in the same order. Fills `found` on the way.
 
         Raises CorpusError naming file and line or row of the first malformed record.
         """
-        skipped = skipped if skipped is not None else Skipped()
-        for document in self._all_documents(skipped):
+        found = found if found is not None else Found()
+        for document in self._all_documents(found):
             if document.text == "":
-                skipped.empty += 1
+                found.empty += 1
             else:
+                found.formats[document.format] = found.formats.get(document.format, 0) + 1
                 yield document
 
-    def _all_documents(self, skipped: Skipped) -> Iterator[Document]:
+    def _all_documents(self, found: Found) -> Iterator[Document]:
         if self.kind == "dataset":
             yield from _read_dataset(self.root, self.text_column, self.bytes)
             return
@@ -103,15 +94,15 @@ class Corpus:
             elif self.kind != STANDARD_LIBRARY and file.suffix == ".parquet":
                 yield from _read_parquet(file, name, self.text_column)
             elif (text := _read_text(file)) is not None:
-                yield Document(name, text, (), file.stat().st_size)
+                yield Document(name, file.stat().st_size, text)
             else:
-                skipped.not_text.append(name)
+                found.not_text.append(name)
 
     def _name(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
 
 
-def open_corpus(source: str, *, text_column: str = "text") -> Corpus:
+def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
     """Finds the files of a source. Raises CorpusError if there is nothing at `source`."""
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
@@ -159,7 +150,7 @@ def _read_text(file: Path) -> str | None:
         return None
 
 
-def _read_jsonl(file: Path, name: str, column: str) -> Iterator[Document]:
+def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[Document]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -171,11 +162,11 @@ def _read_jsonl(file: Path, name: str, column: str) -> Iterator[Document]:
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}") from error
             if not isinstance(record, dict):
-                raise CorpusError(f'{file}:{number}: a line must be an object like {{"{column}": ".."}}')
+                raise CorpusError(f'{file}:{number}: a line must be an object like {{"text": ".."}}')
             yield _document(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
 
 
-def _read_parquet(file: Path, name: str, column: str) -> Iterator[Document]:
+def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[Document]:
     import pyarrow
     import pyarrow.parquet
 
@@ -183,16 +174,16 @@ def _read_parquet(file: Path, name: str, column: str) -> Iterator[Document]:
         table = pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
         raise CorpusError(f"{file} is not a Parquet file: {error}") from error
-    wanted = _wanted_column(table.schema_arrow.names, column, str(file))
+    wanted = _columns(table.schema_arrow.names, column, str(file))
     share = file.stat().st_size / max(1, table.metadata.num_rows)
     row = 0
-    for batch in table.iter_batches(batch_size=256, columns=[wanted]):
+    for batch in table.iter_batches(batch_size=256, columns=wanted):
         for record in batch.to_pylist():
-            yield _document(record, f"{name}:{row}", f"{file}, row {row}", column, share)
+            yield _document(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
             row += 1
 
 
-def _read_dataset(folder: Path, column: str, size: int) -> Iterator[Document]:
+def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[Document]:
     import datasets
     import pyarrow
 
@@ -200,38 +191,24 @@ def _read_dataset(folder: Path, column: str, size: int) -> Iterator[Document]:
         dataset = datasets.load_from_disk(str(folder))
     except (pyarrow.ArrowInvalid, ValueError, KeyError) as error:
         raise CorpusError(f"{folder} looks like a saved dataset, and `datasets` cannot load it: {error}") from error
-    rows = dataset.select_columns([_wanted_column(dataset.column_names, column, str(folder))])
+    rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
     for row, record in enumerate(rows):
-        yield _document(record, f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
+        yield _document(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
 
 
-def _wanted_column(columns: list[str], column: str, where: str) -> str:
-    for wanted in (column, "messages"):
-        if wanted in columns:
-            return wanted
-    raise CorpusError(f"{where} has neither column {column!r} nor 'messages', only {', '.join(columns)}: use --text-column")
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: without_nulls(value) for key, value in record.items()}
 
 
-def _document(record: dict[str, Any], name: str, where: str, column: str, source_bytes: float) -> Document:
-    """One record of JSONL, Parquet or a dataset: its text, or else its messages."""
-    text: str | None = None
-    messages: tuple[Message, ...] = ()
-    if column in record:
-        text = record[column]
-        if not isinstance(text, str):
-            raise CorpusError(f"{where}: {column!r} is of type {type(text).__name__}: it must be text")
-    elif "messages" in record:
-        try:
-            messages = parse_messages(record["messages"])
-        except ChatError as error:
-            raise CorpusError(f"{where}: {error}") from error
-    else:
-        keys = ", ".join(record) or "nothing"
-        raise CorpusError(f"{where}: has neither {column!r} nor 'messages', only {keys}: use --text-column")
-    document = Document(name, text, messages, source_bytes)
-    for part in document.texts:
-        try:
-            part.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise CorpusError(f"{where}: holds half of a surrogate pair (\\u{ord(part[error.start]):x}): not text") from error
-    return document
+def _columns(names: list[str], column: str | None, where: str) -> list[str]:
+    try:
+        return columns_of(names, column)
+    except FormatError as error:
+        raise CorpusError(f"{where}: {error}") from error
+
+
+def _document(record: dict[str, Any], name: str, where: str, column: str | None, source_bytes: float) -> Document:
+    try:
+        return parse_record(record, name, source_bytes, column)
+    except (FormatError, ChatError) as error:
+        raise CorpusError(f"{where}: {error}") from error

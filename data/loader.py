@@ -143,16 +143,20 @@ class Loader(Iterator[StepBatch]):
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
+        targets = [self._store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
+        weights = [float(self._store.weights[piece.document]) for piece in pieces]
         batch = StepBatch(
             step=step,
             plan=plan,
             documents=tuple(self._name(piece) for piece in pieces),
             tokens=sum(piece.length for piece in pieces),
-            target_tokens=sum(self._store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces),
+            target_tokens=sum(targets),
             micro_batches=tuple(
                 pack(self._store, pieces, plan.layout(index, self._rank), pad_to_multiple_of=self._pad_to_multiple_of)
                 for index in range(len(plan.micro_batches))
             ),
+            weights=() if set(weights) <= {1.0} else tuple(weights),
+            target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
         )
         return batch, next_cursor
 

@@ -64,6 +64,8 @@ class StepBatch:
         target_tokens: labels other than -100 of the whole step, over the whole domain: what the loss is divided by.
         micro_batches: this rank's share of each of the plan's.
         data_wait_s: how long the caller waited for this batch.
+        weights: what each target counts, by the plan's document index; empty: 1 for all.
+        target_weight: the weights of all targets of the step together, over the whole domain; `target_tokens` without weights.
     """
 
     step: int
@@ -73,6 +75,8 @@ class StepBatch:
     target_tokens: int
     micro_batches: tuple[MicroBatch, ...]
     data_wait_s: float = 0.0
+    weights: tuple[float, ...] = ()
+    target_weight: float = 0.0
 
 
 def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:

@@ -12,15 +12,22 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Skipped
-from longctx.data.store import TOKENIZER, VERSION, Manifest, StoreError, is_store
+import numpy as np
+
+from longctx.data.chat import TRAIN_ON, ChatError
+from longctx.data.checkpoint import Checkpoint
+from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
+from longctx.data.encode import Encoder
+from longctx.data.markup import Markup
+from longctx.data.store import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
+from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
     JOURNAL,
@@ -35,6 +42,7 @@ from longctx.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 REQUEST = "request"
+LAYOUT = 2  # of the files in an unfinished store; another one's are not gone on with
 NOTES = (REQUEST, JOURNAL)  # what a preparation notes down for the one that may have to go on with it
 SKIPPED_NAMES = 10  # how many names of skipped files a manifest keeps
 
@@ -54,6 +62,9 @@ def prepare(
     tokenizer: str = "bpe",
     vocab_size: int = 4096,
     end_of_document: str | None = None,
+    chat_template: str = "auto",
+    train_on: str = "assistant",
+    max_length: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
@@ -62,44 +73,70 @@ def prepare(
     """Makes the store of `corpus` at `out`.
 
     Args:
-        tokenizer: `bpe` (trained on the corpus), `bytes`, or the path of a tokenizer.json.
+        tokenizer: `bpe` (trained on the corpus), `bytes`, the path of a tokenizer.json, or a checkpoint's folder or name on the
+            hub.
         vocab_size: most tokens of a trained tokenizer.
-        end_of_document: the token of a given tokenizer.json that ends a document; None looks for a well-known one.
+        end_of_document: the token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
+        chat_template: `auto` (the checkpoint's, ChatML if there is none), `chatml`, or the path of a Jinja template.
+        train_on: what is learnt of conversations: the turns of the `assistant`, the `last` of them, or `all` tokens.
+        max_length: conversations of more tokens are left out, and counted; None: none are. Texts stay: training splits them.
         workers: threads that tokenise; None: one per core.
         overwrite: replace a store at `out` that answers another request. Anything that is not a store is never replaced.
 
     Raises:
         CorpusError, TokenizerError: the source or the tokenizer is at fault, or the two do not fit: more than half of the
             characters that are not white space would be lost. If fewer are lost, the manifest says how many.
+        ChatError: a conversation that the template refuses, or without a token to learn.
         StoreError: something else stands at `out`, or another process is preparing it.
     """
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} lies inside the source {corpus.root}, which would then read itself: put it elsewhere")
-    given: Tokenizer | None = None  # None: to be trained
-    if tokenizer == "bytes":
-        given = Tokenizer.bytes()
-    elif tokenizer != "bpe":
-        given = Tokenizer.load(Path(tokenizer), end_of_document)
+    if train_on not in TRAIN_ON:
+        raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
+    if max_length is not None and max_length < 2:
+        raise ChatError(f"max_length is {max_length}: a conversation has at least 2 tokens, one of which is learnt")
+    given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
+    templates = _templates(checkpoint, chat_template)
     progress("reading the source", 0)
     source = corpus.fingerprint()
     choice = ["bpe", vocab_size] if given is None else [given.fingerprint, given.end_of_document]
-    request = _digest({"version": VERSION, "source": source, "tokenizer": choice})
+    # What is as it was before there was a choice is left out, so that stores of then answer requests of now.
+    settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
+    if max_length is not None:
+        settings["max_length"] = max_length
+    if checkpoint is not None:
+        settings["begin"] = checkpoint.begin.tolist()
+        files = [(checkpoint.folder / file).read_bytes() for file in checkpoint.files]
+        settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
+    if checkpoint is not None and templates is not None:
+        settings["template"] = [[key, text] for key, text in templates.items()], dict(checkpoint.variables), checkpoint.ends
+    request = _digest({"version": VERSION, "source": source, "tokenizer": choice, **settings})
     progress("reading the source", 1)
     if (present := _present(out, request, overwrite)) is not None:
         return Prepared(present, made=False)
     with _partial_folder(out, request) as folder:
         used = _tokenizer(folder, corpus, given, vocab_size, progress)
-        skipped = Skipped()
-        parts = write_parts(folder, corpus, used, skipped, workers=workers, part_tokens=part_tokens, progress=progress)
-        if not parts:
-            raise CorpusError(
-                f"source {corpus.source!r} has no document with text: {skipped.empty} are empty, "
-                f"{len(skipped.not_text)} files are not UTF-8 text ({', '.join(skipped.not_text[:3]) or 'none'})"
-            )
-        content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document}
+        if checkpoint is not None:
+            _copy_files(folder / TOKENIZER_FILES, checkpoint, templates)
+        encoder = _encoder(used, checkpoint, templates, train_on, max_length, workers)
+        found = Found()
+        parts = write_parts(folder, corpus, encoder, found, part_tokens=part_tokens, progress=progress)
+        _check_learnt(corpus, found, parts, max_length)
+        content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
-        manifest = _manifest(folder, corpus, used, parts, skipped, request=request, fingerprint=fingerprint)
+        manifest = _manifest(
+            folder,
+            corpus,
+            used,
+            parts,
+            found,
+            request=request,
+            fingerprint=fingerprint,
+            template=_in_words(tokenizer, chat_template, templates, train_on) if set(found.formats) - {"text"} else "",
+            train_on=train_on,
+            max_length=max_length,
+        )
         if 2 * manifest.lost_characters > manifest.characters:
             raise TokenizerError(f"{manifest.loss}; more than half of the text must be left: {ANOTHER_TOKENIZER}")
         manifest.save(folder)
@@ -109,39 +146,60 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
+def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_length: int | None) -> None:
+    """Raises CorpusError if there is nothing to learn."""
+    dropped = sum(part.dropped_documents for part in parts)
+    if not parts:
+        raise CorpusError(
+            f"source {corpus.source!r} has no document with text: {found.empty} are empty, "
+            f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3]) or 'none'})"
+        )
+    if dropped and not any(part.documents for part in parts):
+        raise CorpusError(
+            f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"
+        )
+    if not any(part.trained_tokens for part in parts):
+        raise CorpusError(f"source {corpus.source!r} has no token to learn: every document is a single token long")
+
+
 def _manifest(
     folder: Path,
     corpus: Corpus,
     tokenizer: Tokenizer,
     parts: Sequence[Part],
-    skipped: Skipped,
-    *,
-    request: str,
-    fingerprint: str,
+    found: Found,
+    **settings: Any,
 ) -> Manifest:
     longest = max(parts, key=lambda part: part.longest_length)
     lossiest = max(parts, key=lambda part: part.lossiest_characters)
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in NOTES)
     return Manifest(
-        request=request,
-        fingerprint=fingerprint,
+        **settings,
         source=corpus.source,
         documents=sum(part.documents for part in parts),
         tokens=sum(part.tokens for part in parts),
         trained_tokens=sum(part.trained_tokens for part in parts),
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
-        empty_documents=skipped.empty,
-        skipped_files=len(skipped.not_text),
-        skipped_names=tuple(skipped.not_text[:SKIPPED_NAMES]),
+        empty_documents=found.empty,
+        skipped_files=len(found.not_text),
+        skipped_names=tuple(found.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         end_of_document_token=tokenizer.end_of_document_token,
-        files={file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name not in NOTES},
+        files={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
         characters=sum(part.characters for part in parts),
         lost_characters=sum(part.lost_characters for part in parts),
         lossy_documents=sum(part.lossy_documents for part in parts),
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
+        formats=found.formats,
+        dropped_documents=sum(part.dropped_documents for part in parts),
+        spelled_documents=sum(part.spelled_documents for part in parts),
+        spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
+        straddling_tokens=sum(part.straddling_tokens for part in parts),
+        lightest=min(part.lightest for part in parts),
+        heaviest=max(part.heaviest for part in parts),
     )
 
 
@@ -201,6 +259,7 @@ def _partial_folder(out: Path, request: str) -> Iterator[Path]:
 def _tidy(folder: Path, request: str) -> None:
     """Removes all that an interrupted preparation of another request left, or did not finish."""
     note = folder / REQUEST
+    request = f"{request} {LAYOUT}"
     found = list(folder.iterdir())
     if found and not note.is_file():
         raise StoreError(f"{folder} was not made by `longctx prepare`, and the store is built there: move it, or change --out")
@@ -208,7 +267,9 @@ def _tidy(folder: Path, request: str) -> None:
     if found and note.read_text("utf-8") == request:
         kept = {REQUEST, TOKENIZER, JOURNAL, *(part.file for part in finished_parts(folder))}
     for file in found:
-        if file.name not in kept and file != note:
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name not in kept and file != note:
             file.unlink()
     note.write_text(request, "utf-8")  # last, so that what is kept always answers it
 
@@ -223,6 +284,74 @@ def _put_in_place(folder: Path, out: Path) -> None:
 
 
 # --- tokens
+
+
+def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Checkpoint | None]:
+    """The tokenizer, None if it is to be trained, and the checkpoint that it is of."""
+    if tokenizer == "bpe":
+        return None, None
+    if tokenizer == "bytes":
+        return Tokenizer.bytes(), None
+    if tokenizer.endswith(".json") or Path(tokenizer).is_file():
+        return Tokenizer.load(Path(tokenizer), end_of_document), None
+    checkpoint = Checkpoint.load(tokenizer, end_of_document)
+    return checkpoint.tokenizer, checkpoint
+
+
+def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[bool, str] | None:
+    """The Jinja templates without and with tools; None: ChatML."""
+    if chat_template == "chatml" or (chat_template == "auto" and checkpoint is None):
+        return None
+    if checkpoint is None:
+        raise TokenizerError(
+            f"--chat-template {chat_template} needs the special tokens of a checkpoint: give its folder as --tokenizer"
+        )
+    if chat_template == "auto":
+        return checkpoint.templates
+    try:
+        text = Path(chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"chat template {chat_template!r} cannot be read: {error}; give auto, chatml, or the path of a Jinja template"
+        ) from error
+    return {False: text, True: text}
+
+
+def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str) -> str:
+    """Which template conversations were given, and how what is learnt was found."""
+    if templates is None:
+        return "ChatML" if chat_template == "chatml" else "ChatML, as the tokenizer brings none"
+    whose = f"that of {tokenizer}" if chat_template == "auto" else chat_template
+    if train_on == "all":
+        return whose
+    marked = all(map(marks_generation, templates.values()))
+    return f"{whose}; learnt is what {'it marks as generated' if marked else 'renderings with and without each turn show'}"
+
+
+def _encoder(
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint | None,
+    templates: Mapping[bool, str] | None,
+    train_on: str,
+    max_length: int | None,
+    workers: int | None,
+) -> Encoder:
+    begin = np.zeros(0, tokenizer.dtype) if checkpoint is None else checkpoint.begin
+    encoder = Encoder(tokenizer, begin, train_on=train_on, max_length=max_length, workers=workers)
+    if checkpoint is not None and templates is not None:
+        encoder.markup = Markup(tokenizer.text, tokenizer.dtype)
+        encoder.template = Template(templates, checkpoint.variables, encoder.markup, checkpoint.ends, train_on)
+    return encoder
+
+
+def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
+    """The checkpoint's own files, and the template if it is another."""
+    for file in checkpoint.files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(checkpoint.folder / file, folder / file)
+    if templates is not None and templates != checkpoint.templates:
+        folder.mkdir(exist_ok=True)
+        (folder / "chat_template.jinja").write_text(templates[False], "utf-8", newline="")
 
 
 def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:

@@ -3,18 +3,20 @@
 A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream files with one row per document:
 
     name            string
-    tokens          list<uint16 or int32>, the last one the end of the document
+    tokens          list<uint16 or int32>; the last one is the end of the document, or what a checkpoint's template ends with
     length          int64, number of tokens
     trained_tokens  int64, number of tokens that are a target: the labels of the whole document that are not -100
     trained         list<bool>, which tokens may be targets; null means all of them (every document but conversations)
+    weight          float64, what each of its targets counts in the loss; stores of older versions lack it, which means 1
 
+The files of a checkpoint's tokenizer, chat template included, are in `tokenizer/`, for an export.
 With `state.json` and `dataset_info.json` it is also a dataset of the `datasets` library (`load_from_disk`). Reading needs
 neither that nor torch, so that a plan can be made from a store's lengths in a moment. `longctx.data.prepare` writes stores.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ FORMAT = "longctx-store"
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_FILES = "tokenizer"
+"""The folder of a checkpoint's own files."""
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -55,6 +59,13 @@ class Manifest:
         lost_characters: how many of these no token stands for, in `lossy_documents` documents.
         lossiest_name, lossiest_characters: the document that lost most, and how many.
         files: bytes of every other file of the store.
+        formats: documents of each format that were met, those that were dropped later included.
+        template: the template of conversations and how their learnt tokens were found, in words; empty if there are none.
+        train_on: what is learnt of conversations.
+        max_length: the longest conversation in tokens that was kept; None: any. `dropped_documents` were longer.
+        spelled_documents: conversations whose texts spell special tokens that are tokenised as such, `spelled_name` the first.
+        straddling_tokens: learnt tokens that also hold text which is not learnt.
+        lightest, heaviest: the least and the largest weight of a document.
     """
 
     request: str
@@ -79,6 +90,16 @@ class Manifest:
     lossy_documents: int = 0
     lossiest_name: str = ""
     lossiest_characters: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+    template: str = ""
+    train_on: str = "assistant"
+    max_length: int | None = None
+    dropped_documents: int = 0
+    spelled_documents: int = 0
+    spelled_name: str = ""
+    straddling_tokens: int = 0
+    lightest: float = 1.0
+    heaviest: float = 1.0
 
     @property
     def loss(self) -> str:
@@ -147,6 +168,7 @@ def store_schema(tokenizer: Tokenizer) -> Any:
         "length": pyarrow.int64(),
         "trained_tokens": pyarrow.int64(),
         "trained": pyarrow.list_(pyarrow.bool_()),
+        "weight": pyarrow.float64(),
     }
     return pyarrow.schema(columns.items())
 
@@ -167,6 +189,7 @@ class Store:
     Attributes:
         lengths: tokens of every document, the end-of-document token included, int64 `[documents]`.
         trained_tokens: targets of every document, int64 `[documents]`.
+        weights: what each target of a document counts in the loss, float64 `[documents]`; 1 unless the source says otherwise.
         tokenizer: what the tokens were made with.
         fingerprint: names the content; equal fingerprints, equal tokens.
     """
@@ -178,6 +201,8 @@ class Store:
         self.fingerprint = manifest.fingerprint
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
+        weighted = "weight" in table.column_names
+        self.weights: npt.NDArray[np.float64] = table.column("weight").to_numpy() if weighted else np.ones(len(self.lengths))
         self._names = table.column("name")
         self._batches = [_batch(batch) for batch in table.to_batches()]
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])

@@ -57,7 +57,7 @@ class Tokenizer:
             self._inner = TokenizerJson.from_str(text)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"not a tokenizer.json of the `tokenizers` library: {error}") from error
-        self._text = text
+        self.text = text
         self._inner.no_truncation()
         self._inner.no_padding()
         # Text that happens to spell a special token stays text: a document must not be able to end itself.
@@ -74,12 +74,12 @@ class Tokenizer:
         self.end_of_document = vocabulary[self.end_of_document_token]
         content = json.loads(text)
         self.is_bytes = _is_bytes(content)
-        self._lost = LostText(self._inner, content, list(_byte_vocabulary()))
+        self._lost = LostText(self._inner, content, list(byte_vocabulary()))
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
         """Plain bytes: 257 tokens."""
-        inner = _byte_level(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+        inner = _byte_level(models.BPE(vocab=byte_vocabulary(), merges=[]))
         inner.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
         return cls(inner.to_str())
 
@@ -100,7 +100,7 @@ class Tokenizer:
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END_OF_DOCUMENT],
-            initial_alphabet=list(_byte_vocabulary()),
+            initial_alphabet=list(byte_vocabulary()),
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
@@ -118,12 +118,12 @@ class Tokenizer:
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer.json, byte for byte as it was given."""
-        path.write_text(self._text, "utf-8", newline="")
+        path.write_text(self.text, "utf-8", newline="")
 
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) of what the tokenizer.json says; see `fingerprint`."""
-        return fingerprint(self._text)
+        return fingerprint(self.text)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -196,7 +196,7 @@ def _byte_level(model: models.Model) -> TokenizerJson:
     return inner
 
 
-def _byte_vocabulary() -> dict[str, int]:
+def byte_vocabulary() -> dict[str, int]:
     """From the printable character that stands for a byte in byte-level BPE (GPT-2's table) to the byte, in order of these."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -207,7 +207,7 @@ def _is_bytes(content: dict[str, Any]) -> bool:
     """Whether a tokenizer.json maps every byte to its own value and does nothing else."""
     pre_tokenizer = content.get("pre_tokenizer") or {}
     return (
-        content["model"].get("vocab") == _byte_vocabulary()
+        content["model"].get("vocab") == byte_vocabulary()
         and not content["model"].get("merges")
         and not content.get("normalizer")
         and pre_tokenizer.get("type") == "ByteLevel"

@@ -1,25 +1,26 @@
 """Writing a store's files: documents are tokenised batch by batch and streamed into Arrow files, the parts of a store.
 
-A finished part is listed in `journal.jsonl`, so that an interrupted preparation goes on behind it. All texts of a batch go
-to the tokenizer in one call, which spreads them over its threads.
+A finished part is listed in `journal.jsonl`, so that an interrupted preparation goes on behind it.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow
 
-from longctx.data.chat import Template
-from longctx.data.corpus import Corpus, Document, Skipped
+from longctx.data.corpus import Corpus, Found
+from longctx.data.encode import Encoder, Row
+from longctx.data.formats import Document
 from longctx.data.store import store_schema
-from longctx.data.tokenizer import TokenArray, Tokenizer
+from longctx.data.tokenizer import Tokenizer
 
 PART_TOKENS = 1 << 25  # tokens of an Arrow file, the unit of resuming
 BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text that is tokenised at once, by all threads
@@ -27,15 +28,6 @@ JOURNAL = "journal.jsonl"
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of it that is done (0 … 1)."""
-
-
-class Row(NamedTuple):
-    """Tokens of a document, which of them may be targets (None: all), and the counts of `Encoded` over its texts."""
-
-    tokens: TokenArray
-    trained: npt.NDArray[np.bool_] | None
-    characters: int
-    lost: int
 
 
 @dataclass
@@ -55,22 +47,20 @@ class Part:
     lossy_documents: int = 0
     lossiest_name: str = ""
     lossiest_characters: int = 0
+    dropped_documents: int = 0
+    spelled_documents: int = 0
+    spelled_name: str = ""
+    straddling_tokens: int = 0
+    lightest: float = math.inf
+    heaviest: float = 0.0
 
 
 def write_parts(
-    folder: Path,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    skipped: Skipped,
-    *,
-    workers: int | None,
-    part_tokens: int,
-    progress: Progress,
+    folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, part_tokens: int, progress: Progress
 ) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all of them."""
     parts = finished_parts(folder)
-    documents = islice(corpus.documents(skipped), sum(part.documents for part in parts), None)
-    encode = partial(_encode, tokenizer=tokenizer, template=Template(tokenizer), workers=workers)
+    documents = islice(corpus.documents(found), sum(part.documents + part.dropped_documents for part in parts), None)
     read = sum(part.source_bytes for part in parts)
     writer: _PartWriter | None = None
     with (folder / JOURNAL).open("a", encoding="utf-8") as journal:
@@ -80,9 +70,9 @@ def write_parts(
             journal.write(json.dumps(asdict(parts[-1])) + "\n")
             journal.flush()
 
-        for batch in _batches(documents):
-            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", tokenizer)
-            writer.write(batch, encode(batch))
+        for batch, rows, dropped in _encoded(_batches(documents), encoder):
+            writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer)
+            writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
             progress("tokenising", min(1.0, read / max(1, corpus.bytes)))
             if writer.part.tokens >= part_tokens:
@@ -108,6 +98,19 @@ def finished_parts(folder: Path) -> list[Part]:
     return parts
 
 
+def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row], int]]:
+    """Batches with what `Encoder.encode` makes of them; the next one is read and rendered while one is tokenised."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        ahead: tuple[list[Document], Future[tuple[list[Row], int]]] | None = None
+        for batch in batches:
+            submitted = batch, thread.submit(encoder.encode, batch, encoder.render(batch))
+            if ahead is not None:
+                yield ahead[0], *ahead[1].result()
+            ahead = submitted
+        if ahead is not None:
+            yield ahead[0], *ahead[1].result()
+
+
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch: list[Document] = []
     characters = 0
@@ -131,14 +134,22 @@ class _PartWriter:
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name)
 
-    def write(self, documents: Sequence[Document], rows: Sequence[Row]) -> None:
+    def write(self, documents: Sequence[Document], rows: Sequence[Row], dropped: int) -> None:
+        """Appends the rows of these documents, all but `dropped` of them."""
+        part = self.part
+        part.dropped_documents += dropped
+        part.source_bytes += sum(document.source_bytes for document in documents)
+        if not rows:
+            return
+        names = [row.document.name for row in rows]
         lengths = np.array([len(row.tokens) for row in rows], np.int64)
+        weights = [row.document.weight for row in rows]
         masks = [row.trained for row in rows]
         targets = np.array(
             [n - 1 if mask is None else mask[1:].sum() for n, mask in zip(lengths, masks, strict=True)], np.int64
         )
         columns = [
-            pyarrow.array([document.name for document in documents]),
+            pyarrow.array(names),
             pyarrow.ListArray.from_arrays(_offsets(lengths), np.concatenate([row.tokens for row in rows])),
             pyarrow.array(lengths),
             pyarrow.array(targets),
@@ -147,43 +158,31 @@ class _PartWriter:
                 np.concatenate([mask for mask in masks if mask is not None] or [np.zeros(0, np.bool_)]),
                 mask=pyarrow.array([mask is None for mask in masks]),
             ),
+            pyarrow.array(weights, pyarrow.float64()),
         ]
         self._stream.write_batch(pyarrow.record_batch(columns, schema=self._schema))
-        part = self.part
-        part.documents += len(documents)
+        part.documents += len(rows)
         part.tokens += int(lengths.sum())
         part.trained_tokens += int(targets.sum())
-        part.source_bytes += sum(document.source_bytes for document in documents)
         if (longest := int(lengths.max())) > part.longest_length:
-            part.longest_length, part.longest_name = longest, documents[int(lengths.argmax())].name
+            part.longest_length, part.longest_name = longest, names[int(lengths.argmax())]
         lost = np.array([row.lost for row in rows], np.int64)
         part.characters += sum(row.characters for row in rows)
         part.lost_characters += int(lost.sum())
         part.lossy_documents += int((lost > 0).sum())
         if (most := int(lost.max())) > part.lossiest_characters:
-            part.lossiest_characters, part.lossiest_name = most, documents[int(lost.argmax())].name
+            part.lossiest_characters, part.lossiest_name = most, names[int(lost.argmax())]
+        spelled = [row.document.name for row in rows if row.spelled]
+        part.spelled_documents += len(spelled)
+        part.spelled_name = part.spelled_name or next(iter(spelled), "")
+        part.straddling_tokens += sum(row.straddling for row in rows)
+        part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
 
     def finish(self) -> Part:
         self._stream.close()
         self._sink.close()
         self.part.bytes = self._file.stat().st_size
         return self.part
-
-
-def _encode(documents: Sequence[Document], tokenizer: Tokenizer, template: Template, workers: int | None) -> list[Row]:
-    """Tokens of each document, its end included. All texts go to the tokenizer in one call."""
-    encoded = iter(tokenizer.encode_batch([text for document in documents for text in document.texts], workers=workers))
-    end = np.array([tokenizer.end_of_document], tokenizer.dtype)
-    rows: list[Row] = []
-    for document in documents:
-        texts = list(islice(encoded, len(document.texts)))
-        counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
-        if document.text is not None:
-            rows.append(Row(np.concatenate([texts[0].tokens, end]), None, *counts))
-        else:
-            tokens, mask = template.join(document.messages, [text.tokens for text in texts])
-            rows.append(Row(np.concatenate([tokens, end]), np.append(mask, False), *counts))
-    return rows
 
 
 def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:

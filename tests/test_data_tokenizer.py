@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models, normalizers, pre_tokenizers
 
-from longctx.data.chat import Template, parse_messages
+from longctx.data.chat import ChatML
+from longctx.data.formats import parse_messages
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint
 from tests.data_cases import CONVERSATION, text_of
 
@@ -39,7 +40,7 @@ def test_bytes_lose_nothing(tokenizer: Tokenizer, text: str) -> None:
 @given(text=st.text())
 def test_bytes_are_bytes_and_agree_with_the_tokenizers_library(text: str) -> None:
     assert BYTES.encode(text).tolist() == list(text.encode())
-    assert TokenizerJson.from_str(BYTES._text).encode(text).ids == list(text.encode())
+    assert TokenizerJson.from_str(BYTES.text).encode(text).ids == list(text.encode())
 
 
 def test_plain_bytes() -> None:
@@ -146,13 +147,13 @@ def test_conversations_need_their_markers(unknown: str | None) -> None:
     messages = parse_messages(CONVERSATION)
     contents = [np.zeros(1, np.uint16)] * len(messages)
     with pytest.raises(TokenizerError, match=r"lacks characters of '<\|im_start\|>system.n', a mark of conversations"):
-        Template(Tokenizer(inner.to_str(), "</s>")).join(messages, contents)
+        ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    assert len(Template(Tokenizer(inner.to_str(), "</s>")).join(messages, contents)[0]) > len(messages)
+    assert len(ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})[0]) > len(messages)
 
 
 def test_fingerprint_ignores_formatting_padding_and_truncation() -> None:
-    content = json.loads(BPE._text)
+    content = json.loads(BPE.text)
     assert fingerprint(json.dumps(content, indent=7)) == BPE.fingerprint
     assert fingerprint(json.dumps({**content, "truncation": {"max_length": 3}})) == BPE.fingerprint
     content["model"]["merges"] = content["model"]["merges"][:-1]
@@ -173,21 +174,21 @@ def test_unusable_tokenizers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
     messages = parse_messages(CONVERSATION)
-    contents = [text.tokens for text in tokenizer.encode_batch([message.content for message in messages])]
-    tokens, trained = Template(tokenizer).join(messages, contents)
-    expected = "".join(f"<|im_start|>{m.role}\n{m.content}<|im_end|>\n" for m in messages)
+    contents = [text.tokens for text in tokenizer.encode_batch([message["content"] for message in messages])]
+    tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
+    expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert tokenizer.decode(tokens) == expected
-    learnt = "".join(f"{m.content}<|im_end|>" for m in messages if m.role == "assistant")
+    learnt = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
     assert tokenizer.decode(tokens[trained]) == learnt
 
 
 def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
-    inner = TokenizerJson.from_str(BPE._text)
+    inner = TokenizerJson.from_str(BPE.text)
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer = Tokenizer(inner.to_str())
     messages = parse_messages(CONVERSATION)
-    contents = [text.tokens for text in tokenizer.encode_batch([message.content for message in messages])]
-    tokens, trained = Template(tokenizer).join(messages, contents)
+    contents = [text.tokens for text in tokenizer.encode_batch([message["content"] for message in messages])]
+    tokens, trained = ChatML(tokenizer).join(messages, contents, {2, 4})
     stop = tokenizer.encode_markup("<|im_end|>")
     assert len(stop) == 1
     assert (tokens == stop).sum() == len(messages)  # the user's own "<|im_end|>" is only text

@@ -53,7 +53,10 @@ class Objective(ABC):
 
 
 class TokenMean(Objective):
-    """Every valid target of the step counts alike: pre-training and fine-tuning."""
+    """The mean over the valid targets of the step, each counted by the weight of its document: pre-training and fine-tuning.
+
+    A document of weight 2 counts as it would if it stood in the step twice.
+    """
 
     def weights(
         self,
@@ -61,7 +64,11 @@ class TokenMean(Objective):
         log_probabilities: Sequence[torch.Tensor] = (),
         document_sums: torch.Tensor | None = None,
     ) -> StepWeights:
-        return StepWeights(divisor=max(1, batch.target_tokens))
+        if not batch.weights:
+            return StepWeights(divisor=max(1, batch.target_tokens))
+        weights = torch.tensor(batch.weights, dtype=torch.float32)
+        tokens = [weights[documents_of(micro_batch)] for micro_batch in batch.micro_batches]
+        return StepWeights(divisor=batch.target_weight or 1.0, tokens=tokens)
 
 
 def documents_of(micro_batch: MicroBatch) -> torch.Tensor:

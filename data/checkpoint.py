@@ -1,0 +1,155 @@
+"""Checkpoint: the tokenizer of a Hugging Face checkpoint, a folder or a name on the hub, its ends of text and chat template.
+
+What `transformers` makes of the files is what counts, and it is asked for here alone. The files themselves go into the store,
+so that an export can put them beside the weights.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "generation_config.json",
+)
+"""What belongs to a tokenizer. `config.json` is read with them, and not theirs."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint's tokenizer.
+
+    Attributes:
+        name: as it was asked for.
+        tokenizer: of texts; its end of a document is the checkpoint's end of text.
+        begin: tokens that the tokenizer puts before every text.
+        templates: Jinja templates of conversations without tools (False) and with some (True); None: it has none.
+        variables: what templates may ask for: the special tokens by their roles.
+        ends: all its ends of text and of turns.
+        folder, files: what an export needs, relative to the folder.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    begin: TokenArray
+    templates: Mapping[bool, str] | None
+    variables: Mapping[str, Any]
+    ends: Sequence[str]
+    folder: Path
+    files: Sequence[Path]
+
+    @classmethod
+    def load(cls, name: str, end_of_document: str | None = None) -> "Checkpoint":
+        """Reads a folder, or fetches what belongs to the tokenizer from the hub.
+
+        `end_of_document` is the token that ends a text; None: as tokenizer_config.json or generation_config.json say.
+        Raises TokenizerError naming what is missing or wrong, and the way out.
+        """
+        folder = Path(name) if Path(name).is_dir() else _from_hub(name)
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise TokenizerError(
+                "the tokenizer of a checkpoint needs transformers: pip install 'longctx[huggingface]', or give the path of its "
+                "tokenizer.json"
+            ) from error
+        try:
+            loaded = AutoTokenizer.from_pretrained(str(folder))
+        except Exception as error:  # whatever a damaged file makes it raise
+            found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
+            raise TokenizerError(
+                f"transformers cannot load a tokenizer from {name}: {_first_line(error)}; the folder of a checkpoint has "
+                f"tokenizer.json and tokenizer_config.json, and this one holds {found}"
+            ) from error
+        backend = getattr(loaded, "backend_tokenizer", None)
+        if backend is None:
+            raise TokenizerError(
+                f"the tokenizer of {name} ({type(loaded).__name__}) is not one of the `tokenizers` library: "
+                "give a checkpoint with a tokenizer.json"
+            )
+        ends = _generation_ends(folder, loaded)
+        end = end_of_document or loaded.eos_token or next(iter(ends), None)
+        try:
+            tokenizer = Tokenizer(backend.to_str(), end)
+        except TokenizerError as error:
+            raise TokenizerError(f"{name}: {error}") from error
+        files = sorted({file.relative_to(folder) for pattern in FILES for file in folder.glob(pattern) if file.is_file()})
+        return cls(
+            name,
+            tokenizer,
+            np.array(_begin(backend), tokenizer.dtype),
+            _templates(name, loaded),
+            dict(loaded.special_tokens_map),
+            tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
+            folder,
+            files,
+        )
+
+
+def _from_hub(name: str) -> Path:
+    if not _HUB_NAME.fullmatch(name):
+        raise TokenizerError(
+            f"tokenizer {name!r} is neither a file, nor a folder, nor a name on the hub: give bpe, bytes, the path of a "
+            "tokenizer.json, or the folder of a checkpoint"
+        )
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"]))
+    except Exception as error:  # of the network, of the hub, or a missing package
+        raise TokenizerError(
+            f"tokenizer {name!r} is no file or folder here, and cannot be fetched from the hub: {_first_line(error)}; "
+            "give the folder of a checkpoint"
+        ) from error
+
+
+def _generation_ends(folder: Path, loaded: Any) -> list[str]:
+    """The ends that generation_config.json lists."""
+    file = folder / "generation_config.json"
+    try:
+        ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise TokenizerError(f"{file} is damaged: {error}; fetch the checkpoint's again, or remove it") from error
+    return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
+
+
+def _begin(backend: Any) -> list[int]:
+    """The special tokens that the tokenizer puts before a text."""
+    text = "a"
+    plain, framed = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
+    for start in range(len(framed) - len(plain) + 1):
+        if framed[start : start + len(plain)] == plain:
+            return list(framed[:start])
+    return []
+
+
+def _templates(name: str, loaded: Any) -> Mapping[bool, str] | None:
+    if not loaded.chat_template:
+        return None
+    try:
+        return {False: loaded.get_chat_template(None, None), True: loaded.get_chat_template(None, [{}])}
+    except ValueError as error:
+        raise TokenizerError(f"{name} has several chat templates and no default: {error}; give --chat-template FILE") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")

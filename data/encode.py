@@ -1,0 +1,129 @@
+"""Encode: documents → tokens, with what is learnt of each. All texts of a batch go to the tokenizer's threads in one call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, learnt_turns
+from longctx.data.formats import Document, leaves
+from longctx.data.markup import Marked, Markup
+from longctx.data.template import Rendered, Template
+from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
+
+
+class Row(NamedTuple):
+    """A document of the store.
+
+    `tokens`, which of them may be targets (None: all), the counts of `Encoded` over its texts, whether a text of a conversation
+    spells special tokens that became such, and how many learnt tokens hold other text too.
+    """
+
+    document: Document
+    tokens: TokenArray
+    trained: npt.NDArray[np.bool_] | None
+    characters: int = 0
+    lost: int = 0
+    spelled: bool = False
+    straddling: int = 0
+
+
+@dataclass
+class Encoder:
+    """Turns documents into rows.
+
+    Args:
+        tokenizer: of texts, and of conversations in ChatML.
+        begin: tokens before every text.
+        template, markup: a checkpoint's template and the tokenizer of what it renders; None: ChatML.
+        train_on: what is learnt of conversations, see `TRAIN_ON`.
+        max_length: conversations of more tokens are left out; None: none are.
+        workers: threads; None: one per core.
+    """
+
+    tokenizer: Tokenizer
+    begin: TokenArray
+    template: Template | None = None
+    markup: Markup | None = None
+    train_on: str = "assistant"
+    max_length: int | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        self._chatml = ChatML(self.tokenizer)
+        self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
+
+    def render(self, documents: Sequence[Document]) -> list[Rendered]:
+        """The conversations of a batch by the checkpoint's template; none if there is none. Raises ChatError naming the first
+        that the template cannot render."""
+        rendered = []
+        for document in filter(self._has_template, documents):
+            assert self.template is not None
+            try:
+                rendered.append(self.template.render(document.messages, document.tools, document.first_trained))
+            except ChatError as error:
+                raise ChatError(f"{document.name}: {error}") from error
+        return rendered
+
+    def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[Row], int]:
+        """The rows of a batch, whose rendered conversations are given, and how many were left out because they are too long.
+
+        Raises ChatError naming the first conversation that cannot be learnt.
+        """
+        rendered = iter(self._marked(conversations))
+        encoded = iter(
+            self.tokenizer.encode_batch(
+                [text for document in documents if not self._has_template(document) for text in document.texts],
+                workers=self.workers,
+            )
+        )
+        rows = []
+        for document in documents:
+            if self._has_template(document):
+                row = self._templated(document, *next(rendered))
+            else:
+                row = self._plain(document, list(islice(encoded, len(document.texts))))
+            if row.trained is not None and not row.trained[1:].any():
+                raise ChatError(f"{document.name}: no token of this conversation is to be learnt: leave it out")
+            rows.append(row)
+        kept = [row for row in rows if row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens))]
+        return kept, len(rows) - len(kept)
+
+    def _has_template(self, document: Document) -> bool:
+        return document.text is None and self.template is not None
+
+    def _marked(self, rendered: Sequence[Rendered]) -> list[tuple[Rendered, Marked]]:
+        if self.markup is None:
+            return []
+        marked = self.markup.encode_batch([r.text for r in rendered], [r.spans or () for r in rendered], workers=self.workers)
+        return list(zip(rendered, marked, strict=True))
+
+    def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> Row:
+        assert self.markup is not None
+        return Row(
+            document,
+            marked.tokens,
+            None if rendered.spans is None else marked.learnt,
+            marked.characters,
+            marked.lost,
+            any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
+            marked.straddling,
+        )
+
+    def _plain(self, document: Document, texts: Sequence[Encoded]) -> Row:
+        """A text, or a conversation in ChatML."""
+        counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
+        if document.text is not None:
+            return Row(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
+        try:
+            if document.tools:
+                raise ChatError(f"the record has tools, and ChatML has no form for them: {TOOLS_WAY_OUT}")
+            learnt = () if self.train_on == "all" else learnt_turns(document.messages, document.first_trained, self.train_on)
+            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], learnt)
+        except ChatError as error:
+            raise ChatError(f"{document.name}: {error}") from error
+        trained = None if self.train_on == "all" else np.append(mask, False)
+        return Row(document, np.concatenate([tokens, self._end]), trained, *counts)

@@ -1,0 +1,265 @@
+"""Formats: one record of JSONL, Parquet or a dataset → the text or the conversation that it holds, under one set of names.
+
+A record is read as the first of these that its keys allow (a key whose value is null does not count):
+
+    messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
+    conversations       ShareGPT: [{"from": "human", "value": ..}, ..]; `system` may stand beside it
+    prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is learnt
+    instruction-output  `instruction`, `input` if there is one, and `output` or `response`
+    text                one text, learnt as a whole
+
+A text column that was asked for by name goes before all of them. `tools` (a list, or its JSON) stands beside conversations,
+and `weight`, a positive number, beside anything.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from longctx.data.chat import ROLES, ChatError, Message
+from longctx.errors import UserError
+
+FORMATS = {
+    "messages": (("messages",),),
+    "conversations": (("conversations",),),
+    "prompt-completion": (("prompt", "completion"), ("prompt", "response")),
+    "instruction-output": (("instruction", "output"), ("instruction", "response")),
+}
+"""The keys that make a conversation of each format."""
+BESIDE = ("system", "input", "tools", "weight")
+"""Keys that may stand beside them."""
+FROM = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
+    "system": "system",
+}
+"""The role of each `from` of ShareGPT."""
+
+
+class FormatError(UserError):
+    """A record that holds no document, or a malformed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: `text`, or (then None) the `messages` of a conversation.
+
+    Attributes:
+        name: where it stands in the source.
+        source_bytes: its share of the source.
+        format: that of its record.
+        tools: descriptions of tools that a template may show; None if the record names none.
+        first_trained: assistant turns before this message, counted from 0, are not to be learnt.
+        weight: what each of its tokens counts in the loss.
+    """
+
+    name: str
+    source_bytes: float
+    text: str | None
+    messages: tuple[Message, ...] = ()
+    tools: list[Any] | None = None
+    first_trained: int = 0
+    weight: float = 1.0
+    format: str = "text"
+
+    @property
+    def texts(self) -> list[str]:
+        """The text, or the content of every message."""
+        return [message.get("content", "") for message in self.messages] if self.text is None else [self.text]
+
+
+def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
+    """Which columns of a table are to be read. Raises FormatError if they make no document."""
+    keys = {key for keys in FORMATS.values() for group in keys for key in group}
+    _detect(names, names, text_column)
+    if text_column in names:
+        return [name for name in names if name in (text_column, "weight")]
+    return [name for name in names if name in {"text", *keys, *BESIDE}]
+
+
+def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> Document:
+    """The document of a record; `text_column` is the key of a text that was asked for.
+
+    Raises FormatError or ChatError naming the key and the rule.
+    """
+    present = [key for key, value in record.items() if value is not None]
+    kind = _detect(present, record, text_column)
+    weight = _weight(record.get("weight"))
+    if kind == "text":
+        column = text_column or "text"
+        text = record[column]
+        if not isinstance(text, str):
+            raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
+        document = Document(name, source_bytes, text, weight=weight)
+    else:
+        messages, first = _conversation(record, kind)
+        if kind != "messages" and record.get("system") and messages[0]["role"] != "system":
+            messages, first = [{"role": "system", "content": _text(record, "system")}, *messages], first and first + 1
+        tools = _tools(record.get("tools"))
+        document = Document(name, source_bytes, None, tuple(messages), tools, first, weight, kind)
+    for part in leaves([document.text, document.messages, document.tools]):
+        try:
+            part.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise FormatError(f"holds half of a surrogate pair (\\u{ord(part[error.start]):x}): not text") from error
+    return document
+
+
+def parse_messages(value: Any) -> list[Message]:
+    """Checks a list of messages, and brings content and tool calls into the form that templates take: text, and arguments as
+    objects. Raises ChatError naming the message, counted from 0, and the rule."""
+    if isinstance(value, str):
+        value = _json("`messages`", value)
+    if not isinstance(value, list) or not value:
+        raise ChatError("`messages` must be a list with at least one message")
+    return [_message(index, item) for index, item in enumerate(value)]
+
+
+def leaves(value: Any) -> Iterator[str]:
+    """Every text in a JSON value; names of objects' members are none."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of an Arrow table without the members that are null: its records have all members that any of them has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _detect(present: Collection[str], names: Collection[str], text_column: str | None) -> str:
+    if text_column in names:
+        return "text"
+    for kind, groups in FORMATS.items():
+        if any(set(group) <= set(present) for group in groups):
+            return kind
+    for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # one whose value is null is named as such
+        if kind in names:
+            return kind
+    raise FormatError(
+        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, or instruction and output, "
+        f"only {', '.join(names) or 'nothing'}: name the text's with --text-column"
+    )
+
+
+def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int]:
+    """Messages, and the first one that may be learnt."""
+    if kind == "messages":
+        return parse_messages(record["messages"]), 0
+    if kind == "conversations":
+        return _sharegpt(record["conversations"]), 0
+    answer = next(key for key in ("completion", "output", "response") if record.get(key) is not None)
+    if kind == "instruction-output":
+        asked = _text(record, "instruction")
+        if record.get("input"):
+            asked = f"{asked}\n\n{_text(record, 'input')}"
+        return [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(record, answer)}], 0
+    if isinstance(record["prompt"], str) and isinstance(record[answer], str):
+        return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[answer]}], 0
+    prompt, completion = (
+        [{"role": role, "content": value}] if isinstance(value, str) else parse_messages(value)
+        for role, value in (("user", record["prompt"]), ("assistant", record[answer]))
+    )
+    return [*prompt, *completion], len(prompt)
+
+
+def _message(index: int, item: Any) -> Message:
+    role = item.get("role") if isinstance(item, dict) else None
+    if role not in ROLES:
+        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}")
+    message = {key: value for key, value in item.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list):
+        content = message["content"] = _joined(index, content)
+    calls = message.get("tool_calls")
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise ChatError(f"message {index} has `tool_calls`: they are a list, and of the assistant's messages only")
+        message["tool_calls"] = [_call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)]
+    else:
+        message.pop("tool_calls", None)
+    if not isinstance(content, str) and (content is not None or not calls):
+        raise ChatError(f"message {index} has content of type {type(content).__name__}: it must be text")
+    return message
+
+
+def _joined(index: int, parts: list[Any]) -> str:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text can be learnt")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatError(f'{where} must be an object like {{"function": {{"name": .., "arguments": {{..}}}}}}')
+    arguments = function.get("arguments", {})
+    arguments = _json(f"`arguments` of {where}", arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):
+        raise ChatError(f"{where} has arguments of type {type(arguments).__name__}: they must be an object, or its JSON")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def _sharegpt(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ChatError("`conversations` must be a list with at least one message")
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        if isinstance(item, dict) and "role" in item:
+            messages.append(_message(index, item))
+            continue
+        speaker, text = (item.get("from"), item.get("value")) if isinstance(item, dict) else (None, None)
+        if speaker not in FROM:
+            raise ChatError(f"message {index} is from {speaker!r}: it must be one of {', '.join(FROM)}")
+        if not isinstance(text, str):
+            raise ChatError(f"message {index} has a value of type {type(text).__name__}: it must be text")
+        if speaker == "function_call":
+            call = _call(f"message {index}", _json(f"`value` of message {index}", text))
+            messages.append({"role": "assistant", "tool_calls": [call]})
+        else:
+            messages.append({"role": FROM[speaker], "content": text})
+    return messages
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        value = _json("`tools`", value) if value.strip() else None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise ChatError("`tools` must be a list of objects, each of which describes one, or its JSON")
+    return value
+
+
+def _weight(value: Any) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise FormatError(f"`weight` is {value!r}: it must be a positive number; leave a document that counts nothing out")
+    return float(value)
+
+
+def _text(record: dict[str, Any], key: str) -> str:
+    if not isinstance(record[key], str):
+        raise FormatError(f"{key!r} is of type {type(record[key]).__name__}: it must be text")
+    return str(record[key])
+
+
+def _json(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ChatError(f"{what} is not JSON: {error.msg} at column {error.colno}") from error

@@ -1,0 +1,130 @@
+"""Markup: texts in which special tokens are meant as such, encoded together with which of their tokens are learnt.
+
+What is learnt is given as spans of characters. Where a token's text is known to the byte (byte-level BPE, and SentencePiece's
+with its mark of a space), places come from adding up lengths, and are right because the tokens' texts, joined, are the text;
+elsewhere they come from the tokenizer's own offsets, which cost more.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer as TokenizerJson
+
+from longctx.data.lost_text import LostText
+from longctx.data.tokenizer import ANOTHER_TOKENIZER, TokenArray, TokenizerError, byte_vocabulary
+
+Spans = Sequence[tuple[int, int]]
+"""Characters start … stop - 1 of a text, in order and apart."""
+
+
+class Marked(NamedTuple):
+    """Token ids of a text, which of them hold a character of a span, and how many of these hold others too. `characters` and
+    `lost` are those of `Encoded`."""
+
+    tokens: TokenArray
+    learnt: npt.NDArray[np.bool_]
+    straddling: int
+    characters: int = 0
+    lost: int = 0
+
+
+class Markup:
+    """Encodes rendered conversations as `transformers` does, without adding special tokens. `text` is a tokenizer.json."""
+
+    def __init__(self, text: str, dtype: np.dtype[Any]) -> None:
+        self._inner = TokenizerJson.from_str(text)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self._inner.post_processor = None  # some leave spaces out of the offsets
+        self._dtype = dtype
+        content = json.loads(text)
+        added = self._inner.get_added_tokens_decoder()
+        self.special = [token.content for token in added.values() if token.special]
+        """Texts of the special tokens."""
+        self._spelled = _any_of(self.special)
+        self._added = _any_of([token.content for token in added.values()])
+        self._lost = LostText(self._inner, content, list(byte_vocabulary()))
+        size = max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+        self._pieces = _pieces(self._inner, content, size)
+        self._bytes = np.array([len(piece) for piece in self._pieces], np.int64)
+
+    def spells_special_tokens(self, text: str) -> bool:
+        """Whether special tokens are found in a text."""
+        return self._spelled.search(text) is not None
+
+    def pieces(self, text: str) -> list[str]:
+        """A text cut into its special tokens and the texts between them, none of them empty."""
+        return [piece for piece in re.split(f"({self._spelled.pattern})", text) if piece]
+
+    def encode_batch(self, texts: Sequence[str], spans: Sequence[Spans], *, workers: int | None = None) -> list[Marked]:
+        """Several texts, each with its spans, in `workers` threads (None: one per core)."""
+        with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
+            return list(threads.map(self.encode, texts, spans))
+
+    def encode(self, text: str, spans: Spans) -> Marked:
+        """One text. Raises TokenizerError if the tokenizer cannot encode it."""
+        try:
+            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise TokenizerError(
+                f"the tokenizer cannot encode a conversation that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
+            ) from error
+        ids = encoding.ids
+        tokens = np.array(ids, self._dtype)
+        learnt, straddling = self._learnt(text, ids, tokens, spans)
+        if not self._lost.possible:
+            return Marked(tokens, learnt, straddling)
+        # Characters are looked up one by one where there is no unknown token; those of special tokens need not be there.
+        plain = self._added.sub("", text) if self._lost.unknown is None else text
+        return Marked(tokens, learnt, straddling, *self._lost.count(plain, tokens))
+
+    def _learnt(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans) -> tuple[npt.NDArray[np.bool_], int]:
+        learnt = np.zeros(len(ids), np.bool_)
+        if not spans:
+            return learnt, 0
+        edges = [edge for span in spans for edge in span]
+        if b"".join(map(self._pieces.__getitem__, ids)) == text.encode():
+            stops = self._bytes[tokens].cumsum()
+            starts = stops - self._bytes[tokens]
+            if not text.isascii():
+                lengths = [len(text[a:b].encode()) for a, b in zip([0, *edges], edges, strict=False)]
+                edges = np.cumsum(lengths).tolist()
+        else:
+            (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
+            starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        straddling = 0
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            first = int(np.searchsorted(stops, start, side="right"))
+            behind = int(np.searchsorted(starts, stop, side="left"))
+            if first < behind:
+                learnt[first:behind] = True
+                straddling += int(starts[first] < start) + int(stops[behind - 1] > stop)
+        return learnt, straddling
+
+
+def _any_of(words: Sequence[str]) -> re.Pattern[str]:
+    """Finds any of these, longest first."""
+    return re.compile("|".join(map(re.escape, sorted(filter(None, words), key=len, reverse=True))) or "(?!)")
+
+
+def _pieces(inner: TokenizerJson, content: dict[str, Any], size: int) -> list[bytes]:
+    """What each token stands for in a text; a guess that is checked against every text."""
+    byte_level = '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
+    by_character = byte_vocabulary()
+    fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if content["model"].get("byte_fallback") else {}
+    added = {number: token.content for number, token in inner.get_added_tokens_decoder().items()}
+    pieces = [b""] * size
+    for piece, number in inner.get_vocab(with_added_tokens=True).items():
+        if number in added:
+            pieces[number] = added[number].encode()
+        elif byte_level and all(character in by_character for character in piece):
+            pieces[number] = bytes(by_character[character] for character in piece)
+        else:
+            pieces[number] = fallback.get(piece) or piece.replace("▁", " ").encode()
+    return pieces

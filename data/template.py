@@ -1,0 +1,298 @@
+"""Template: a checkpoint's chat template (Jinja, rendered by `transformers`), and which characters it makes the assistant
+write.
+
+A template that marks generated text (`{% generation %}`) is taken at its word. Of any other, a conversation is rendered a
+second time with a private character at both ends of every text in it. Without these characters it must be the same
+conversation; then they show which text of the rendering is whose, and what lies between is the template's. A turn begins where
+the messages before it, rendered with the generation prompt, end; it ends behind what the template puts after the last turn of a
+conversation and after a turn in its midst (`<|im_end|>`), or behind the end of text. Where the private characters change more
+than themselves, prefixes decide: the messages before the turn with the generation prompt, and those up to its end, must both
+begin the whole. A conversation that neither way can split is refused.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from longctx.data.chat import ChatError, Message, learnt_turns
+from longctx.data.markup import Markup, Spans
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_FIRST, _MARKS = 0xE000, 6400  # Unicode's private characters of two bytes
+_MARK = re.compile("[\ue000-\uf8ff]")
+OUTLINES = 4096  # sequences of roles that are kept in mind
+_TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
+
+WAY_OUT = (
+    "give a template that marks what is generated with {% generation %} (--chat-template FILE), take ChatML "
+    "(--chat-template chatml), or learn every token (--train-on all)"
+)
+
+
+def marks_generation(text: str) -> bool:
+    """Whether a Jinja template marks what is generated."""
+    return _GENERATION.search(text) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as text, and the spans of it that are learnt; None: all of it."""
+
+    text: str
+    spans: Spans | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What a template puts around contents; and where each turn of the assistant begins in the text before it, and ends in the
+    text behind it."""
+
+    around: list[str]
+    heads: dict[int, int]
+    tails: dict[int, int]
+
+
+class Template:
+    """How conversations become texts.
+
+    Args:
+        texts: the Jinja templates of conversations without tools (False) and with some (True).
+        variables: what the templates may ask for beside messages and tools: the special tokens by their roles.
+        markup: tells special tokens from text.
+        ends: special tokens that may end a turn beside the templates' own.
+        train_on: see `TRAIN_ON`.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[bool, str],
+        variables: Mapping[str, Any],
+        markup: Markup,
+        ends: Sequence[str] = (),
+        train_on: str = "assistant",
+    ) -> None:
+        self._texts = texts
+        self._variables = dict(variables)
+        self._markup = markup
+        self._ends = ends
+        self._train_on = train_on
+        self._prompts: dict[tuple[str, bool, bool], str] = {}
+        self._outlines: dict[tuple[str, ...], _Outline | None] = {}
+
+    def render(self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0) -> Rendered:
+        """A conversation with the spans to be learnt, none before message `first_trained`.
+
+        Raises ChatError if the template refuses the conversation, or does not show what is to be learnt.
+        """
+        if self._train_on == "all":
+            return Rendered(self._text(messages, tools), None)
+        turns = learnt_turns(messages, first_trained, self._train_on)
+        if not marks_generation(self._texts[bool(tools)]):
+            text = self._text(messages, tools)
+            return Rendered(text, self._turns(text, messages, tools, turns))
+        text, spans = self._render(messages, tools, marks=True)
+        spans = sorted((start, stop) for start, stop in spans if start < stop)
+        if any(message["role"] == "assistant" for message in messages[: turns[0]]):  # earlier turns are not to be learnt
+            begin = self._turns(text, messages, tools, turns[:1])[0][0]
+            spans = [span for span in spans if span[0] >= begin]
+        if not spans:
+            raise ChatError("the template marks nothing of this conversation as generated, so there is nothing to learn from")
+        return Rendered(text, spans)
+
+    # --- rendering
+
+    def _render(
+        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            (text,), spans = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self._texts[bool(tools)],
+                return_assistant_tokens_mask=marks,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except Exception as error:  # whatever a template's expressions may raise
+            raise ChatError(f"the chat template refuses this conversation: {type(error).__name__}: {error}") from error
+        return text, spans[0] if marks else []
+
+    def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        return self._render(messages, tools, prompt)[0]
+
+    # --- turns
+
+    def _turns(
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        spans = self._by_outline(whole, messages, tools, turns) or self._between_marks(whole, messages, tools, turns)
+        return spans or [self._between_prefixes(whole, messages, tools, turn) for turn in turns]
+
+    def _by_outline(
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """Spans of the turns by those of other conversations with the same roles; None if that does not show them.
+
+        What the template puts around contents is known from these, and together with the contents must be the whole.
+        """
+        if tools or any(message.keys() != {"role", "content"} or not message["content"].strip() for message in messages):
+            return None
+        roles = tuple(message["role"] for message in messages)
+        if roles not in self._outlines:
+            if len(self._outlines) >= OUTLINES:
+                self._outlines.clear()
+            self._outlines[roles] = self._outline(roles)
+        outline = self._outlines[roles]
+        if outline is None:
+            return None
+        for contents in ([m["content"] for m in messages], [m["content"].strip() for m in messages]):
+            texts = [text for pair in zip(outline.around, contents, strict=False) for text in pair] + [outline.around[-1]]
+            if "".join(texts) == whole:
+                places = [0, *accumulate(map(len, texts))]  # text k is at places[k]
+                return [(places[2 * turn] + outline.heads[turn], places[2 * turn + 2] + outline.tails[turn]) for turn in turns]
+        return None
+
+    def _outline(self, roles: Sequence[str]) -> "_Outline | None":
+        messages = [{"role": role, "content": "content"} for role in roles]
+        turns = [number for number, role in enumerate(roles) if role == "assistant"]
+        try:
+            whole = self._text(messages, None)
+            spans = self._between_marks(whole, messages, None, turns)
+            marked = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
+        except ChatError:
+            return None
+        texts = _MARK.split(marked)
+        if spans is None or _MARK.findall(marked) != [
+            chr(_FIRST + number % _MARKS) for number in range(len(roles)) for _ in "ab"
+        ]:
+            return None
+        places = [0, *accumulate(map(len, texts))]
+        heads = {turn: start - places[2 * turn] for turn, (start, _) in zip(turns, spans, strict=True)}
+        tails = {turn: stop - places[2 * turn + 2] for turn, (_, stop) in zip(turns, spans, strict=True)}
+        return _Outline(texts[::2], heads, tails)
+
+    def _between_marks(
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
+    ) -> list[tuple[int, int]] | None:
+        """Spans of the turns by a rendering with private characters; None if that does not show them."""
+        if not whole.isascii() and _MARK.search(whole):
+            return None
+        try:
+            rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], tools)
+            stop = self._stop
+        except ChatError:
+            return None
+        texts = _MARK.split(rendered)
+        if "".join(texts) != whole:
+            return None
+        owners = [ord(mark) - _FIRST for mark in _MARK.findall(rendered)]
+        places = list(accumulate(map(len, texts)))  # mark k stands before character places[k], and behind texts[k]
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for mark, owner in enumerate(owners):
+            first.setdefault(owner, mark)
+            last[owner] = mark
+        spans = []
+        for turn in turns:
+            owner = turn % _MARKS
+            if owner not in first or set(owners[first[owner] : last[owner]]) > {owner}:
+                return None
+            before, after = texts[first[owner]], texts[last[owner] + 1]
+            head = self._head(before, messages, tools, turn)
+            tail = self._tail(after, stop)
+            if head is None or tail is None:
+                return None
+            spans.append((places[first[owner]] - len(before) + head, places[last[owner]] + tail))
+        return spans
+
+    def _head(self, before: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> int | None:
+        """How much of the template's text before a turn is not generated."""
+        if turn == 0:
+            prompt = self._generation_prompt
+            return before.rfind(prompt) + len(prompt) if prompt and prompt in before else None
+        previous = messages[turn - 1]
+        key = previous["role"], "tool_calls" in previous, bool(tools)
+        if key in self._prompts and before.startswith(self._prompts[key]):
+            return len(self._prompts[key])
+        marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
+        prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
+        if before.startswith(prompt):
+            self._prompts[key] = prompt
+            return len(prompt)
+        return len(before) if prompt.startswith(before) else None  # a prompt may begin what the finished turn leaves out
+
+    def _tail(self, after: str, stop: str) -> int | None:
+        """How much of the template's text after a turn is generated."""
+        if stop in after:
+            return after.index(stop) + len(stop)
+        return min((after.index(end) + len(end) for end in self._ends if end in after), default=None)
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        question = [{"role": "user", "content": "question"}]
+        without, prompt = self._text(question, None), self._text(question, None, prompt=True)
+        return prompt[len(without) :] if prompt.startswith(without) else ""
+
+    @cached_property
+    def _stop(self) -> str:
+        """What ends a turn: what follows the last one and one in the midst alike, without white space at its end."""
+        asked, answered = ({"role": role, "content": role} for role in ("user", "assistant"))
+        after = []
+        for messages in ([asked, answered], [asked, answered, asked]):
+            texts = _MARK.split(self._text([_marked(message, number) for number, message in enumerate(messages)], None))
+            if len(texts) < 5:
+                raise ChatError("the chat template leaves messages out")
+            after.append([part for piece in self._markup.pieces(texts[4]) for part in self._parts(piece)])
+        shared = 0
+        for one, other in zip(*after, strict=False):
+            if one != other:
+                break
+            shared += 1
+        return "".join(after[0][:shared]).rstrip()
+
+    def _parts(self, piece: str) -> Sequence[str]:
+        return [piece] if self._markup.spells_special_tokens(piece) else piece
+
+    def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
+        """Span of a turn by the messages before it and those up to its end. Raises ChatError if they do not begin the whole."""
+        if turn == 0:
+            raise ChatError(
+                f"the chat template does not show where the first message, the assistant's, begins: leave it out, {WAY_OUT}"
+            )
+        prompt = self._text(messages[:turn], tools, prompt=True)
+        full = whole if turn == len(messages) - 1 else self._text(messages[: turn + 1], tools)
+        if not (whole.startswith(full) and full.startswith(prompt)):
+            where = "the messages before it" if not whole.startswith(prompt) else "the messages up to its end"
+            raise ChatError(
+                f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it renders "
+                f"{where} in another way when more follow: {WAY_OUT}"
+            )
+        text = full.rstrip()  # nobody generates the white space behind the token that ends the turn
+        ends = len(text) > len(prompt) and self._markup.spells_special_tokens(self._markup.pieces(text)[-1])
+        return len(prompt), len(text) if ends else len(full)
+
+
+def _marked(message: Message, number: int) -> Message:
+    """The message with its own private character at both ends of every text that a template may write."""
+    mark = chr(_FIRST + number % _MARKS)
+
+    def wrap(value: Any) -> Any:
+        if isinstance(value, str):
+            text = value.strip()
+            head = len(value) - len(value.lstrip()) if text else 0
+            return f"{value[:head]}{mark}{text}{mark}{value[head + len(text) :]}" if text else mark + value
+        if isinstance(value, dict):
+            return {key: wrap(part) for key, part in value.items()}
+        return [wrap(part) for part in value] if isinstance(value, list) else value
+
+    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == "content")}}
+    if "tool_calls" in message:
+        copy["tool_calls"] = [
+            {**call, "function": {key: wrap(part) for key, part in call["function"].items()}} for call in message["tool_calls"]
+        ]
+    return copy

@@ -1,0 +1,417 @@
+"""Chat templates in the style of five families, tiny tokenizers for them, and what they should render, written out in Python.
+
+The templates are our own texts: they treat turns, tools and reasoning as those of the families do, and no more.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as TokenizerJson
+
+Message = dict[str, Any]
+Pieces = list[tuple[str, bool]]
+"""Texts of a rendering in their order, and whether the assistant writes them."""
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def chat(*contents: str, system: str | None = None) -> list[Message]:
+    """User and assistant in turns."""
+    turns = [{"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)]
+    return [{"role": "system", "content": system}, *turns] if system is not None else turns
+
+
+PLAIN = {
+    "one turn": chat("Hello", "Hi."),
+    "system": chat("Hello", "Hi.", "And now?", "Now this.", system="Be brief."),
+    "empty turns": chat("", "", "again", "", "", "at last"),
+    "multi-byte": chat("Grüße, 日本 🦊?", "Größe é́ 漢字 🦊🦊.", "noch", "ß"),
+    "white space": chat("  Hello\n\n", "\n  Hi there.  \n", " x ", " y "),
+    "the same words": chat("assistant", "assistant", "assistant\n", "user", "user", "assistant"),
+    "ends with a question": chat("Hello", "Hi.", "And?"),
+    "code": chat("x = {'a': 1}", "<think>no</think", "{{ messages }}", "{% if a %}\n\tb\n{% endif %}"),
+}
+WITH_TOOLS = {
+    "a tool": [
+        *chat("What is 2 + 3?", system="Calculate."),
+        {"role": "assistant", "tool_calls": [call("add", a=2, b="drei 🦊", c=[1, "x"])]},
+        {"role": "tool", "name": "add", "content": "5", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "It is 5."},
+    ],
+    "a tool, and on": [
+        *chat("2 + 3?"),
+        {"role": "assistant", "tool_calls": [call("add", a=2)]},
+        {"role": "tool", "name": "add", "content": "5", "tool_call_id": "abcdefghi"},
+        {"role": "assistant", "content": "5."},
+        *chat("And twice that?", "10.", "Thanks.", "Yes."),
+    ],
+}
+THINKING = {
+    "reasoning": [
+        *chat("Why?"),
+        {"role": "assistant", "content": "So.", "reasoning_content": "Let me think: ß."},
+        *chat("And?"),
+        {"role": "assistant", "content": "Therefore.", "reasoning_content": "Once more."},
+    ],
+    "reasoning in the text": chat("Why?", "<think>\nHm.\n</think>\n\nSo.", "And?", "<think>\nOh.\n</think>\n\nThat."),
+    "reasoning with a tool": [
+        *chat("2 + 3?"),
+        {"role": "assistant", "content": "I ask.", "reasoning_content": "A tool.", "tool_calls": [call("add", a=2)]},
+        {"role": "tool", "content": "5"},
+        {"role": "assistant", "content": "5.", "reasoning_content": "Done."},
+        *chat("Thanks."),
+        {"role": "assistant", "content": "Yes.", "reasoning_content": "Polite."},
+    ],
+}
+
+# --- ChatML with a system turn of its own, as SmolLM2's
+
+SMOLLM2 = (
+    "{% for message in messages %}"
+    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SMOLLM2_MARKED = (
+    "{% for message in messages %}"
+    "{% if loop.first and message.role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}"
+    "{% if message.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def smollm2(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
+    pieces: Pieces = []
+    if messages[0]["role"] != "system":
+        pieces.append(("<|im_start|>system\nYou help.<|im_end|>\n", False))
+    for message in messages:
+        head = f"<|im_start|>{message['role']}\n"
+        pieces += [(head, False), (message["content"] + "<|im_end|>", message["role"] == "assistant"), ("\n", False)]
+    return pieces
+
+
+# --- Llama 3
+
+LLAMA3 = """{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content | trim %}{%- set rest = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}{%- set rest = messages %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{%- if tools %}
+    {{- 'Functions:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
+{%- endif %}
+{{- system + '<|eot_id|>' }}
+{%- for message in rest %}
+    {%- if message.role == 'tool' %}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + (message.content | tojson) + '<|eot_id|>' }}
+    {%- elif message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at a time') }}{%- endif %}
+        {%- set function = message.tool_calls[0].function %}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + function.name + '", "parameters": ' + (function.arguments | tojson) + '}<|eot_id|>' }}
+    {%- else %}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
+
+def llama3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
+    system = ""
+    if messages[0]["role"] == "system":
+        system, messages = messages[0]["content"].strip(), messages[1:]
+    shown = "Functions:\n" + "".join(json.dumps(tool, indent=4) + "\n\n" for tool in tools) if tools else ""
+    pieces = [(f"<|begin|><|start_header_id|>system<|end_header_id|>\n\n{shown}{system}<|eot_id|>", False)]
+    for message in messages:
+        role, content = message["role"], message.get("content", "").strip()
+        if role == "tool":
+            role, content = "ipython", json.dumps(message["content"], ensure_ascii=False)
+        elif "tool_calls" in message:
+            function = message["tool_calls"][0]["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            content = f'{{"name": "{function["name"]}", "parameters": {arguments}}}'
+        pieces += [(f"<|start_header_id|>{role}<|end_header_id|>\n\n", False), (content + "<|eot_id|>", role == "assistant")]
+    return pieces
+
+
+# --- Qwen 3: reasoning of turns before the last question is left out, and the last answers always have some
+
+QWEN3 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- '<tools>' }}{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set seen = namespace(searching=true, question=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages | length - 1) - loop.index0 %}
+    {%- if seen.searching and message.role == 'user' %}
+        {%- set seen.searching = false %}{%- set seen.question = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else '' %}
+    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {%- set reasoning = '' %}
+        {%- if message.reasoning_content is string %}
+            {%- set reasoning = message.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set reasoning = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > seen.question and (loop.last or reasoning) %}
+            {{- '<think>\\n' + reasoning.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {%- if content or not loop.first %}{{- '\\n' }}{%- endif %}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+
+def qwen3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
+    pieces: Pieces = []
+    system = messages[0]["content"] if messages[0]["role"] == "system" else None
+    if tools:
+        shown = "".join(f"\n{json.dumps(tool)}" for tool in tools)
+        pieces.append(
+            (f"<|im_start|>system\n{system + chr(10) * 2 if system else ''}<tools>{shown}\n</tools><|im_end|>\n", False)
+        )
+    elif system is not None:
+        pieces.append((f"<|im_start|>system\n{system}<|im_end|>\n", False))
+    question = max(index for index, message in enumerate(messages) if message["role"] == "user")
+    for index, message in enumerate(messages):
+        content = message.get("content", "")
+        if message["role"] == "user":
+            pieces.append((f"<|im_start|>user\n{content}<|im_end|>\n", False))
+        elif message["role"] == "tool":
+            pieces.append((f"<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n", False))
+        elif message["role"] == "assistant":
+            reasoning = message.get("reasoning_content", "")
+            if not reasoning and "</think>" in content:
+                thought, content = content.split("</think>")
+                reasoning, content = thought.removeprefix("<think>").strip("\n"), content.lstrip("\n")
+            wrote = content
+            if index > question and (reasoning or index == len(messages) - 1):
+                wrote = "<think>\n" + reasoning + "\n</think>\n\n" + content.lstrip("\n")
+            for one in message.get("tool_calls", ()):
+                arguments = json.dumps(one["function"]["arguments"], ensure_ascii=False)
+                wrote += "\n" * bool(content) + f'<tool_call>\n{{"name": "{one["function"]["name"]}", '
+                wrote += f'"arguments": {arguments}}}\n</tool_call>'
+            pieces += [("<|im_start|>assistant\n", False), (wrote + "<|im_end|>", True), ("\n", False)]
+    return pieces
+
+
+# --- Gemma 3: the system's text stands in the first question, and roles must alternate
+
+GEMMA3 = """{{ bos_token }}
+{%- set first = '' %}{%- set rest = messages %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set first = messages[0]['content'] + '\\n\\n' %}{%- set rest = messages[1:] %}
+{%- endif %}
+{%- for message in rest %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+    {%- set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+    {{- '<start_of_turn>' + role + '\\n' + (first if loop.first else '') }}
+    {{- message['content'] | trim }}{{- '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
+"""
+
+
+def gemma3(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
+    pieces: Pieces = [("<bos>", False)]
+    first = ""
+    if messages[0]["role"] == "system":
+        first, messages = messages[0]["content"] + "\n\n", messages[1:]
+    for message in messages:
+        role, content = message["role"], message["content"].strip()
+        if role == "assistant":
+            pieces += [("<start_of_turn>model\n", False), (content + "<end_of_turn>", True), ("\n", False)]
+        else:
+            pieces.append((f"<start_of_turn>user\n{first}{content}<end_of_turn>\n", False))
+        first = ""
+    return pieces
+
+
+# --- Mistral: no generation prompt, tools and the system's text before the last question only
+
+MISTRAL = """
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}{%- set rest = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}{%- set rest = messages %}
+{%- endif %}
+{%- set last = (rest | selectattr('role', 'equalto', 'user') | list)[-1] %}
+{{- bos_token }}
+{%- for message in rest %}
+    {%- if message.role == 'user' %}
+        {%- if tools and message == last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {{- '[INST] ' + (system + '\\n\\n' if system and message == last else '') + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif message.role == 'assistant' %}
+        {{- ' ' + message.content + eos_token }}
+    {%- else %}
+        {{- '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+
+def mistral(messages: Sequence[Message], tools: list[Any] | None) -> Pieces:
+    pieces: Pieces = [("<s>", False)]
+    system = ""
+    if messages[0]["role"] == "system":
+        system, messages = messages[0]["content"] + "\n\n" * bool(messages[0]["content"]), messages[1:]
+    last = [message for message in messages if message["role"] == "user"][-1]
+    for message in messages:
+        if message["role"] == "user":
+            if tools and message == last:
+                pieces.append((f"[AVAILABLE_TOOLS] {json.dumps(tools)}[/AVAILABLE_TOOLS]", False))
+            pieces.append((f"[INST] {system if message == last else ''}{message['content']}[/INST]", False))
+        elif message["role"] == "tool":
+            pieces.append((f"[TOOL_RESULTS] {message['content']}[/TOOL_RESULTS]", False))
+        elif "tool_calls" in message:
+            (one,) = message["tool_calls"]
+            function = json.dumps(one["function"], ensure_ascii=False)
+            pieces.append((f'[TOOL_CALLS] [{function[:-1]}, "id": "{one["id"]}"}}]</s>', True))
+        else:
+            pieces.append((f" {message['content']}</s>", True))
+    return pieces
+
+
+# --- tokenizers
+
+CORPUS = [
+    "Hello Hi there. What is it? user assistant system model It is so.\n\n",
+    'Größe Grüße 日本 🦊 {"name": "add"}',
+    "<think>\n",
+] * 3
+
+
+def byte_level(special: Sequence[str], other: Sequence[str] = (), *, nfc: bool = False) -> TokenizerJson:
+    """Byte-level BPE, as Llama 3, Qwen and SmolLM2 have it. `other`: tokens that are added and not special."""
+    inner = TokenizerJson(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    if nfc:
+        inner.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False, special_tokens=list(special))
+    inner.train_from_iterator(CORPUS, trainer)
+    inner.add_tokens([AddedToken(token, special=False, normalized=False) for token in other])
+    return inner
+
+
+def sentence_piece(special: Sequence[str], *, prefix: bool) -> TokenizerJson:
+    """BPE over characters with ▁ for a space and bytes for what is unknown, as Gemma and Mistral have it."""
+    inner = TokenizerJson(models.BPE())
+    space = normalizers.Replace(" ", "▁")
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False, limit_alphabet=60, special_tokens=["<unk>"])
+    inner.train_from_iterator(CORPUS, trainer)
+    content = json.loads(inner.to_str())
+    vocabulary = content["model"]["vocab"]
+    for byte in range(256):
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    merges = [tuple(merge) for merge in content["model"]["merges"]]
+    made = TokenizerJson(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = inner.normalizer
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    made.add_special_tokens(["<unk>", *special])
+    return made
+
+
+@dataclass(frozen=True)
+class Family:
+    template: str
+    tokenizer: Callable[[], TokenizerJson]
+    named: dict[str, str]
+    """Special tokens by their roles."""
+    pieces: Callable[[Sequence[Message], list[Any] | None], Pieces]
+    conversations: dict[str, list[Message]]
+
+    def save(self, folder: Path, template: str | None = None) -> Path:
+        """A checkpoint's folder, without weights."""
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer(), **self.named)
+        tokenizer.chat_template = self.template if template is None else template
+        tokenizer.save_pretrained(folder)
+        return folder
+
+
+def _chatml() -> TokenizerJson:
+    return byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+
+
+def _llama3() -> TokenizerJson:
+    return byte_level(["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+
+
+def _qwen3() -> TokenizerJson:
+    other = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    return byte_level(["<|endoftext|>", "<|im_start|>", "<|im_end|>"], other, nfc=True)
+
+
+def _gemma3() -> TokenizerJson:
+    return sentence_piece(["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], prefix=False)
+
+
+def _mistral() -> TokenizerJson:
+    names = ["INST", "TOOL_RESULTS", "AVAILABLE_TOOLS"]
+    brackets = [f"[{slash}{name}]" for name in names for slash in ("", "/")]
+    return sentence_piece(["<s>", "</s>", "[TOOL_CALLS]", *brackets], prefix=True)
+
+
+FAMILIES = {
+    "Llama 3": Family(LLAMA3, _llama3, {"bos_token": "<|begin|>", "eos_token": "<|eot_id|>"}, llama3, {**PLAIN, **WITH_TOOLS}),
+    "Qwen 3": Family(QWEN3, _qwen3, {"eos_token": "<|im_end|>"}, qwen3, {**PLAIN, **WITH_TOOLS, **THINKING}),
+    "Gemma 3": Family(GEMMA3, _gemma3, {"bos_token": "<bos>", "eos_token": "<eos>"}, gemma3, PLAIN),
+    "SmolLM2": Family(SMOLLM2, _chatml, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, smollm2, PLAIN),
+    "SmolLM2, marked": Family(
+        SMOLLM2_MARKED, _chatml, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, smollm2, PLAIN
+    ),
+    "Mistral": Family(MISTRAL, _mistral, {"bos_token": "<s>", "eos_token": "</s>"}, mistral, {**PLAIN, **WITH_TOOLS}),
+}

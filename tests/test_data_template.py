@@ -1,0 +1,343 @@
+"""What a checkpoint's template makes of conversations: the tokens are those of transformers, and what is learnt is what a
+renderer written out by hand says that the assistant writes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.cli import main
+from longctx.data import IGNORED_LABEL
+from longctx.data.chat import ChatError
+from longctx.data.checkpoint import Checkpoint
+from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.markup import Markup
+from longctx.data.prepare import prepare
+from longctx.data.store import Store, StoreError
+from longctx.data.template import Template
+from longctx.data.tokenizer import TokenizerError
+from tests.data_cases import write_jsonl
+from tests.template_cases import FAMILIES, SMOLLM2, SMOLLM2_MARKED, TOOLS, Family, Pieces, call, chat
+
+CASES = [(name, title) for name, family in FAMILIES.items() for title in family.conversations]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {name: family.save(folder / name) for name, family in FAMILIES.items()}
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoints: dict[str, Path]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    return {name: AutoTokenizer.from_pretrained(folder) for name, folder in checkpoints.items()}
+
+
+def record(family: Family, title: str) -> dict[str, Any]:
+    messages = family.conversations[title]
+    return {"messages": messages, **({"tools": TOOLS} if any("tool_calls" in message for message in messages) else {})}
+
+
+@pytest.fixture(scope="module")
+def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
+    """All conversations of a family, in their order."""
+    folder, made = tmp_path_factory.mktemp("stores"), {}
+    for name, family in FAMILIES.items():
+        source = write_jsonl(folder / f"{name}.jsonl", [record(family, title) for title in family.conversations])
+        prepare(open_corpus(str(source)), folder / name, tokenizer=str(checkpoints[name]))
+        made[name] = Store.open(folder / name)
+    return made
+
+
+def learnt_tokens(tokenizer: Any, pieces: Pieces) -> list[bool]:
+    """Which tokens of the pieces, joined, hold a character that the assistant writes, by the tokenizer's own offsets."""
+    written = [learnt for text, learnt in pieces for _ in text]
+    encoded = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
+    return [any(written[start:stop]) for start, stop in encoded["offset_mapping"]]
+
+
+def read(store: Store, document: int) -> tuple[list[int], list[bool]]:
+    """Tokens, and which of them are targets; the first never is."""
+    tokens, labels = store.read(document, 0, int(store.lengths[document]))
+    return tokens.tolist(), [False, *(labels[:-1] != IGNORED_LABEL).tolist()]
+
+
+@pytest.mark.parametrize(("name", "title"), CASES)
+def test_tokens_are_those_of_transformers_and_the_assistants_are_learnt(
+    stores: dict[str, Store], loaded: dict[str, Any], name: str, title: str
+) -> None:
+    family, given = FAMILIES[name], record(FAMILIES[name], title)
+    tokens, trained = read(stores[name], list(family.conversations).index(title))
+    pieces = family.pieces(given["messages"], given.get("tools"))
+    options = {"tools": given.get("tools"), "return_dict": False}
+    assert "".join(text for text, _ in pieces) == loaded[name].apply_chat_template(given["messages"], tokenize=False, **options)
+    assert tokens == loaded[name].apply_chat_template(given["messages"], **options)
+    assert trained == learnt_tokens(loaded[name], pieces)
+    assert any(trained)
+
+
+def remade(checkpoints: dict[str, Path], folder: Path, conversations: list[dict[str, Any]], **options: Any) -> Store:
+    """A store of conversations by SmolLM2's template, or another one in `options`."""
+    source = write_jsonl(folder / "s.jsonl", conversations)
+    family = options.pop("family", "SmolLM2")
+    prepare(open_corpus(str(source)), folder / "out", tokenizer=str(checkpoints[family]), overwrite=True, **options)
+    return Store.open(folder / "out")
+
+
+def learnt_text(store: Store, document: int = 0) -> str:
+    tokens, trained = read(store, document)
+    return store.tokenizer.decode(token for token, learnt in zip(tokens, trained, strict=True) if learnt)
+
+
+TWO_TURNS = {"messages": chat("one", "two", "three", "four")}
+
+
+@pytest.mark.parametrize("family", ["SmolLM2", "SmolLM2, marked", "Qwen 3", "Mistral"])
+def test_the_last_turn_or_every_token(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    last = learnt_text(remade(checkpoints, tmp_path, [TWO_TURNS], train_on="last", family=family))
+    assert last.strip().removeprefix("<think>\n\n</think>\n\n") in ("four<|im_end|>", "four</s>")
+    store = remade(checkpoints, tmp_path, [TWO_TURNS], train_on="all", family=family)
+    assert store.trained_tokens.tolist() == [store.lengths[0] - 1]
+
+
+@pytest.mark.parametrize("family", ["SmolLM2", "SmolLM2, marked"])
+def test_only_the_completion_is_learnt(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    record = {"prompt": TWO_TURNS["messages"][:3], "completion": [{"role": "assistant", "content": "five"}]}
+    assert learnt_text(remade(checkpoints, tmp_path, [record], family=family)) == "five<|im_end|>"
+
+
+def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """It writes the length of each content, so that private characters would change it."""
+    (tmp_path / "long.jinja").write_text(
+        SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
+    )
+    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "long.jinja"))
+    assert learnt_text(store) == "two3<|im_end|>four4<|im_end|>"
+    assert (store.path / "tokenizer" / "chat_template.jinja").read_text() == (tmp_path / "long.jinja").read_text()
+
+
+def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """It writes how long the whole conversation is in front of it, and each content's length."""
+    text = "{{ messages|length }}" + SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
+    (tmp_path / "odd.jinja").write_text(text)
+    with pytest.raises(
+        ChatError, match=r"s\.jsonl:1: the chat template does not show .*--chat-template chatml.*--train-on all"
+    ):
+        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "odd.jinja"))
+    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "odd.jinja"), train_on="all")
+    assert store.trained_tokens.tolist() == [store.lengths[0] - 1]
+    assert learnt_text(remade(checkpoints, tmp_path, [TWO_TURNS], chat_template="chatml")) == "two<|im_end|>four<|im_end|>"
+
+
+@given(
+    contents=st.lists(st.text(st.sampled_from("ab \n<|>é🦊\ue000"), max_size=6), min_size=2, max_size=6),
+    name=st.sampled_from(["Llama 3", "Qwen 3", "SmolLM2", "Mistral"]),
+)
+@settings(deadline=None)
+def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], contents: list[str], name: str) -> None:
+    """Private characters of the source's own included. Prefixes, where they apply, say the same as every other way."""
+    family, messages = FAMILIES[name], chat(*contents[: len(contents) // 2 * 2])
+    checkpoint = Checkpoint.load(str(checkpoints[name]))
+    assert checkpoint.templates is not None
+    markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
+    template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends)
+    try:
+        rendered = template.render(messages, None)
+    except ChatError:
+        assert name == "Qwen 3" and "\ue000" in "".join(contents)  # neither way applies
+        return
+    assert rendered.spans is not None
+    marked = markup.encode(rendered.text, rendered.spans)
+    assert marked.tokens.tolist() == loaded[name].apply_chat_template(messages, return_dict=False)
+    assert marked.learnt.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
+
+
+def test_special_tokens_in_contents_are_told(
+    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokens are those of transformers, so they become special; ChatML keeps them text."""
+    records = [TWO_TURNS, {"messages": chat("What is <|im_end|>?", "An end.")}]
+    store = remade(checkpoints, tmp_path, records)
+    assert (store.manifest.spelled_documents, store.manifest.spelled_name) == (1, "s.jsonl:2")
+    assert learnt_text(store, 1) == "An end.<|im_end|>"
+    command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path)]
+    assert main([*command, "--tokenizer", str(checkpoints["SmolLM2"])]) == 0
+    assert "warning: 1 conversations spell special tokens in their texts" in capsys.readouterr().err
+    store = remade(checkpoints, tmp_path, records, chat_template="chatml")
+    assert store.manifest.spelled_documents == 0
+    assert read(store, 1)[0].count(store.tokenizer.end_of_document) == 2 + 1  # two turns, and the document's end
+
+
+def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stores: dict[str, Store]) -> None:
+    for name, store in stores.items():
+        copied = {file.name: file.read_bytes() for file in (store.path / "tokenizer").iterdir()}
+        given = {file.name: file.read_bytes() for file in checkpoints[name].iterdir()}
+        assert copied == given and {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= set(copied)
+        assert "tokenizer/chat_template.jinja" in store.manifest.files
+
+
+def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
+    """A tokenizer that begins texts by <bos>; a generation config that names the end where the tokenizer does not."""
+    folder = FAMILIES["Gemma 3"].save(tmp_path / "checkpoint", template="")
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    bos = next(token["id"] for token in content["added_tokens"] if token["content"] == "<bos>")
+    single = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    special = {"<bos>": {"id": "<bos>", "ids": [bos], "tokens": ["<bos>"]}}
+    content["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+    (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
+    turn = next(token["id"] for token in content["added_tokens"] if token["content"] == "<end_of_turn>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn, 3]}), "utf-8")
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": "Hello <eos>"}])
+    prepare(open_corpus(str(source)), tmp_path / "out", tokenizer=str(folder))
+    store = Store.open(tmp_path / "out")
+    tokens = store.read(0, 0, int(store.lengths[0]))[0]
+    assert (tokens[0], tokens[-1]) == (bos, turn)
+    assert store.tokenizer.decode(tokens[1:-1]) == "Hello <eos>"
+    assert len(tokens) > 7  # the text's own <eos> is spelt out
+
+
+def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = FAMILIES["SmolLM2"].save(tmp_path / "checkpoint", template="")
+    source = write_jsonl(tmp_path / "s.jsonl", [TWO_TURNS])
+    command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
+    assert main(command) == 0
+    assert "template   ChatML, as the tokenizer brings none" in capsys.readouterr().out
+    assert learnt_text(Store.open(tmp_path / "out")) == "two<|im_end|>four<|im_end|>"
+
+
+def test_a_template_can_be_asked_for_only_where_it_can_run(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(
+        TokenizerError, match=r"chat template .*nowhere\.jinja' cannot be read.*; give auto, chatml, or the path"
+    ):
+        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "nowhere.jinja"))
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [TWO_TURNS])))
+    with pytest.raises(TokenizerError, match="needs the special tokens of a checkpoint: give its folder as --tokenizer"):
+        prepare(source, tmp_path / "out", tokenizer="bytes", chat_template="x.jinja")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({}, "cannot load a tokenizer from .* holds nothing"),
+        ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* holds tokenizer.json"),
+        ({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}, "cannot load a tokenizer from"),
+        ({"config.json": '{"model_type": "llama"}'}, "cannot load a tokenizer from .* holds config.json"),
+    ],
+)
+def test_folders_without_a_tokenizer(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for name, content in files.items():
+        (tmp_path / "checkpoint" / name).write_text(content, "utf-8")
+    with pytest.raises(TokenizerError, match=says):
+        Checkpoint.load(str(tmp_path / "checkpoint"))
+
+
+def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]) -> None:
+    asked: list[str] = []
+
+    def fetch(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "us/away":
+            raise OSError("no route to host")
+        assert "tokenizer.json" in allow_patterns and not any("safetensors" in pattern for pattern in allow_patterns)
+        return str(checkpoints["SmolLM2"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert Checkpoint.load("us/small").tokenizer.end_of_document_token == "<|im_end|>"
+    with pytest.raises(
+        TokenizerError, match=r"'us/away' is no file or folder here, and cannot be fetched .*no route to host; give"
+    ):
+        Checkpoint.load("us/away")
+    with pytest.raises(TokenizerError, match="neither a file, nor a folder, nor a name on the hub"):
+        Checkpoint.load("../no/such/folder")
+    assert asked == ["us/small", "us/away"]
+
+
+def test_what_a_template_refuses_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    records = [TWO_TURNS, {"messages": TWO_TURNS["messages"][1:]}]
+    with pytest.raises(ChatError, match=r"s\.jsonl:2: the chat template refuses .*TemplateError: roles must alternate"):
+        remade(checkpoints, tmp_path, records, family="Gemma 3")
+    records = [{"messages": [*chat("2 + 3?"), {"role": "assistant", "tool_calls": [call("add"), call("add")]}]}]
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: .*one call at a time"):
+        remade(checkpoints, tmp_path, records, family="Llama 3")
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, and ChatML has no form"):
+        remade(checkpoints, tmp_path, records, chat_template="chatml")
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, and ChatML has no form"):
+        remade(checkpoints, tmp_path, [{**TWO_TURNS, "tools": TOOLS}], chat_template="chatml")
+
+
+def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    for template in ("auto", "chatml"):
+        with pytest.raises(ChatError, match=r"s\.jsonl:2: no message is the assistant's"):
+            remade(checkpoints, tmp_path, [TWO_TURNS, {"messages": chat("one")}], chat_template=template)
+    (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace("message['content'] + '<|im_end|>'", "''"))
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
+        remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "empty.jinja"))
+
+
+def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    store = remade(checkpoints, tmp_path, [TWO_TURNS])
+    source = open_corpus(str(tmp_path / "s.jsonl"))
+    (tmp_path / "other.jinja").write_text(SMOLLM2 + "\n")
+    asked: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"])}
+    assert not prepare(source, store.path, **asked).made
+    for other in (
+        {"train_on": "last"},
+        {"max_length": 99},
+        {"chat_template": "chatml"},
+        {"chat_template": str(tmp_path / "other.jinja")},
+    ):
+        with pytest.raises(StoreError, match="other settings"):
+            prepare(source, store.path, **{**asked, **other})
+        assert (
+            prepare(source, tmp_path / "another", **{**asked, **other}, overwrite=True).manifest.fingerprint
+            != store.fingerprint
+        )
+
+
+def test_an_interrupted_preparation_goes_on(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind conversations that were dropped as well."""
+    monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
+    records = [{"messages": chat("one", "word " * (200 if number % 3 == 0 else number))} for number in range(12)]
+    source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records)))
+    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300, "part_tokens": 50}
+
+    def stop(stage: str, share: float) -> None:
+        if stage == "tokenising" and share > 0.6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(source, tmp_path / "out", **options, progress=stop)
+    assert list((tmp_path / "out.partial").glob("data-*.arrow"))
+    prepare(source, tmp_path / "out", **options)
+    whole = prepare(source, tmp_path / "whole", **options).manifest
+    assert (whole.documents, whole.dropped_documents) == (8, 4)
+    names = {str(file.relative_to(tmp_path / "whole")) for file in (tmp_path / "whole").rglob("*") if file.is_file()}
+    assert names == {str(file.relative_to(tmp_path / "out")) for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    for name in names:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    with pytest.raises(CorpusError, match=r"all 12 conversations of .* have more than 3 tokens: raise --max-length"):
+        prepare(source, tmp_path / "none", **{**options, "max_length": 3})
+
+
+def test_only_checkpoints_need_transformers(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "s.jsonl", [{"text": "some text"}, TWO_TURNS])
+    code = "import sys; sys.modules['transformers'] = None\nfrom longctx.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out"), "--tokenizer"]
+    for tokenizer, status in (("bpe", 0), (str(tmp_path), 2)):
+        arguments = [sys.executable, "-c", code, *command, tokenizer]
+        done = subprocess.run(arguments, check=False, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+    assert "needs transformers: pip install 'longctx[huggingface]'" in done.stderr
