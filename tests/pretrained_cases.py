@@ -79,6 +79,4 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     """The largest relative error of a tensor; those below a thousandth of the largest count as that much."""
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(float(tensor.norm()) for tensor in expected.values())
-    return max(
-        float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor) for name, tensor in expected.items()
-    )
+    return max(float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor) for name, tensor in expected.items())

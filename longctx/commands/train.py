@@ -132,7 +132,7 @@ def _train(
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                print(_first_line(trainer, store, found), *profile.lines, sep="\n", flush=True)
+                print(_first_line(trainer, store, found), *_whose_code(config), *profile.lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -153,9 +153,18 @@ def _train(
     return 0 if finished else 143
 
 
+def _whose_code(config: Config) -> list[str]:
+    """A line on what runs a checkpoint; none for new weights."""
+    said = config.model_source().said
+    return [f"{config.model.from_pretrained}: {said}"] if said else []
+
+
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:
     config, mesh = trainer.config, trainer.mesh
-    start = f"from step {trainer.steps_done}" if found else "from new weights"
+    source = config.model.from_pretrained
+    start = "from new weights" if source is None else f"from checkpoint {source}"
+    if found:
+        start = f"from step {trainer.steps_done}"
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
     return (
