@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,6 +91,14 @@ class CheckpointFiles:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
         return found
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of a tensor by the name that transformers gives it; where the files have another name, that of most tensors."""
+        bare = name.partition(".")[2]  # of a base model that was saved alone
+        for known in (name, bare):
+            if known in self.dtypes:
+                return self.dtypes[known]
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     def describe(self, folder: Path) -> None:
         """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""

@@ -7,7 +7,7 @@ knows nothing of rings, shards or losses. What a shape leaves out (biases, norms
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -134,7 +134,6 @@ class Decoder(Model):
         if shape.vocab_size is None:
             raise ValueError("vocab_size is not set: it comes from the store's tokenizer")
         self.shape, self.spec = shape, shape.spec
-        self._family: Family | None = None
         self.rope = Rope(
             shape.rotary_dim,
             shape.rope_theta,
@@ -179,11 +178,17 @@ class Decoder(Model):
         here, there = self.describe(), ModelShape.model_validate(described).model_dump()
         return [f"{key} is {here[key]!r}, was {value!r}" for key, value in there.items() if here[key] != value]
 
+    @cached_property
+    def family(self) -> Family:
+        """That of transformers which has models of this shape. Raises NoNativeModel if there is none."""
+        return expressed(self.shape, longest=1)[0]
+
+    @property
+    def architecture(self) -> str:
+        return self.family.architecture
+
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """As the family has it that expresses the shape."""
-        if self._family is None:
-            self._family = expressed(self.shape, longest=1)[0]
-        return self._family.tensors(weights)
+        return self.family.tensors(weights)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(tokens)

@@ -172,6 +172,10 @@ class TransformersModel(Model):
     def check_length(self, longest: int) -> None:
         check_length(self.hf.config.get_text_config(), longest)
 
+    @property
+    def architecture(self) -> str:
+        return type(self.hf).__name__
+
     def groups(self) -> list[list[str]]:
         names = [name for name in self.conversion.wanted if name not in self.conversion.tied]
         return [[OURS + name for name in group] for group in groups(names, self.conversion).values()]

@@ -81,7 +81,8 @@ class PretrainedDecoder(Decoder):
 
     def __init__(self, source: NativeSource, layers: Collection[int] | None = None) -> None:
         super().__init__(source.shape, layers)
-        self.source, self._family = source, source.family
+        self.source = source
+        vars(self)["family"] = source.family
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
         """What the checkpoint has. Raises PretrainedError if it has none, or one of another shape."""

@@ -95,6 +95,11 @@ class Model(nn.Module, ABC):
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         """Sentences on what makes this model another one than a checkpoint's `described` one."""
 
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that this model is. Raises UserError if it has none."""
+        raise UserError(f"{type(self).__name__} has no form in transformers: it cannot be exported")
+
     def groups(self) -> list[list[str]]:
         """Names of parameters and saved buffers, together those that `to_checkpoint` must have together; a tied one once."""
         found: dict[str, list[str]] = {}
@@ -108,7 +113,7 @@ class Model(nn.Module, ABC):
 
         Raises UserError if transformers has no such model.
         """
-        raise UserError(f"{type(self).__name__} has no form in transformers: it cannot be exported")
+        raise NotImplementedError
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head

@@ -9,6 +9,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from longctx.model.checkpoint_files import CheckpointFiles
     from longctx.model.protocol import Model
 
 
@@ -23,6 +24,10 @@ class ModelSource(Protocol):
     def said(self) -> str:
         """Whose code it is and why, for the log; empty where there is no choice."""
 
+    @property
+    def files(self) -> "CheckpointFiles | None":
+        """The checkpoint; None for new weights."""
+
     def build(self, layers: Collection[int] | None = None) -> "Model":
         """The model, or these layers of it, on torch's default device; its values come later (`Model.initial_value`)."""
 
@@ -33,6 +38,7 @@ class NewDecoder:
 
     shape: ModelShape
     said: str = ""
+    files: None = None
 
     @property
     def spec(self) -> ModelSpec:
