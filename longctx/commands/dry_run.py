@@ -18,12 +18,14 @@ STEPS = 5
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    spec = config.model_source(store.tokenizer.vocab_size).spec
+    source = config.model_source(store.tokenizer.vocab_size)
+    spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
     check_checkpoint(config, store, ranks)
     print(
         f"dry run on {ranks} ranks\n"
-        f"model      {spec.parameters / 1e9:.3f}B parameters\n"
+        f"model      {spec.parameters / 1e9:.3f}B parameters, "
+        f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}: {source.said}'}\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.store}",
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,

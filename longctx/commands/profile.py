@@ -76,7 +76,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     if config.model.from_pretrained is not None:
         raise UserError(
             f"model.from_pretrained is {config.model.from_pretrained}: a profile is measured with the native decoder, and "
-            "scaled to the checkpoint that is trained: leave it out, or give sizes like the checkpoint's, such as --model.hidden_size"
+            "scaled to the checkpoint in training: leave it out, or give sizes like its own, such as --model.hidden_size"
         )
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)

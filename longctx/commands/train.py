@@ -101,6 +101,7 @@ def _prepare(
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
+    _check_export(config, store.tokenizer.vocab_size, found)
     if launch.rank == 0:
         offloads = config.train.offload_activations or config.train.offload_optimizer
         vain = ["offloading has no effect: on a CPU everything is in host memory already"]
@@ -133,7 +134,7 @@ def _train(
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                print(_first_line(trainer, store, found), *profile.lines, sep="\n", flush=True)
+                print(_first_line(trainer, store, found), *_whose_code(config), *profile.lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -147,16 +148,61 @@ def _train(
             print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         groups.close()
+        steps_done = trainer.steps_done
+        del trainer  # weights and moments, before others are read
+        if finished and launch.rank == 0:
+            _finish(config, steps_done)
     if not finished and launch.rank == 0:
         written = config.checkpoint.every is not None
         saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
-        print(f"stopped by SIGTERM after step {trainer.steps_done}; {saved}", file=sys.stderr)
+        print(f"stopped by SIGTERM after step {steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 143
+
+
+def _finish(config: Config, step: int) -> None:
+    """Exports the last checkpoint if that is asked for, and says where everything is. The other ranks are not waited for."""
+    from longctx.commands.export import how_to_load
+    from longctx.training.export import export
+
+    run_dir, out = config.train.run_dir, config.checkpoint.export
+    if config.checkpoint.every is None:
+        return
+    print(f"checkpoint of step {step}: {run_dir / 'latest'}")
+    if out is None:
+        print(f"for transformers: longctx export {run_dir} OUT")
+    elif out.exists():  # nothing was left to do, or it has appeared since the run began
+        print(f"{out} exists, and was not written again: longctx export {run_dir} {out} --overwrite")
+    else:
+        print(export(run_dir, out, step=step).said, how_to_load(out), sep="\n", flush=True)
+
+
+def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -> None:
+    """Raises UserError if the export at the end of the run would fail for what can be known before."""
+    from longctx.model.families import expressed
+    from longctx.model.source import NewDecoder
+    from longctx.training.export import check_place
+
+    out = config.checkpoint.export
+    if out is None or (found is not None and found.step >= config.train.steps):
+        return
+    check_place(out, overwrite=False)
+    source = config.model_source(vocab_size)
+    if isinstance(source, NewDecoder):
+        expressed(source.shape, longest=1)
+
+
+def _whose_code(config: Config) -> list[str]:
+    """A line on what runs a checkpoint; none for new weights."""
+    said = config.model_source().said
+    return [f"{config.model.from_pretrained}: {said}"] if said else []
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:
     config, mesh = trainer.config, trainer.mesh
-    start = f"from step {trainer.steps_done}" if found else "from new weights"
+    source = config.model.from_pretrained
+    start = "from new weights" if source is None else f"from checkpoint {source}"
+    if found:
+        start = f"from step {trainer.steps_done}"
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
     return (

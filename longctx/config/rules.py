@@ -22,7 +22,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _files, _context, _bins, _pipeline, _tensor, _train, _memory)
+    rules = (_model, _files, _context, _bins, _pipeline, _tensor, _train, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
@@ -200,6 +200,14 @@ def _train(config: Config) -> Iterator[Problem]:
         yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, fix, ("train.steps",))
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    settings = config.checkpoint
+    if settings.export is not None and settings.every is None:
+        rule = "what is exported is the last checkpoint, and checkpoint.every is null"
+        fix = "give checkpoint.every a number, or leave the export out"
+        yield Problem("checkpoint.export", str(settings.export), rule, fix, ("checkpoint.every",))
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -239,6 +239,7 @@ class CheckpointSection(Section):
         100, ge=1, description="steps between two checkpoints; the last step has one too (null: none at all, for trials)"
     )
     keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
+    export: Path | None = _path(None, "folder that the last one is exported to for transformers, at the end (null: none)")
 
 
 class LogSection(Section):

@@ -1,7 +1,10 @@
 """Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +17,26 @@ from longctx.errors import UserError
 INDEX = "model.safetensors.index.json"
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a checkpoint that are no weights: config, tokenizer, chat template."""
+
+
+DESCRIBED = "tensors.json"
+"""In a checkpoint without its weights: every tensor's name and dtype."""
+OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+"""What safetensors calls them."""
 
 
 class PretrainedError(UserError):
@@ -40,6 +63,8 @@ class CheckpointFiles:
         folder = _folder(source)
         if not (folder / "config.json").is_file():
             raise PretrainedError(f"{source} has no config.json: give the folder of a checkpoint as transformers saves it")
+        if (folder / DESCRIBED).is_file():
+            return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
 
     @cached_property
@@ -61,23 +86,67 @@ class CheckpointFiles:
             with_rope(config, dict(self.rope))
         return config
 
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Every tensor's."""
+        if (self.folder / DESCRIBED).is_file():
+            described = json.loads((self.folder / DESCRIBED).read_text("utf-8"))
+            return {name: getattr(torch, dtype) for name, dtype in described.items()}
+        found: dict[str, torch.dtype] = {}
+        for file in sorted(set(self.files.values())):
+            with file.open("rb") as stream:  # a header that safetensors has read before
+                header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+            found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
+        return found
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That of a tensor by the name that transformers gives it; where the files have another name, that of most tensors."""
+        bare = name.partition(".")[2]  # of a base model that was saved alone
+        for known in (name, bare):
+            if known in self.dtypes:
+                return self.dtypes[known]
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
+
+    def describe(self, folder: Path) -> None:
+        """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""
+        for file in small_files(self.folder):
+            shutil.copyfile(file, folder / file.name)
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
+        (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
+
     @property
     def dtype(self) -> torch.dtype:
         """That of the weights by the config, else float32."""
         dtype = getattr(self.config, "dtype", None)
         return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU, as a copy: what safetensors gives may be a view of the file."""
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A tensor, or rows of it, on the CPU, as a copy: what safetensors gives may be a view of the file."""
+        with self._opened(name) as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
+            return tensor.clone()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        with self._opened(name) as tensors:
+            return tuple(tensors.get_slice(name).get_shape())
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[Any]:
+        """The file of a tensor. Raises PretrainedError if it cannot be read."""
         from safetensors import SafetensorError, safe_open
 
         file = self.files[name]
         try:
             with safe_open(str(file), framework="pt") as tensors:
-                tensor: torch.Tensor = tensors.get_tensor(name)
-                return tensor.clone()
+                yield tensors
         except (SafetensorError, OSError) as error:
             raise PretrainedError(f"{file} is damaged: {error}; download or copy the checkpoint again") from error
+
+
+def small_files(folder: Path) -> list[Path]:
+    """Those of a checkpoint that are no weights, and say nothing of them."""
+    found = {file for pattern in BESIDE_WEIGHTS for file in folder.glob(pattern)}
+    return sorted(file for file in found if file.name not in OF_WEIGHTS)
 
 
 def _folder(source: str) -> Path:

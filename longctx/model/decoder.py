@@ -7,13 +7,14 @@ knows nothing of rings, shards or losses. What a shape leaves out (biases, norms
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from longctx.model.families import Family, expressed
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention, AttentionByLayer, Head, Model
 from longctx.model.rope import Rope, rotate
@@ -21,8 +22,20 @@ from longctx.model.rope import Rope, rotate
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
+class OffsetNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(
+            x,
+            self.normalized_shape,
+            (1 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))).to(x.dtype),
+            self.eps,
+        )
+
+
 def _norm(shape: ModelShape, size: int) -> nn.RMSNorm:
-    return nn.RMSNorm(size, eps=shape.rms_norm_eps)
+    return (OffsetNorm if shape.norm_offset else nn.RMSNorm)(size, eps=shape.rms_norm_eps)
 
 
 class SelfAttention(nn.Module):
@@ -148,9 +161,9 @@ class Decoder(Model):
                 self.lm_head.weight = self.embed_tokens.weight
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Normal with σ = 0.02, into the residual stream scaled by 1/√(2·layers) (GPT-2, §2.3); norms 1, biases 0."""
+        """Normal with σ = 0.02, into the residual stream scaled by 1/√(2·layers) (GPT-2, §2.3); norms by 1, biases 0."""
         if parameter.dim() == 1:
-            return torch.full_like(parameter, 0.0 if name.endswith("bias") else 1.0)
+            return torch.full_like(parameter, 0.0 if name.endswith("bias") or self.shape.norm_offset else 1.0)
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -166,6 +179,18 @@ class Decoder(Model):
             return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
         here, there = self.describe(), ModelShape.model_validate(described).model_dump()
         return [f"{key} is {here[key]!r}, was {value!r}" for key, value in there.items() if here[key] != value]
+
+    @cached_property
+    def family(self) -> Family:
+        """That of transformers which has models of this shape. Raises NoNativeModel if there is none."""
+        return expressed(self.shape, longest=1)[0]
+
+    @property
+    def architecture(self) -> str:
+        return self.family.architecture
+
+    def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.family.tensors(weights)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(tokens)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from longctx.attention.huggingface import Rings, check_length, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
-from longctx.model.conversion import Conversion
+from longctx.model.conversion import Conversion, groups
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.spec import LayerSpec, ModelSpec
 
@@ -188,6 +188,17 @@ class TransformersModel(Model):
                 "it cannot be used"
             )
         self.plain_head = all(plain)
+
+    @property
+    def architecture(self) -> str:
+        return type(self.hf).__name__
+
+    def groups(self) -> list[list[str]]:
+        names = [name for name in self.conversion.wanted if name not in self.conversion.tied]
+        return [[OURS + name for name in group] for group in groups(names, self.conversion).values()]
+
+    def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return self.conversion.tensors({name.removeprefix(OURS): weight for name, weight in weights.items()})
 
     def describe(self) -> dict[str, Any]:
         return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}

@@ -26,6 +26,7 @@ class ModelShape(BaseModel):
     qkv_bias: bool = Field(False, description="biases of the projections to queries, keys and values, as in Qwen 2")
     qk_norm: bool = Field(False, description="RMSNorm of every head's queries and keys before RoPE, as in Qwen 3")
     output_norms: bool = Field(False, description="RMSNorm behind attention and behind the MLP as well, as in Gemma 2 and 3")
+    norm_offset: bool = Field(False, description="norms multiply by 1 + weight, and their first weights are 0, as in Gemma")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embedding, √hidden_size in Gemma")
     attention_scale: float | None = Field(None, gt=0, description="factor of attention scores; default: 1/√head_dim")
     attention_softcap: float = Field(0.0, ge=0, description="bounds attention scores by tanh, 50 in Gemma 2; 0: no bound")

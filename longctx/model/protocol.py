@@ -2,6 +2,7 @@
 and checkpoints take any `Model`. A base class and not a `typing.Protocol`, as torch's functions take an `nn.Module`.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from longctx.attention import HybridAttention, RingAttention, by_layer
+from longctx.errors import UserError
 from longctx.model.spec import ModelSpec
 
 
@@ -89,6 +91,26 @@ class Model(nn.Module, ABC):
     @abstractmethod
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         """Sentences on what makes this model another one than a checkpoint's `described` one."""
+
+    @property
+    def architecture(self) -> str:
+        """The class of transformers that this model is. Raises UserError if it has none."""
+        raise UserError(f"{type(self).__name__} has no form in transformers: it cannot be exported")
+
+    def groups(self) -> list[list[str]]:
+        """Names of parameters and saved buffers, together those that `to_checkpoint` must have together; a tied one once."""
+        found: dict[str, list[str]] = {}
+        for name, _ in self.named_parameters():
+            block = re.match(r"layers\.\d+\.", name)
+            found.setdefault(block[0] if block else name, []).append(name)
+        return list(found.values())
+
+    def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One or more whole groups → the tensors of a checkpoint of transformers, by its names; on meta as well.
+
+        Raises UserError if transformers has no such model.
+        """
+        raise NotImplementedError
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head

@@ -65,9 +65,26 @@ def pretrained(source: str, implementation: str, split: bool, rope: tuple[tuple[
     Raises PretrainedError if it cannot be used.
     """
     from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+    from longctx.model.families import NoNativeModel
     from longctx.model.huggingface import TransformersSource
+    from longctx.model.pretrained_decoder import NativeSource
 
     files = replace(CheckpointFiles.open(source), rope=rope)
-    if implementation == "native" or (implementation == "auto" and split):
-        raise PretrainedError("the native decoder does not load checkpoints yet")
-    return TransformersSource(files, "transformers' own code")
+    why = "as model.implementation says"
+    if implementation == "auto":
+        why = "as matrices or layers are split over ranks" if split else "as neither matrices nor layers are split over ranks"
+    if implementation == "transformers" and split:
+        raise PretrainedError(
+            "transformers' own code runs a model as a whole: set parallel.tensor_parallel_size and "
+            "parallel.pipeline_parallel_size to 1, or choose model.implementation native"
+        )
+    if implementation == "transformers" or (implementation == "auto" and not split):
+        return TransformersSource(files, f"transformers' own code runs it, {why}")
+    try:
+        return NativeSource(files, f"the native decoder runs it, {why}")
+    except NoNativeModel as error:
+        ways = " and ".join(
+            ["choose model.implementation transformers"] * (implementation == "native")
+            + ["set parallel.tensor_parallel_size and parallel.pipeline_parallel_size to 1"] * split
+        )
+        raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error

@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import shutil
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
@@ -122,6 +125,19 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, damaged
 
 
+def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
+    """The same for one step alone."""
+    folder = run / "checkpoints" / f"step-{step:06d}"
+    problem, state = _examine(folder)
+    return (Checkpoint(folder, state), []) if problem is None else (None, [f"{folder} {problem}"] if folder.exists() else [])
+
+
+def steps(run: Path) -> list[int]:
+    """Those of the complete checkpoints under `run`."""
+    examined = [_examine(folder) for folder in _folders(run)]
+    return [int(state["step"]) for problem, state in examined if problem is None]
+
+
 def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
     if folder.suffix == ".partial":
         return "was cut short", {}
@@ -154,6 +170,41 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         ) from error
     optimizer_state = {**optimizer_state, **state["optimizer"]}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=BY_NAME)
+
+
+class SavedWeights:
+    """The weights of a checkpoint, read by name in one process, however they are sharded. Raises CheckpointError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self._saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        except (OSError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(f"{folder} is damaged: {error}. Move it away, and take an earlier one") from error
+
+    def without_values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Tensors on meta of these shapes and dtypes."""
+        return {name: self._empty(name, "meta") for name in names}
+
+    def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors, on the CPU."""
+        weights = {name: self._empty(name, "cpu") for name in names}
+        state: dict[str, Any] = {"model": weights}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
+                load_sharded(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
+        except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
+            raise CheckpointError(
+                f"{self.folder} is damaged: {_cause(error)}. Move it away, and take an earlier one"
+            ) from error
+        return weights
+
+    def _empty(self, name: str, device: str) -> torch.Tensor:
+        saved = self._saved.get(f"model.{name}")
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(f"{self.folder} lacks {name}: it is no checkpoint of the whole model")
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
 
 
 def _cause(error: BaseException) -> str:

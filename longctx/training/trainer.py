@@ -34,6 +34,7 @@ from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum, log_probabilities
 from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.model_folder import keep_model_files
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.run_profile import run_profile
@@ -91,7 +92,8 @@ class Trainer:
 
         When `stop` has received its signal on any rank, the run ends after the step.
         """
-        trainer = cls.build(config, mesh, config.model_source(store.tokenizer.vocab_size))
+        source = config.model_source(store.tokenizer.vocab_size)
+        trainer = cls.build(config, mesh, source)
         trainer.loader = build_loader(store, config, mesh, choose_max_length(config, mesh.world_size, resume_from))
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
@@ -100,6 +102,7 @@ class Trainer:
             trainer._load(resume_from)
         if mesh.world_rank == 0:
             run_dir = config.train.run_dir
+            keep_model_files(run_dir, source, store)
             (run_dir / "config.yaml").write_text(config.to_yaml(), "utf-8")
             trainer.log = MetricsLog(run_dir, after_step=trainer.steps_done, tensorboard=config.log.tensorboard)
         return trainer

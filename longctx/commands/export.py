@@ -1,0 +1,59 @@
+"""`longctx export`: a checkpoint of a run as a folder that transformers, vLLM and others load."""
+
+import argparse
+import re
+from pathlib import Path
+
+from longctx.errors import UserError
+
+SUMMARY = "Write a checkpoint of a run as a folder that transformers loads: safetensors, config, tokenizer"
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, its train.run_dir")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; without it the newest complete one")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of weights in a file, as 500MB")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights; without it that of the checkpoint which the run began with, float32 for new weights",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint of transformers")
+    parser.epilog = (
+        "one process is enough, whatever the run had; it holds a block at a time. Then\n\n"
+        "    AutoModelForCausalLM.from_pretrained('OUT')"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    size = parse_size(arguments.max_shard_size)
+    import torch
+
+    from longctx.training.export import export
+
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    exported = export(
+        arguments.run,
+        arguments.out,
+        step=arguments.step,
+        max_shard_bytes=size,
+        dtype=dtype,
+        overwrite=arguments.overwrite,
+    )
+    print(exported.said, how_to_load(arguments.out), sep="\n")
+    return 0
+
+
+def how_to_load(folder: Path) -> str:
+    return f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    size = int(float(match[1]) * UNITS[match[2].upper()]) if match and match[2].upper() in UNITS else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size is {text}: give a number and KB, MB, GB, KiB, MiB or GiB, as 5GB")
+    return size

@@ -1,0 +1,110 @@
+"""Writes the weights of a checkpoint of transformers: safetensors files of bounded size and their index, tensor by tensor.
+
+Names, shapes and dtypes are known before, so every tensor has its place in a file from the start, and none is held.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.model.checkpoint_files import DTYPES, INDEX
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: Path
+    start: int
+    tensor: Planned
+
+
+class CheckpointWriter:
+    """Files of a checkpoint in a folder that exists.
+
+    Args:
+        tensors: all that will be written, in the order in which they go into files.
+        max_shard_bytes: of tensors in a file, unless one alone has more.
+    """
+
+    def __init__(self, folder: Path, tensors: Iterable[Planned], max_shard_bytes: int) -> None:
+        self.folder = folder
+        shards = _shards(tensors, max_shard_bytes)
+        self.files = [folder / "model.safetensors"]
+        if len(shards) > 1:
+            self.files = [folder / f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+        self.total = sum(tensor.bytes for shard in shards for tensor in shard)
+        self.places: dict[str, _Place] = {}
+        for file, shard in zip(self.files, shards, strict=True):
+            self._begin(file, shard)
+        self.missing = set(self.places)
+
+    def _begin(self, file: Path, shard: list[Planned]) -> None:
+        """Writes the header of a file, in the order of safetensors: large numbers first, so that all are aligned."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for tensor in sorted(shard, key=lambda tensor: (-tensor.dtype.itemsize, NAMES[tensor.dtype], tensor.name)):
+            offsets = [at, at + tensor.bytes]
+            header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+            self.places[tensor.name] = _Place(file, at, tensor)
+            at += tensor.bytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        for name in header.keys() - {"__metadata__"}:
+            place = self.places[name]
+            self.places[name] = _Place(file, 8 + len(text) + place.start, place.tensor)
+        with file.open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            stream.truncate(8 + len(text) + at)
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Writes some tensors, each once, in the dtypes that were planned."""
+        for name, tensor in tensors.items():
+            place = self.places[name]
+            assert tuple(tensor.shape) == place.tensor.shape, (name, tensor.shape, place.tensor.shape)
+            self.missing.remove(name)
+            stored = tensor.detach().to("cpu", place.tensor.dtype).contiguous()
+            with place.file.open("r+b") as stream:
+                stream.seek(place.start)
+                stream.write(stored.flatten().view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """Writes the index if there are several files, and makes sure that all is there and on disk."""
+        assert not self.missing, sorted(self.missing)
+        if len(self.files) > 1:
+            files = {name: place.file.name for name, place in sorted(self.places.items())}
+            index = {"metadata": {"total_size": self.total}, "weight_map": files}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+        for file in self.files:
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def _shards(tensors: Iterable[Planned], most: int) -> list[list[Planned]]:
+    shards: list[list[Planned]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.bytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.bytes
+    return shards

@@ -1,0 +1,415 @@
+"""Families of transformers that the native decoder can run: their configs as shapes, and the names of their tensors as ours.
+
+Whatever a config says is either translated, or known to leave the model's function as it is, or has the default of its class,
+or is a reason not to run it here. Tensors are renamed, and those that a family fuses are cut by rows: no value is computed, so
+that what is read and written again is the same bit by bit.
+
+Two things of transformers are not the model's function and are left to it: dropout, which is refused unless it is 0, and
+`pad_token_id`, whose entry of the embedding gets no gradient there.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from longctx.errors import UserError
+from longctx.model.presets import ModelShape
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+"""What configs and shapes call by the same names."""
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Fields of configs that do not change what a model of these families computes; those that begin with `_` do not either."""
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
+"""What configs call our activations."""
+FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
+FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
+OUTPUT_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+class NoNativeModel(UserError):
+    """A reason why the native decoder cannot run a model of transformers, or transformers one of ours."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A type of model in transformers that is a shape of ours.
+
+    Attributes:
+        kind: its model_type.
+        architecture: its class.
+        always: what every shape of it has.
+        activation: the field that names the activation.
+        windows: of no layer, of all layers, or of those that layer_types names.
+        gemma: whether embedding and norms are Gemma's.
+        query_scalar, softcap, final_softcap: whether the config has a scale of attention, and bounds.
+        local_rope: whether layers with a window have a RoPE of their own.
+        partial_rope: whether a part of a head may be turned alone.
+        ignored: further fields that mean nothing to it, or whose meaning is in others.
+        renamed: modules of a block, ours → theirs.
+        fused: tensors of a block that are several of ours, one after the other.
+    """
+
+    kind: str
+    architecture: str
+    always: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    windows: Literal["none", "all", "named"] = "none"
+    gemma: bool = False
+    query_scalar: bool = False
+    softcap: bool = False
+    final_softcap: bool = False
+    local_rope: bool = False
+    partial_rope: bool = False
+    ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def shape(self, config: Any) -> ModelShape:
+        """The shape of a config. Raises NoNativeModel for anything in it that the native decoder does not have."""
+        values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+        values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        activation = getattr(config, self.activation)
+        if activation not in ACTIVATIONS:
+            raise NoNativeModel(f"{self.activation} is {activation}, and it has {', '.join(ACTIVATIONS)}")
+        values["hidden_act"] = ACTIVATIONS[activation]
+        values |= {**self.always, **self._windows(config)}
+        if self.gemma:
+            values |= {"norm_offset": True, "embedding_scale": config.hidden_size**0.5}
+        if self.query_scalar:
+            values["attention_scale"] = config.query_pre_attn_scalar**-0.5
+        if self.softcap:
+            values["attention_softcap"] = config.attn_logit_softcapping or 0.0
+        if self.final_softcap:
+            values["logit_softcap"] = config.final_logit_softcapping or 0.0
+        values |= self._rope(config, values)
+        self._refuse_unknown(config, values)
+        try:
+            return canonical(ModelShape.model_validate(values))
+        except ValidationError as error:
+            raise NoNativeModel("; ".join(details["msg"] for details in error.errors())) from error
+
+    def config(self, shape: ModelShape, longest: int, end: int | None) -> dict[str, Any]:
+        """A config for a shape, which says no more of it than the family can.
+
+        `longest`: tokens of its longest document; `end`: the token that ends one.
+        """
+        activation = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == shape.hidden_act)
+        values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
+        values |= {self.activation: activation, "head_dim": shape.head_dim, "max_position_embeddings": longest}
+        values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+        if shape.rope_scaling == "yarn":
+            values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+        if shape.rope_scaling != "none":
+            rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
+            rope |= {theirs: getattr(shape, ours) for theirs, ours in ROPE_FIELDS.get(shape.rope_scaling, {}).items()}
+        if self.partial_rope:
+            rope["partial_rotary_factor"] = shape.partial_rotary_factor
+        values["rope_parameters"] = rope
+        if self.local_rope:
+            local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
+            values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        values |= self._window_fields(shape)
+        if self.query_scalar:
+            values["query_pre_attn_scalar"] = round((shape.attention_scale or shape.head_dim**-0.5) ** -2)
+        if self.softcap:
+            values["attn_logit_softcapping"] = shape.attention_softcap or None
+        if self.final_softcap:
+            values["final_logit_softcapping"] = shape.logit_softcap or None
+        return values
+
+    def _windows(self, config: Any) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        window, count = config.sliding_window, config.num_hidden_layers
+        kinds = ["sliding_attention"] * count if self.windows == "all" and window else ["full_attention"] * count
+        if self.windows == "named":
+            kinds = list(config.layer_types or kinds)
+        strange = set(kinds) - {"full_attention", "sliding_attention"}
+        if strange:
+            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}")
+        if "sliding_attention" not in kinds:
+            return {}
+        if window is None:
+            raise NoNativeModel("layer_types has sliding_attention, and sliding_window is None")
+        if "full_attention" not in kinds:
+            return {"sliding_window": window}
+        every = kinds.index("full_attention") + 1
+        if kinds != [_kind_of_layer(layer, window, every) for layer in range(count)]:
+            raise NoNativeModel("layer_types has full_attention in other layers than every so many-th")
+        return {"sliding_window": window, "full_attention_every": every}
+
+    def _window_fields(self, shape: ModelShape) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        window = shape.sliding_window
+        fields: dict[str, Any] = {} if window is None and self.windows == "named" else {"sliding_window": window}
+        if self.windows == "named":
+            layers = range(shape.num_hidden_layers)
+            fields["layer_types"] = [_kind_of_layer(layer, window, shape.full_attention_every) for layer in layers]
+        if "use_sliding_window" in self.ignored:
+            fields["use_sliding_window"] = window is not None
+        return fields
+
+    def _rope(self, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(config.rope_parameters or {})
+        if not self.local_rope:
+            return self._whole_rope(config, given)
+        rope = self._whole_rope(config, dict(given.pop("full_attention")))
+        local = dict(given.pop("sliding_attention"))
+        if given:
+            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}")
+        if values.get("sliding_window") is None:
+            return rope
+        kind, theta = local.pop("rope_type", "default"), local.pop("rope_theta")
+        if kind != "default" or local:
+            raise NoNativeModel(
+                f"rope_parameters of sliding_attention is of type {kind} with {sorted(local)}: none is scaled here"
+            )
+        return {**rope, "rope_local_theta": theta}
+
+    def _whole_rope(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        found: dict[str, Any] = {"rope_theta": given.pop("rope_theta")}
+        turned = given.pop("partial_rotary_factor", None) or 1.0
+        if turned != 1.0 and not self.partial_rope:
+            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, of which {self.kind} makes nothing")
+        found["partial_rotary_factor"] = turned
+        if kind not in ("default", "linear", "yarn", "llama3"):
+            raise NoNativeModel(f"rope_parameters is of type {kind}, and it has default, linear, yarn and llama3")
+        if kind != "default":
+            found |= {"rope_scaling": kind, "rope_factor": given.pop("factor", None)}
+            fields = ROPE_FIELDS.get(kind, {})
+            found |= {ours: given.pop(theirs) for theirs, ours in fields.items() if given.get(theirs) is not None}
+            if found["rope_factor"] is None or (fields and "rope_original_length" not in found):
+                raise NoNativeModel(f"rope_parameters of type {kind} lacks factor or original_max_position_embeddings")
+            if kind == "yarn":
+                _check_yarn(given, found["rope_factor"])
+        unknown = {key: value for key, value in given.items() if value is not None and key not in ROPE_NAMES}
+        if unknown:
+            raise NoNativeModel(f"rope_parameters has {unknown}")
+        return found
+
+    def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
+        known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", self.activation, "rope_parameters"}
+        fields = {
+            "sliding_window": self.windows != "none",
+            "layer_types": self.windows == "named",
+            "query_pre_attn_scalar": self.query_scalar,
+            "attn_logit_softcapping": self.softcap,
+            "final_logit_softcapping": self.final_softcap,
+            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None) in (None, values["partial_rotary_factor"]),
+            "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
+        }
+        known |= {name for name, is_known in fields.items() if is_known}
+        defaults, missing = type(config)().to_dict(), object()
+        strange = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in known and not key.startswith("_") and value != defaults.get(key, missing)
+        }
+        if strange:
+            said = ", ".join(f"{key} {value!r}" for key, value in strange.items())
+            raise NoNativeModel(f"config.json has {said}, of which it knows nothing")
+
+    def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """The checkpoint's tensor that holds our parameter `name`, and all that it holds, in the order of its rows."""
+        block = re.match(r"layers\.\d+\.", name)
+        if block is None:
+            return (name if name.startswith("lm_head.") else f"model.{name}"), (name,)
+        inside = name.removeprefix(block[0])
+        for fused, ours in self.fused.items():
+            if inside in ours:
+                return f"model.{block[0]}{fused}", tuple(block[0] + part for part in ours)
+        module, _, rest = inside.partition(".")
+        return f"model.{block[0]}{self.renamed.get(module, module)}.{rest}", (name,)
+
+    def tensors(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Our parameters, those that a family fuses together, → the checkpoint's tensors."""
+        made: dict[str, torch.Tensor] = {}
+        for name, weight in weights.items():
+            theirs, parts = self.parts(name)
+            if name == parts[0]:
+                made[theirs] = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
+        return made
+
+
+ROPE_FIELDS = {
+    "llama3": {
+        "original_max_position_embeddings": "rope_original_length",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+    },
+    "yarn": {
+        "original_max_position_embeddings": "rope_original_length",
+        "beta_fast": "rope_beta_fast",
+        "beta_slow": "rope_beta_slow",
+    },
+}
+"""What kinds of RoPE have besides base and factor: theirs → ours."""
+ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
+"""What RoPE of another type makes nothing of."""
+QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
+GEMMA: dict[str, Any] = {"gemma": True, "activation": "hidden_activation", "windows": "named", "query_scalar": True}
+FAMILIES = {
+    family.kind: family
+    for family in (
+        Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM", windows="all"),
+        Family("qwen2", "Qwen2ForCausalLM", {"qkv_bias": True}, **QWEN),
+        Family("qwen3", "Qwen3ForCausalLM", {"qk_norm": True}, **QWEN),
+        Family(
+            "phi3",
+            "Phi3ForCausalLM",
+            windows="all",
+            partial_rope=True,
+            ignored=("original_max_position_embeddings",),
+            fused=FUSED_ATTENTION | FUSED_MLP,
+        ),
+        Family("gemma", "GemmaForCausalLM", gemma=True),
+        Family(
+            "gemma2",
+            "Gemma2ForCausalLM",
+            {"output_norms": True},
+            softcap=True,
+            final_softcap=True,
+            renamed=OUTPUT_NORMS,
+            **GEMMA,
+        ),
+        Family(
+            "gemma3_text",
+            "Gemma3ForCausalLM",
+            {"output_norms": True, "qk_norm": True},
+            final_softcap=True,
+            local_rope=True,
+            ignored=("sliding_window_pattern",),
+            renamed=OUTPUT_NORMS,
+            **GEMMA,
+        ),
+    )
+}
+
+
+def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
+    full = window is None or (every is not None and (layer + 1) % every == 0)
+    return "full_attention" if full else "sliding_attention"
+
+
+def _check_yarn(given: dict[str, Any], factor: float) -> None:
+    """Takes what YaRN may have besides; the native one scales queries and keys by 0.1 ln factor + 1, and rounds its bounds."""
+    magnitude, scales = given.pop("attention_factor", None), [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if magnitude is None and all(scales):
+        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}")
+    if magnitude is not None and not math.isclose(magnitude, 0.1 * math.log(factor) + 1, rel_tol=1e-6):
+        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}")
+    if given.pop("truncate", True) is False:
+        raise NoNativeModel("rope_parameters has truncate False")
+
+
+def family_of(config: Any) -> Family:
+    """The family of a config. Raises NoNativeModel if there is none."""
+    if config.model_type not in FAMILIES:
+        raise NoNativeModel(f"model_type is {config.model_type}, and it runs {', '.join(FAMILIES)}")
+    return FAMILIES[config.model_type]
+
+
+def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[Family, Any]:
+    """A family that has models of this shape, and their config.
+
+    `longest`: tokens of its longest document; `end`: the token that ends one. Raises NoNativeModel naming what the nearest
+    family lacks.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    wanted = canonical(shape)
+    candidates: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        try:
+            config = AutoConfig.for_model(family.kind, **family.config(wanted, longest, end))
+            there = family.shape(config)
+        except (NoNativeModel, StrictDataclassError, ValueError, TypeError):
+            continue  # its config cannot even say this
+        different = [name for name in ModelShape.model_fields if getattr(wanted, name) != getattr(there, name)]
+        if not different:
+            return family, config
+        candidates[family.kind] = [f"{name} {getattr(wanted, name)!r}" for name in different]
+    nearest = min(candidates, key=lambda kind: len(candidates[kind]), default=None)
+    why = "" if nearest is None else f" ({nearest} lacks {', '.join(candidates[nearest])})"
+    raise NoNativeModel(f"no family of transformers known here has models of this shape{why}: known are {', '.join(FAMILIES)}")
+
+
+def canonical(shape: ModelShape) -> ModelShape:
+    """The same function of tokens, said in one way: what has no effect has its default."""
+    values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
+    scaling = values["rope_scaling"]
+    if scaling == "ntk":
+        dim = shape.rotary_dim
+        values["rope_theta"] *= values["rope_factor"] ** (dim / (dim - 2))
+    if scaling == "ntk" or values["rope_factor"] == 1:
+        values["rope_scaling"] = scaling = "none"
+    used = set(ROPE_FIELDS.get(scaling, {}).values())
+    unused = {ours for fields in ROPE_FIELDS.values() for ours in fields.values()} - used
+    unused |= {"rope_factor"} if scaling == "none" else set()
+    every = values["full_attention_every"]
+    if every == 1:
+        unused |= {"sliding_window", "full_attention_every"}
+    if every is not None and every > shape.num_hidden_layers:
+        unused.add("full_attention_every")
+    if (
+        values["sliding_window"] is None
+        or every == 1
+        or (values["rope_local_theta"] == values["rope_theta"] and scaling == "none")
+    ):
+        unused.add("rope_local_theta")
+    if values["attention_scale"] == shape.head_dim**-0.5:
+        unused.add("attention_scale")
+    return ModelShape.model_validate({**values, **{name: defaults[name] for name in unused}})

@@ -1,0 +1,92 @@
+"""The native decoder with the weights of a checkpoint of transformers, read parameter by parameter."""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import torch
+
+from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+from longctx.model.decoder import Decoder
+from longctx.model.families import family_of
+from longctx.model.protocol import Model
+from longctx.model.spec import ModelSpec
+
+
+class NativeSource:
+    """A checkpoint, run by the native decoder. Raises NoNativeModel if it cannot be."""
+
+    def __init__(self, files: CheckpointFiles, said: str = "") -> None:
+        self.files, self.said = files, said
+        self.family = family_of(files.config)
+        self.shape = self.family.shape(files.config)
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.shape.spec
+
+    def check_length(self, longest: int) -> None:
+        """Any length will do: RoPE that depends on lengths is refused."""
+
+    def build(self, layers: Collection[int] | None = None) -> Model:
+        return PretrainedDecoder(self, layers)
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Of the whole model's parameters. Raises PretrainedError if the checkpoint holds tensors that are none of them."""
+        with torch.device("meta"):
+            sizes = {name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()}
+        known = {self._stored(self.family.parts(name)[0]) for name in sizes}
+        known |= {"lm_head.weight"} if self.shape.tie_word_embeddings else set()
+        others = [name for name in self.files.files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        if others:
+            raise PretrainedError(
+                f"{self.files.folder} holds {', '.join(others[:3])}{' and more' * (len(others) > 3)}, of which "
+                f"{self.family.architecture} makes nothing: give a checkpoint of that model alone"
+            )
+        return sizes
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter, on the CPU, in the dtype of the checkpoint. Raises PretrainedError if there is none that fits."""
+        theirs, parts = self.family.parts(name)
+        stored = self._stored(theirs)
+        if stored not in self.files.files and name == "embed_tokens.weight" and self.shape.tie_word_embeddings:
+            stored = "lm_head.weight"  # tied: either will do
+        if stored not in self.files.files:
+            raise PretrainedError(f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model")
+        rows = [self.sizes[part][0] for part in parts]
+        wanted, found = (sum(rows), *self.sizes[name][1:]), self.files.shape(stored)
+        if found != wanted:
+            raise PretrainedError(
+                f"{self.files.folder} does not fit its config.json: {stored} has shape {found}, not {wanted}; give the config "
+                "that the weights were saved with"
+            )
+        start = sum(rows[: parts.index(name)])
+        tensor = self.files.read(stored, slice(start, start + self.sizes[name][0]) if len(parts) > 1 else None)
+        if name == "embed_tokens.weight" and self.shape.tie_word_embeddings and "lm_head.weight" in self.files.files:
+            self._refuse_untied(tensor)
+        return tensor
+
+    def _refuse_untied(self, embedding: torch.Tensor) -> None:
+        if not torch.equal(self.files.read("lm_head.weight"), embedding):
+            raise PretrainedError(
+                f"{self.files.folder} has tie_word_embeddings, and lm_head.weight is not its embedding: set "
+                "tie_word_embeddings to false in its config.json"
+            )
+
+    def _stored(self, theirs: str) -> str:
+        """The name in the files: a base model saved alone leaves out the first part."""
+        bare = theirs.removeprefix("model.")
+        return bare if theirs not in self.files.files and bare in self.files.files else theirs
+
+
+class PretrainedDecoder(Decoder):
+    """A decoder whose first values are those of a checkpoint."""
+
+    def __init__(self, source: NativeSource, layers: Collection[int] | None = None) -> None:
+        super().__init__(source.shape, layers)
+        self.source = source
+        vars(self)["family"] = source.family
+
+    def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        """What the checkpoint has. Raises PretrainedError if it has none, or one of another shape."""
+        return self.source.read(name).to(device=parameter.device, dtype=parameter.dtype)

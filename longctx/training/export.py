@@ -1,0 +1,196 @@
+"""Export: a checkpoint of a run as a folder that transformers loads, in one process that never holds the model.
+
+The sharded checkpoint is read group by group (a block, an embedding), each is turned into tensors of transformers, and these
+are written to their places. The folder is written beside its name and renamed when all of it is on disk.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longctx.errors import UserError
+from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles
+from longctx.model.checkpoint_writer import CheckpointWriter, Planned
+from longctx.model.decoder import Decoder
+from longctx.model.families import canonical, expressed
+from longctx.model.huggingface import TransformersSource
+from longctx.model.presets import ModelShape
+from longctx.model.pretrained_decoder import NativeSource
+from longctx.model.protocol import Model
+from longctx.training import checkpoint
+from longctx.training.checkpoint import Checkpoint, SavedWeights
+from longctx.training.model_folder import FOLDER, beside_weights
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+class ExportError(UserError):
+    """A run that cannot be exported, or a place where it cannot be."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: where, of which step, as which class of transformers, and how much."""
+
+    folder: Path
+    step: int
+    architecture: str
+    bytes: int
+    files: int
+    has_tokenizer: bool
+
+    @property
+    def said(self) -> str:
+        count = "1 file" if self.files == 1 else f"{self.files} files"
+        tokenizer = "" if self.has_tokenizer else ", without a tokenizer: the run folder has none"
+        return (
+            f"step {self.step} exported to {self.folder}: {self.architecture}, {self.bytes / 1e9:,.3f} GB in {count}{tokenizer}"
+        )
+
+
+def check_place(out: Path, overwrite: bool) -> None:
+    """Raises ExportError unless an export may be written to `out`."""
+    if not out.exists():
+        return
+    if not overwrite:
+        raise ExportError(f"{out} exists: give another folder, or --overwrite (of longctx export) to replace it")
+    if not (out / "config.json").is_file():
+        raise ExportError(f"{out} is no checkpoint of transformers (it has no config.json): it will not be replaced")
+
+
+def export(
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Exported:
+    """Writes a run's newest complete checkpoint, or that of `step`, as a checkpoint of transformers to `out`.
+
+    Weights have the dtypes of the checkpoint that the run began with, float32 if with new weights, or `dtype`.
+    Raises ExportError, CheckpointError or NoNativeModel.
+    """
+    check_place(out, overwrite)
+    found = _find(run, step)
+    kept = run / FOLDER
+    model, source = _build(found, kept)
+    saved = SavedWeights(found.folder)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        planned = list(_plan(model, saved, source, dtype))
+        _refuse_full(partial, sum(tensor.bytes for tensor in planned))
+        writer = CheckpointWriter(partial, planned, max_shard_bytes)
+        for group in model.groups():
+            writer.write(model.to_checkpoint(saved.read(group)))
+        writer.close()
+        architecture = _write_beside(partial, model, source, found, kept, dtype)
+        if out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    has_tokenizer = any(out.glob("tokenizer*")) or any(out.glob("vocab.*"))
+    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer)
+
+
+def _find(run: Path, step: int | None) -> Checkpoint:
+    if not run.is_dir():
+        raise ExportError(f"there is no run folder {run}: give train.run_dir of a run")
+    found, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
+    if found is None:
+        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        steps = ", ".join(map(str, checkpoint.steps(run))) or "none"
+        why = f" ({'; '.join(damaged)})" if damaged else ""
+        raise ExportError(f"{run} has {what}{why}: complete are those of steps {steps}")
+    return found
+
+
+def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
+    """The model of a checkpoint without values, and the checkpoint of transformers that it began with, if with any."""
+    described = found.state["model"]
+    source = CheckpointFiles.open(str(kept)) if (kept / DESCRIBED).is_file() else None
+    with torch.device("meta"):
+        if "transformers" in described:
+            if source is None:
+                raise ExportError(f"{kept} is missing, which has the config of the model: put config.json and {DESCRIBED} back")
+            return TransformersSource(source).build(), source
+        shape = ModelShape.model_validate(described)
+        if source is None:
+            return Decoder(shape), None
+        native = NativeSource(source)
+        if native.shape != canonical(shape):
+            raise ExportError(f"{found.folder} is not the model of {kept}/config.json: put back what belongs to this run")
+        return native.build(), source
+
+
+def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
+    """The tensors of the export, found by converting tensors without values."""
+    for group in model.groups():
+        for name, tensor in model.to_checkpoint(saved.without_values(group)).items():
+            stored = tensor.dtype if source is None else source.dtype_of(name)
+            wanted = dtype if dtype is not None and stored.is_floating_point else stored
+            yield Planned(name, tuple(tensor.shape), wanted)
+
+
+def _refuse_full(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise ExportError(
+            f"{folder.parent} has {free / 1e9:,.1f} GB free, and the weights need {size / 1e9:,.1f} GB: make room"
+        )
+
+
+def _write_beside(
+    folder: Path, model: Model, source: CheckpointFiles | None, found: Checkpoint, kept: Path, dtype: torch.dtype | None
+) -> str:
+    """Writes config, generation config, tokenizer and chat template. Returns the class of transformers."""
+    from transformers import GenerationConfig
+
+    for file in beside_weights(kept):
+        shutil.copyfile(file, folder / file.name)
+    changed: dict[str, Any] = {}
+    if source is None:
+        assert isinstance(model, Decoder)
+        longest = int(found.state["data"]["max_length"])
+        family, config = expressed(model.shape, longest, _end_of_document(kept))
+        architecture = family.architecture
+        changed["dtype"] = "float32"
+        config.save_pretrained(folder)
+    else:
+        config, architecture = source.config, model.architecture
+    changed["architectures"] = [architecture]
+    if dtype is not None:
+        changed["dtype"] = str(dtype).removeprefix("torch.")
+    _change(folder / "config.json", changed)
+    if not (folder / "generation_config.json").is_file():
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    return architecture
+
+
+def _change(file: Path, changed: dict[str, Any]) -> None:
+    """Sets keys of a JSON file, which stays byte for byte if they are set already."""
+    content = json.loads(file.read_text("utf-8"))
+    if any(content.get(key) != value for key, value in changed.items()):
+        file.write_text(json.dumps({**content, **changed}, indent=2) + "\n", "utf-8")
+
+
+def _end_of_document(kept: Path) -> int | None:
+    """The id of the token that ends a document."""
+    if not (kept / "tokenizer_config.json").is_file() or not (kept / "tokenizer.json").is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    token = json.loads((kept / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
+    name = token["content"] if isinstance(token, dict) else token
+    found: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+    return found

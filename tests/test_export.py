@@ -1,0 +1,283 @@
+"""Runs come out as checkpoints of transformers: bit by bit if untouched, with equal logits if trained, in bounded files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from longctx.cli import main
+from longctx.commands.export import parse_size
+from longctx.model.checkpoint_files import INDEX, CheckpointFiles
+from longctx.model.checkpoint_writer import CheckpointWriter, Planned
+from longctx.model.decoder import Decoder
+from longctx.model.presets import ModelShape
+from longctx.training import checkpoint
+from longctx.training.checkpoint import CheckpointError, SavedWeights
+from longctx.training.export import ExportError, export
+from tests.training_cases import SMALL, make_store, train_then_save
+from tests.workers import Workers
+
+transformers = pytest.importorskip("transformers")
+
+from tests.export_cases import untouched  # noqa: E402
+from tests.huggingface_cases import build_model  # noqa: E402
+from tests.test_decoder_options import attention_of  # noqa: E402
+
+FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe gpt2 gpt_neox phi phi3 cohere olmo2 starcoder2"
+KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
+NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints in bfloat16, with what lies beside weights."""
+    folder = tmp_path_factory.mktemp("sources")
+    for kind in KINDS:
+        model = build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16)
+        model.save_pretrained(folder / kind)
+        if kind == "deepseek_v3":  # transformers reads and writes a part of it in float32
+            transformers.AutoModelForCausalLM.from_pretrained(folder / kind, dtype="auto").save_pretrained(folder / kind)
+        (folder / kind / "tokenizer.json").write_text("{}")
+        (folder / kind / "chat_template.jinja").write_text("{{ messages }}")
+        (folder / kind / "trainer_state.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(workers: Workers, store: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of every source a run by transformers' code on two ranks, and where there is one by the native decoder."""
+    folder = tmp_path_factory.mktemp("runs")
+    paths = [sources / kind for kind in KINDS]
+    workers.run(untouched, 2, store, paths, folder / "transformers", [])
+    native = [sources / kind for kind in NATIVE]
+    workers.run(untouched, 2, store, native, folder / "native", ["parallel.tensor_parallel_size=2"])
+    workers.run(untouched, 2, store, native[:2], folder / "pipeline", ["parallel.pipeline_parallel_size=2"])
+    return folder
+
+
+def contents(folder: Path) -> dict[str, torch.Tensor]:
+    files = CheckpointFiles.open(str(folder))
+    return {name: files.read(name) for name in files.files}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE), "pipeline/llama", "pipeline/qwen2"],
+)
+def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: Path, runs: Path, run: str) -> None:
+    """With the names and dtypes that transformers writes itself; the source's files beside the weights as they are."""
+    source = sources / Path(run).name
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    plain.save_pretrained(tmp_path / "theirs")
+    done = export(runs / run, tmp_path / "ours", max_shard_bytes=20_000)
+    assert done.files > 1 and done.has_tokenizer
+    theirs, ours = contents(tmp_path / "theirs"), contents(tmp_path / "ours")
+    assert {name: tensor.dtype for name, tensor in ours.items()} == {name: tensor.dtype for name, tensor in theirs.items()}
+    assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "ours" / name).read_bytes() == (source / name).read_bytes()
+    extra = {file.name for file in (tmp_path / "ours").iterdir()} - {file.name for file in source.iterdir()}
+    assert all(name.endswith(".safetensors") or name == INDEX for name in extra)
+    assert not (tmp_path / "ours" / "trainer_state.json").exists()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype="auto")
+    tokens = torch.arange(40)[None] % 60
+    assert torch.equal(again.eval()(tokens).logits, plain.eval()(tokens).logits)
+
+
+def test_an_export_needs_no_source(tmp_path: Path, sources: Path, runs: Path) -> None:
+    """And takes another dtype if it is asked to."""
+    moved = sources.with_name("moved")
+    sources.rename(moved)
+    try:
+        export(runs / "native/gemma2", tmp_path / "native", dtype=torch.float32)
+        export(runs / "transformers/gemma2", tmp_path / "theirs", dtype=torch.float32)
+    finally:
+        moved.rename(sources)
+    ours, theirs, source = contents(tmp_path / "native"), contents(tmp_path / "theirs"), contents(sources / "gemma2")
+    assert ours.keys() == theirs.keys() == source.keys()
+    for name, tensor in source.items():
+        assert torch.equal(ours[name], tensor.float()) and torch.equal(theirs[name], tensor.float())
+    assert json.loads((tmp_path / "native/config.json").read_text())["dtype"] == "float32"
+
+
+NEW = {
+    "llama": (1, [], "LlamaForCausalLM"),
+    "llama3, pipeline": (
+        2,
+        [
+            "parallel.pipeline_parallel_size=2",
+            "model.rope_scaling=llama3",
+            "model.rope_factor=2",
+            "model.rope_original_length=100",
+        ],
+        "LlamaForCausalLM",
+    ),
+    "ntk": (2, ["model.rope_scaling=ntk", "model.rope_factor=2", "model.tie_word_embeddings=false"], "LlamaForCausalLM"),
+    "qwen3": (2, ["model.qk_norm=true", "model.sliding_window=50", "model.full_attention_every=2"], "Qwen3ForCausalLM"),
+    "qwen2, tensor parallel": (2, ["parallel.tensor_parallel_size=2", "model.qkv_bias=true"], "Qwen2ForCausalLM"),
+    "phi3": (1, ["model.partial_rotary_factor=0.5"], "Phi3ForCausalLM"),
+    "gemma2": (
+        2,
+        [
+            "model.norm_offset=true",
+            "model.output_norms=true",
+            "model.hidden_act=gelu",
+            "model.attention_softcap=5",
+            "model.logit_softcap=3",
+            f"model.embedding_scale={32**0.5}",
+        ],
+        "Gemma2ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
+    ranks, settings, architecture = NEW[name]
+    workers.run(train_then_save, ranks, store, tmp_path / "run", ["train.steps=2", *settings], 2)
+    done = export(tmp_path / "run", tmp_path / "out")
+    assert (done.architecture, done.step, done.files) == (architecture, 2, 1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(model).__name__ == architecture and model.dtype == torch.float32
+    found, _ = checkpoint.newest(tmp_path / "run")
+    assert found is not None
+    ours = Decoder(ModelShape.model_validate(found.state["model"]))
+    saved = SavedWeights(found.folder)
+    for group in ours.groups():
+        ours.load_state_dict(saved.read(group), strict=False)
+    tokens = torch.randint(0, 257, (150,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = ours(tokens, torch.arange(150), attention_of(ours, 150))
+        torch.testing.assert_close(model.eval()(tokens[None]).logits[0], logits, rtol=1e-4, atol=1e-5)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer.encode("def f(x):\n    return x")) == "def f(x):\n    return x"
+    assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 256
+    with torch.no_grad():
+        assert model.generate(tokens[None, :20], max_new_tokens=3, do_sample=False).shape[1] <= 23
+
+
+def test_a_shape_without_family_is_refused(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(train_then_save, 1, store, tmp_path / "run", ["model.qk_norm=true", "model.qkv_bias=true", "train.steps=2"], 0)
+    with pytest.raises(ValueError, match=r"no family of transformers known here .* \(qwen2 lacks qk_norm True\)"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert {file.name for file in tmp_path.iterdir()} == {"run"}
+
+
+def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Also of odd sizes and mixed dtypes, written in any order."""
+    tensors = {
+        "b": torch.randn(3, dtype=torch.bfloat16),
+        "a": torch.randn(5, 2),
+        "c.long": torch.arange(3),
+        "scalar": torch.tensor(2.5, dtype=torch.float16),
+        "none": torch.zeros(0, 4),
+    }
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    (tmp_path / "ours").mkdir()
+    planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    writer = CheckpointWriter(tmp_path / "ours", planned, 10**6)
+    for name in reversed(tensors):
+        writer.write({name: tensors[name]})
+    writer.close()
+    ours = (tmp_path / "ours/model.safetensors").read_bytes()
+    assert ours == (tmp_path / "theirs.safetensors").read_bytes()
+
+
+def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
+    planned = [Planned(f"t{n}", (size,), torch.float32) for n, size in enumerate((10, 10, 30, 5, 4))]
+    writer = CheckpointWriter(tmp_path, planned, max_shard_bytes=80)
+    writer.write({tensor.name: torch.full(tensor.shape, float(n)) for n, tensor in enumerate(planned)})
+    writer.close()
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == 4 * 59
+    files = [index["weight_map"][tensor.name] for tensor in planned]
+    assert files == [f"model-0000{n}-of-00003.safetensors" for n in (1, 1, 2, 3, 3)]
+    assert all((tensor == int(name[1])).all() for name, tensor in contents_of(tmp_path).items())
+
+
+def contents_of(folder: Path) -> dict[str, torch.Tensor]:
+    (folder / "config.json").write_text("{}")
+    return contents(folder)
+
+
+@pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("700", 700), ("2kb", 2000)])
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 apples"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--max-shard-size is .*: give a number and KB"):
+        parse_size(text)
+
+
+def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    run = tmp_path / "run"
+    shutil.copytree(runs / "native/llama", run, symlinks=True)
+    with pytest.raises(ExportError, match="there is no run folder"):
+        export(tmp_path / "nowhere", out)
+    with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
+        export(run, out, step=7)
+    out.mkdir()
+    with pytest.raises(ExportError, match="exists: give another folder, or --overwrite"):
+        export(run, out)
+    with pytest.raises(ExportError, match=r"is no checkpoint of transformers .*: it will not be replaced"):
+        export(run, out, overwrite=True)
+    out.rmdir()
+    assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"step 0 exported to {out}: LlamaForCausalLM, 0.000 GB in ")
+    assert said[1] == f"load it with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
+    before = contents(out)
+    assert main(["export", str(run), str(out)]) == 2
+    assert main(["export", str(run), str(out), "--overwrite", "--dtype", "float32"]) == 0
+    assert len(list(out.glob("*.safetensors"))) == 1 and contents(out).keys() == before.keys()
+    with pytest.raises(CheckpointError, match=r"lacks model\.wings: it is no checkpoint of the whole model"):
+        SavedWeights(checkpoint.newest(run)[0].folder).read(["model.wings"])
+    config = json.loads((run / "model/config.json").read_text())
+    (run / "model/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    with pytest.raises(ExportError, match=r"is not the model of .*config\.json"):
+        export(run, tmp_path / "other")
+
+
+def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, tensors: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(CheckpointWriter, "write", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export(runs / "native/llama", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
+    """And says where everything is; a finished run that is started again leaves the export alone."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", f"checkpoint.export={out}", "train.steps=2"]
+    command = [sys.executable, "-m", "longctx", "train"]
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        command += [f"--{key}", value]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[-3:]
+    assert lines[0] == f"checkpoint of step 2: {run / 'latest'}"
+    assert lines[1].startswith(f"step 2 exported to {out}: LlamaForCausalLM")
+    assert "from_pretrained" in lines[2] and "from new weights" in done.stdout
+    transformers.AutoModelForCausalLM.from_pretrained(out)
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0 and f"{out} exists, and was not written again" in again.stdout
+    more = subprocess.run([*command, "--resume", "--train.steps", "3"], capture_output=True, text=True, timeout=120)
+    assert more.returncode == 2 and f"{out} exists" in more.stderr
