@@ -179,6 +179,8 @@ class TransformersModel(Model):
         here, there = self.describe()["transformers"], described.get("transformers")
         if there is None:
             return ["it was trained by the native decoder, not by transformers' code"]
+        if "lora" in described:
+            return [f"it holds adapters of LoRA: give lora.rank {described['lora']['rank']}"]
         ignored = {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {here.get(key)!r}, was {there.get(key)!r}"

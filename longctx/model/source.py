@@ -5,11 +5,28 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
+from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.protocol import Model
+
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraError(UserError):
+    """Adapters that a model cannot have."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Trained matrices of this rank beside frozen linear layers, scaled by alpha / rank; targets: "all-linear", or names."""
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
 
 
 class ModelSource(Protocol):
@@ -57,3 +74,18 @@ def pretrained(source: str, implementation: str, split: bool) -> ModelSource:
     if implementation == "native" or (implementation == "auto" and split):
         raise PretrainedError("the native decoder does not load checkpoints yet")
     return TransformersSource(files, "transformers' own code")
+
+
+@cache
+def adapted(source: str, lora: Lora, dtype: str) -> ModelSource:
+    """The same with adapters, run by transformers' own code; frozen weights are held in `dtype`.
+
+    Raises PretrainedError if it cannot be used.
+    """
+    import torch
+
+    from longctx.model.checkpoint_files import CheckpointFiles
+    from longctx.model.huggingface import TransformersSource
+    from longctx.model.lora import AdaptedSource
+
+    return AdaptedSource(TransformersSource(CheckpointFiles.open(source)), lora, getattr(torch, dtype))
