@@ -1,10 +1,12 @@
 """LoRA on tiny checkpoints: runs of the trainer over several ranks, and plain peft and transformers over unpacked documents."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -12,6 +14,8 @@ from longctx.config import Config, load
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.model.huggingface import OURS
+from longctx.parallel.compilation import compile_blocks
+from longctx.training import setup
 from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer
 from tests.huggingface_cases import build_model
@@ -32,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 
 def make_checkpoint(folder: Path, kind: str, **settings: Any) -> Path:
     """A model with weights that depend on its type alone, and the vocabulary of a byte-level store."""
-    build_model(kind, "eager", **{"vocab_size": 260, **settings}).save_pretrained(folder / kind)
+    build_model(kind, "eager", **{"vocab_size": 260, "num_hidden_layers": 3, **settings}).save_pretrained(folder / kind)
     return folder / kind
 
 
@@ -80,6 +84,19 @@ def run(store: Path, folder: Path, settings: list[str], steps: int = STEPS, resu
         "dtypes": dtypes,
         "moments": sum(value.numel() for value in states),
     }
+
+
+def run_compiled(store: Path, folder: Path, settings: list[str], steps: int) -> tuple[list[float], int, int]:
+    """Losses with blocks compiled for a backend that only counts: with how many graphs, and how many breaks in them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounter()
+    setup.compile_blocks = partial(compile_blocks, backend=counter)
+    try:
+        losses = run(store, folder, [*settings, "train.compile=true"], steps)["losses"]
+    finally:
+        setup.compile_blocks = compile_blocks
+    return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def run_with_checkpoints(store: Path, folder: Path, settings: list[str]) -> Tensors:

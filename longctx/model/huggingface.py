@@ -124,8 +124,9 @@ class TransformersModel(Model):
         """
         self._fill_buffers(device)
         self._device = device
-        self.kinds = check_packed(self.hf, self._as_transformers, dtype)
-        self._choose_head(dtype)
+        with torch.compiler.set_stance("force_eager"):  # compiled for these calls, blocks would be over the limit of programs
+            self.kinds = check_packed(self.hf, self._as_transformers, dtype)
+            self._choose_head(dtype)
 
     def _fill_buffers(self, device: torch.device) -> None:
         """Persistent ones are in the checkpoint; transformers computes the others, once told that all else is there."""

@@ -15,6 +15,7 @@ def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.d
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # adapters have no norms, and checkpoints no empty groups
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
     )

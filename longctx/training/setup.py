@@ -22,7 +22,7 @@ from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
-from longctx.parallel.sharding import initialize_sharded, shard
+from longctx.parallel.sharding import initialize_sharded, shard, sharded_modules
 from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import choose_ulysses_degree
@@ -69,6 +69,8 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
     model.finish(mesh.device, dtype)
+    for module in sharded_modules(model):
+        module.reshard()  # else the optimizer would be given what `finish` has gathered in place of the shards
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
 

@@ -1,8 +1,8 @@
 """Model FLOP utilisation: the operations that the model needs, per second, as a share of what the devices can do.
 
 Counted is what a perfect implementation would compute: two operations for every weight of a matrix and token, causal attention
-inside of each document alone, and twice that again in backward, where frozen weights need no gradient. Recomputation and padding
-are not counted, so they lower it.
+inside of each document alone, and twice that again in backward, where frozen weights need no gradient. Recomputation and
+padding are not counted, so they lower it.
 """
 
 import re
