@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
@@ -19,7 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
 from longctx.config import ConfigError, load
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
 from longctx.model.lora import merge, write_adapter
+from longctx.training.first_steps import plan_steps
+from longctx.training.run_profile import work_of
+from longctx.training.utilisation import model_flops
 from tests.lora_cases import (
     gathered_losses,
     make_checkpoint,
@@ -235,8 +242,7 @@ def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, targets: str, tied: bool, dtype: str) -> None:
     checkpoint = make_checkpoint(tmp_path, kind, tie_word_embeddings=tied)
     given = settings_of(checkpoint, f"lora.target_modules={targets}", f"train.dtype={dtype}", "batch.tokens_per_rank=300")
-    with torch.device("meta"):
-        model = load(None, given).model_source().build()
+    model = load(None, given).model_source().build()
     values = draw(model)
     write_adapter(tmp_path / "adapter", model, {name: value for name, value in values.items() if "lora_" in name})
     base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
@@ -248,7 +254,9 @@ def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, t
     ids = torch.arange(20)[None]
     plain, adapted = base_logits(checkpoint, dtype, ids), loaded(input_ids=ids, use_cache=False).logits
     assert (plain - adapted).abs().max() > 0.05
-    model.load_state_dict(values, strict=False, assign=True)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(values[name])
     model.finish(torch.device("cpu"), getattr(torch, dtype))
     model.hf.set_attn_implementation("eager")
     ours = model.hf(input_ids=ids, use_cache=False).logits
@@ -267,12 +275,11 @@ def base_logits(checkpoint: Path, dtype: str, ids: torch.Tensor) -> torch.Tensor
 
 
 def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with torch.device("meta"):
-        model = load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300")).model_source().build()
+    model = load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300")).model_source().build()
     values = draw(model)
     missing = "hf.model.layers.0.mlp.up_proj.lora_B.default.weight"
     some = {name: value for name, value in values.items() if name != missing}
-    with pytest.raises(ValueError, match="1 of 42 adapter weights are missing: model.layers.0.mlp.up_proj.lora_B"):
+    with pytest.raises(ValueError, match=r"1 of 42 adapter weights are missing: model\.layers\.0\.mlp\.up_proj\.lora_B"):
         write_adapter(tmp_path, model, some)
     with pytest.raises(ValueError, match=f"is given without {missing}"):
         merge(model, some)
@@ -323,3 +330,39 @@ def test_the_first_line_counts_what_is_trained(
     trained = 3 * 4 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32)
     everything = trained + sum(weight.numel() for weight in model.parameters())
     assert f"{trained:,} of {everything:,} parameters are trained (LoRA of rank 4)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"),
+    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["train.recompute=selective"])],
+)
+def test_the_memory_estimate_is_within_10_percent(
+    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+) -> None:
+    """Frozen weights are counted without gradients and moments, which would be three quarters of them."""
+    store = make_store(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
+    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given.append("data.max_length=2048")
+    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
+    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
+    spec = config.model_source().spec
+    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
+
+
+def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkpoints: dict[str, Path]) -> None:
+    sources = [
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", *others)).model_source()
+        for others in ([], ["lora.rank=null", "lora.alpha=null"])
+    ]
+    adapted, full = (source.spec for source in sources)
+    assert adapted.trained_parameters == adapted.parameters - full.parameters > 0
+    assert full.trained_parameters == full.parameters
+    of_adapters, of_matrices = 6 * 100 * adapted.trained_parameters, 2 * 100 * full.multiplied_parameters
+    assert model_flops(adapted, [100]) == model_flops(full, [100]) + of_adapters - of_matrices
+    works = [work_of(spec, "float32") for spec in (adapted, full)]
+    assert works[0].computed == pytest.approx(2 / 3 * works[1].computed)

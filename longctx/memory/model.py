@@ -162,8 +162,10 @@ class _Step:
         self.mlp = min(train.mlp_tile_tokens or tokens, tokens) * layer.intermediate_size * self.number // self.split
         # What backward computes again of one tile of the MLP, if it is tiled.
         self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
-        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input.
-        kept = self.number if self.fused else 2 * FLOAT32
+        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input, by which its
+        # weight gets a gradient.
+        composed = FLOAT32 if self.spec.adapted else 2 * FLOAT32
+        kept = self.number if self.fused else composed
         self.norm = tokens * self.spec.hidden_size * kept // self.split
         attention_norms, mlp_norms = (tokens * count * kept // self.split for count in (layer.attention_norms, layer.mlp_norms))
         # The output of a norm, gathered for the matrices that are split over ranks.
