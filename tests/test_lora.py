@@ -334,7 +334,7 @@ def test_the_first_line_counts_what_is_trained(
 
 @pytest.mark.parametrize(
     ("ranks", "others"),
-    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["train.recompute=selective"])],
+    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["context.mode=auto"])],
 )
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]

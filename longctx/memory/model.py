@@ -162,8 +162,8 @@ class _Step:
         self.mlp = min(train.mlp_tile_tokens or tokens, tokens) * layer.intermediate_size * self.number // self.split
         # What backward computes again of one tile of the MLP, if it is tiled.
         self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
-        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input, by which its
-        # weight gets a gradient.
+        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input, of which
+        # the gradient of its weight is made.
         composed = FLOAT32 if self.spec.adapted else 2 * FLOAT32
         kept = self.number if self.fused else composed
         self.norm = tokens * self.spec.hidden_size * kept // self.split
