@@ -2,7 +2,7 @@
 
     python examples/code_conversations.py data/conversations
 
-writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long ones, as in real chats.
+writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long, as in real chats.
 The assistant lists what a module defines, with the first line of each docstring, which can be read off the file.
 """
 

@@ -97,7 +97,7 @@ def _prepare(
     available = available_bytes(device, launch.local_world_size)
     refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
-    size = 0 if config.checkpoint.every is None else 12 * spec.parameters
+    size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
@@ -205,8 +205,13 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         start = f"from step {trainer.steps_done}"
     if trainer.steps_done >= config.train.steps:
         start += f", which is all of train.steps {config.train.steps}: nothing to do"
+    parameters = f"{trainer.model.spec.parameters / 1e6:.1f}M parameters"
+    if config.lora.rank is not None:
+        counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
+        trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
+        parameters = f"{trained:,} of {everything:,} parameters are trained (LoRA of rank {config.lora.rank})"
     return (
-        f"{trainer.model.spec.parameters / 1e6:.1f}M parameters on {mesh.world_size} ranks ({mesh.device.type}, "
+        f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
         f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

@@ -25,11 +25,13 @@ def describe() -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """How a value of this type is written: `int`, `split|drop|error`, `{int: int}`, `[float, float]`."""
+    """How a value of this type is written: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
     if get_origin(annotation) in (Union, UnionType):
         return "|".join("null" if choice is NoneType else _type_name(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
+    if get_origin(annotation) is list:
+        return "[" + ", ".join(map(_type_name, get_args(annotation))) + ", ..]"
     if get_origin(annotation) is dict:
         return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
     if get_origin(annotation) is tuple:

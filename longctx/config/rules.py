@@ -1,5 +1,6 @@
 """Rules that span several settings, or settings and the number of processes; a function for each subject yields problems."""
 
+import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
 from longctx.errors import UserError
 from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.source import ALL_LINEAR, LoraError
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document
@@ -22,7 +24,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _files, _context, _bins, _pipeline, _tensor, _train, _checkpoint, _memory)
+    rules = (_model, _lora, _files, _context, _bins, _pipeline, _tensor, _train, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
@@ -48,6 +50,47 @@ def _model(config: Config) -> Iterator[Problem]:
     for name in sorted(own):
         rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
         yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))
+
+
+def _lora(config: Config) -> Iterator[Problem]:
+    """What adapters cannot be put beside, and what they would make of the loss."""
+    lora, model, parallel = config.lora, config.model, config.parallel
+    if lora.dropout:
+        rule = "it would draw other numbers where a document is split over other ranks, so that the loss depended on the plan"
+        yield Problem("lora.dropout", lora.dropout, rule, "leave it out")
+    if lora.rank is None:
+        for name in ("alpha", "target_modules"):
+            if getattr(lora, name) != type(lora).model_fields[name].default:
+                rule = "lora.rank is null, so that there are no adapters"
+                yield Problem(f"lora.{name}", getattr(lora, name), rule, "give lora.rank, or leave it out", ("lora.rank",))
+        return
+    if model.from_pretrained is None:
+        rule = "adapters stand beside the weights of a checkpoint, and model.from_pretrained names none"
+        fix = "give model.from_pretrained, or leave lora.rank out"
+        yield Problem("lora.rank", lora.rank, rule, fix, ("model.from_pretrained",))
+        return
+    if importlib.util.find_spec("peft") is None:
+        yield Problem("lora.rank", lora.rank, "adapters need peft, which is not there", "pip install 'longctx[huggingface]'")
+        return
+    if model.implementation == "native":
+        rule = "adapters are put into transformers' own code, and not into the native decoder"
+        fix = "choose transformers, or leave lora.rank out"
+        yield Problem("model.implementation", model.implementation, rule, fix, ("lora.rank",))
+    for key, size in (
+        ("tensor_parallel_size", parallel.tensor_parallel_size),
+        ("pipeline_parallel_size", parallel.pipeline_parallel_size),
+    ):
+        if size > 1:
+            rule = "adapters are put into transformers' own code, which runs with whole matrices and all layers on a rank"
+            fix = "give 1 (frozen weights are sharded over all ranks, and have no gradients), or leave lora.rank out"
+            yield Problem(f"parallel.{key}", size, rule, fix, ("lora.rank",))
+    try:
+        _ = config.model_source().spec
+    except LoraError as error:
+        fix = f"name some of these, or leave it out for {ALL_LINEAR}"
+        yield Problem("lora.target_modules", lora.target_modules, str(error), fix, ("lora.rank", "model.from_pretrained"))
+    except UserError:
+        pass  # the rule on the model tells, or the first step of the run
 
 
 def _spec(config: Config) -> ModelSpec | None:

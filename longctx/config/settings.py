@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from longctx.config.problems import ConfigError, Problem, plain
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.source import ModelSource, NewDecoder, pretrained
+from longctx.model.source import Lora, ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
 
@@ -77,6 +77,27 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
             problem = Problem("model.vocab_size", self.vocab_size, rule, f"give {vocab_size} or more, or leave it out")
             raise ConfigError.of([problem], "the model section")
         return self.sizes().model_copy(update={"vocab_size": self.vocab_size or vocab_size})
+
+
+class LoraSection(Section):
+    """small trained matrices beside the frozen weights of a checkpoint, by peft"""
+
+    rank: int | None = Field(None, ge=1, description="of the trained matrices (null: all weights are trained, without LoRA)")
+    alpha: float | None = Field(None, gt=0, description="what they add is scaled by alpha / rank (null: 2 · rank)")
+    dropout: float = Field(0.0, ge=0, le=1, description="must be 0: it would depend on how documents are split")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear",
+        description="last parts of the names of linear layers, such as [q_proj, v_proj]; all-linear: all but the output head "
+        "(experts that are one parameter are no linear layers)",
+    )
+
+    @property
+    def adapters(self) -> Lora | None:
+        """None without LoRA."""
+        if self.rank is None:
+            return None
+        targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
+        return Lora(self.rank, self.alpha or 2.0 * self.rank, targets)
 
 
 class DataSection(Section):
@@ -254,6 +275,7 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     context: ContextSection = ContextSection()
@@ -272,7 +294,9 @@ class Config(BaseModel):
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
         rope = tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self.model, name)) is not None)
-        return pretrained(self.model.from_pretrained, self.model.implementation, split, rope)
+        if self.lora.adapters is not None:
+            return adapted(self.model.from_pretrained, rope, self.lora.adapters, self.train.dtype)
+        return pretrained(self.model.from_pretrained, rope, self.model.implementation, split)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -49,7 +49,7 @@ class Memory:
     """Bytes on a rank at the fullest moment of a step, which is `moment`; the sum of the parts is `total`.
 
     Attributes:
-        parameters, optimizer: float32 shards of the weights and of their two moments.
+        parameters, optimizer: shards of the weights (float32, if frozen in the compute dtype) and of their two float32 moments.
         gathered_weights: of other ranks' shards, in the compute dtype.
         gradients: whole until they are reduced, then a shard.
         activations: what forward keeps for backward.
@@ -124,21 +124,29 @@ class _Step:
         self.saved_kv, self.kept_again = (0, kept_kv) if self.recompute == "full" else (kept_kv, 0)
         self.kept = self.layers * self.saved_kv
         on_device = not (config.train.offload_optimizer and fused)
-        shard = FLOAT32 * self.all // self.shards if on_device else 0
-        self.fixed = Memory("", parameters=shard, optimizer=2 * shard)
+        weights, moments = FLOAT32 * self.trained + self.number * (self.all - self.trained), 2 * FLOAT32 * self.trained
+        self.fixed = (
+            Memory("", parameters=weights // self.shards, optimizer=moments // self.shards) if on_device else Memory("")
+        )
         # Gradients of the micro-batches before this one: whole if they are reduced at the end of the step.
         spread = 1 if config.parallel.reduce_after == "step" else self.shards
-        self.earlier_gradients = 0 if load.micro_batches == 1 else FLOAT32 * self.all // spread
+        self.earlier_gradients = 0 if load.micro_batches == 1 else FLOAT32 * self.trained // spread
 
     def _count_parameters(self) -> None:
         """Parameters on this rank, before sharding."""
-        self.block = self.layer.matrix_parameters // self.split + self.layer.other_parameters
+        layer, adapted = self.layer, self.spec.adapted
+        self.block = layer.matrix_parameters // self.split + layer.other_parameters + layer.adapter_parameters
         # One vocabulary matrix.
         self.embedding = self.spec.vocabulary_parameters // self.split
         # Outside of the blocks: the embedding, and the last norm and the head.
         matrices = self.first + self.last - (self.first and self.last and self.spec.tie_word_embeddings)
         self.root = matrices * self.embedding + (self.spec.hidden_size if self.last else 0)
         self.all = self.layers * self.block + self.root
+        # Of these, what has gradients and moments: everything, or adapters alone.
+        self.trained_block = layer.adapter_parameters if adapted else self.block
+        self.trained_root = 0 if adapted else self.root
+        self.trained_head = 0 if adapted or not self.last else self.embedding
+        self.trained = self.layers * self.trained_block + self.trained_root
 
     def _measure_block(self) -> None:
         """Activations of one block, by what keeps them."""
@@ -154,16 +162,20 @@ class _Step:
         self.mlp = min(train.mlp_tile_tokens or tokens, tokens) * layer.intermediate_size * self.number // self.split
         # What backward computes again of one tile of the MLP, if it is tiled.
         self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
-        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input.
-        kept = self.number if self.fused else 2 * FLOAT32
+        # What a norm keeps: its input, and, where it is composed of simple operations in float32, the normed input, of which
+        # the gradient of its weight is made.
+        composed = FLOAT32 if self.spec.adapted else 2 * FLOAT32
+        kept = self.number if self.fused else composed
         self.norm = tokens * self.spec.hidden_size * kept // self.split
         attention_norms, mlp_norms = (tokens * count * kept // self.split for count in (layer.attention_norms, layer.mlp_norms))
         # The output of a norm, gathered for the matrices that are split over ranks.
         self.normed = self.stream * self.split
         # Gradients of an MLP's output and input over all tokens, where matrices are split over ranks.
         self.gathered_gradients = 2 * self.normed if self.split > 1 else 0
+        # What adapters keep beside the input of their layer.
+        adapters = tokens * layer.adapter_width * self.number
         # What the first half of a block keeps: norm, q, k, v, out, log-sum-exp.
-        self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse + attention_norms
+        self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse + attention_norms + adapters
         # What the second half keeps; a tiled MLP its input alone.
         self.mlp_part = self.norm + self.normed + 4 * self.mlp - self.tile + mlp_norms
         # Share of the rows whose heads are swapped for tokens.
@@ -219,7 +231,7 @@ class _Step:
 
         The head's weight has its gradient already; the block's own come on top of earlier ones before they are added.
         """
-        fresh = self.number * (self.embedding * int(self.last) + self.block)
+        fresh = self.number * (self.trained_head + self.trained_block)
         gradients = self.earlier_gradients + fresh
         return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
 
@@ -263,7 +275,7 @@ class _Step:
             self.fixed,
             moment="loss",
             gathered_weights=self.gathered(1),
-            gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.embedding,
+            gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.trained_head,
             activations=self.activations + self.stream * int(self.split > 1) + 2 * self.normed + self.norm,
             remote_kv=self.kept,
             logits=self._logits(),
@@ -275,18 +287,19 @@ class _Step:
             self.fixed,
             moment="end of backward",
             gathered_weights=self.gathered(1),
-            gradients=self.earlier_gradients + (2 * self.number + FLOAT32) * self.root,
+            gradients=self.earlier_gradients + (2 * self.number + FLOAT32) * self.trained_root,
             activations=self.tables + self.normed,
         )
 
     def _optimizer(self) -> Memory:
         """Not fused, it needs two numbers for each of the largest parameter's."""
         in_host_memory = self.fused and self.config.train.offload_optimizer
-        largest = max(self.embedding, self.layer.intermediate_size * self.spec.hidden_size)
+        matrix = self.layer.intermediate_size * self.spec.hidden_size
+        largest = self.trained_block if self.spec.adapted else max(self.embedding, matrix)
         return replace(
             self.fixed,
             moment="optimizer",
-            gradients=0 if in_host_memory else FLOAT32 * self.all // self.shards,
+            gradients=0 if in_host_memory else FLOAT32 * self.trained // self.shards,
             working=0 if self.fused else 2 * FLOAT32 * largest,
         )
 

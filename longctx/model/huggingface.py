@@ -144,8 +144,9 @@ class TransformersModel(Model):
         """
         self._fill_buffers(device)
         self._device = device
-        self.kinds = check_packed(self.hf, self._as_transformers, dtype)
-        self._choose_head(dtype)
+        with torch.compiler.set_stance("force_eager"):  # compiled for these calls, blocks would be over the limit of programs
+            self.kinds = check_packed(self.hf, self._as_transformers, dtype)
+            self._choose_head(dtype)
 
     def _fill_buffers(self, device: torch.device) -> None:
         """Persistent ones are in the checkpoint; transformers computes the others, once told that all else is there."""
@@ -207,6 +208,8 @@ class TransformersModel(Model):
         here, there = self.describe()["transformers"], described.get("transformers")
         if there is None:
             return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
+        if "lora" in described:
+            return [f"it holds adapters of LoRA: give lora.rank {described['lora']['rank']}"]
         ignored = {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {here.get(key)!r}, was {there.get(key)!r}"

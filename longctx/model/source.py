@@ -5,12 +5,29 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles
     from longctx.model.protocol import Model
+
+
+ALL_LINEAR = "all-linear"
+
+
+class LoraError(UserError):
+    """Adapters that a model cannot have."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Trained matrices of this rank beside frozen linear layers, scaled by alpha / rank; targets: "all-linear", or names."""
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
 
 
 class ModelSource(Protocol):
@@ -56,11 +73,13 @@ class NewDecoder:
         return Decoder(self.shape, layers)
 
 
-@cache
-def pretrained(source: str, implementation: str, split: bool, rope: tuple[tuple[str, Any], ...] = ()) -> ModelSource:
-    """The checkpoint in a folder or on the hub, run by one of two implementations; `split`: matrices or layers over ranks.
+Rope = tuple[tuple[str, Any], ...]
+"""Settings by which a checkpoint's RoPE is changed: see `context_extension`."""
 
-    With `rope` its RoPE is changed: see `context_extension`.
+
+@cache
+def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> ModelSource:
+    """The checkpoint in a folder or on the hub, run by one of two implementations; `split`: matrices or layers over ranks.
 
     Raises PretrainedError if it cannot be used.
     """
@@ -88,3 +107,19 @@ def pretrained(source: str, implementation: str, split: bool, rope: tuple[tuple[
             + ["set parallel.tensor_parallel_size and parallel.pipeline_parallel_size to 1"] * split
         )
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
+
+
+@cache
+def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
+    """The same with adapters, run by transformers' own code; frozen weights are held in `dtype`.
+
+    Raises PretrainedError if it cannot be used.
+    """
+    import torch
+
+    from longctx.model.checkpoint_files import CheckpointFiles
+    from longctx.model.huggingface import TransformersSource
+    from longctx.model.lora import AdaptedSource
+
+    files = replace(CheckpointFiles.open(source), rope=rope)
+    return AdaptedSource(TransformersSource(files), lora, getattr(torch, dtype))

@@ -17,6 +17,8 @@ class LayerSpec:
         idle_parameters: of matrices that a token does not meet: experts that it does not go to.
         window: tokens that a token sees, itself counted; None: all before it.
         attention_norms, mlp_norms: numbers of a token that norms behind the one at the entrance of either half keep.
+        adapter_parameters: of LoRA's matrices beside the others, which are then frozen.
+        adapter_width: numbers of a token between the two matrices of all adapters.
     """
 
     hidden_size: int
@@ -30,15 +32,17 @@ class LayerSpec:
     attention_norms: int = 0
     mlp_norms: int = 0
     idle_parameters: int = 0
+    adapter_parameters: int = 0
+    adapter_width: int = 0
 
     @property
     def parameters(self) -> int:
-        return self.matrix_parameters + self.other_parameters + self.idle_parameters
+        return self.matrix_parameters + self.other_parameters + self.idle_parameters + self.adapter_parameters
 
     def multiplications(self, keys: int) -> int:
         """For one token that attends to `keys` tokens; those of norms are left out."""
         seen = keys if self.window is None else min(keys, self.window)
-        return self.matrix_parameters + 2 * seen * self.num_attention_heads * self.head_dim
+        return self.matrix_parameters + self.adapter_parameters + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
         """Operations of causal attention over a document, forward.
@@ -90,9 +94,20 @@ class ModelSpec:
         return sum(layer.parameters for layer in self.layers) + embeddings + self.hidden_size
 
     @property
+    def adapted(self) -> bool:
+        """Whether adapters alone are trained."""
+        return any(layer.adapter_parameters for layer in self.layers)
+
+    @property
+    def trained_parameters(self) -> int:
+        """Those that have gradients. Needs `vocab_size`."""
+        return sum(layer.adapter_parameters for layer in self.layers) if self.adapted else self.parameters
+
+    @property
     def multiplied_parameters(self) -> int:
         """Parameters by which every token is multiplied: the blocks' matrices and the output projection."""
-        return sum(layer.matrix_parameters for layer in self.layers) + self.vocabulary_parameters
+        in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
+        return in_blocks + self.vocabulary_parameters
 
     def flops(self, lengths: Sequence[int]) -> int:
         """Operations of a forward pass over documents of these lengths. Needs `vocab_size`."""

@@ -12,7 +12,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(group)
-    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    weights, moments = _state(model, optimizer)
     writer = FileSystemWriter(partial, sync_files=True)
     try:
         save_sharded({"model": weights, "optimizer": moments}, storage_writer=writer, process_group=group)
@@ -159,7 +159,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
 
     Weight decay, betas and the like stay those of `optimizer`: they are settings of this run.
     """
-    weights, optimizer_state = get_state_dict(model, optimizer, options=BY_NAME)
+    weights, optimizer_state = _state(model, optimizer)
     moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
@@ -169,7 +169,17 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
             f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away, and --resume goes on from the one before it"
         ) from error
     optimizer_state = {**optimizer_state, **state["optimizer"]}
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=BY_NAME)
+    options = replace(BY_NAME, strict=all(parameter.requires_grad for parameter in model.parameters()))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and moments; of a model that is partly frozen only what is trained: the rest is read where it came from."""
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(trained) < len(list(model.parameters())):
+        weights = {name: weight for name, weight in weights.items() if name in trained}
+    return weights, moments
 
 
 class SavedWeights:

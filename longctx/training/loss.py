@@ -76,33 +76,31 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         softcap: float,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        needs_gradient = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        hidden_gradient = torch.zeros_like(hidden) if needs_gradient else None
+        for_hidden, for_weight, *_ = ctx.needs_input_grad
+        hidden_gradient = torch.zeros_like(hidden) if for_hidden else None
         # Summed over chunks in float32, whatever the dtype of the weight.
         weight_gradient = (
-            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if needs_gradient else None
+            torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             this = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
             losses = (this.log_total - this.target_logits).where(counts[rows] != 0, 0) * counts[rows]
             total += losses.sum(dtype=torch.float64)
-            if hidden_gradient is not None and weight_gradient is not None:
-                gradient = this.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
+            if not (for_hidden or for_weight):
+                continue
+            gradient = this.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
+            if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
+            if weight_gradient is not None:
                 weight_gradient += gradient.T @ hidden[rows]
-        if hidden_gradient is not None and weight_gradient is not None:
-            ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
+        ctx.save_for_backward(hidden_gradient, None if weight_gradient is None else weight_gradient.to(weight.dtype))
         return (total / divisor).to(torch.promote_types(hidden.dtype, torch.float32))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden_gradient, weight_gradient = ctx.saved_tensors
-        return (
-            hidden_gradient * gradient.to(hidden_gradient.dtype),
-            weight_gradient * gradient.to(weight_gradient.dtype),
-            *[None] * 6,
-        )
+        made = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*made, *[None] * 6)
 
 
 def cross_entropy_sum(

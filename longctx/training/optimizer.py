@@ -9,12 +9,13 @@ from longctx.config.settings import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over all parameters; norms (one-dimensional) do not decay. Fused on CUDA."""
-    parameters = list(model.parameters())
+    """AdamW over all parameters that are trained; norms (one-dimensional) do not decay. Fused on CUDA."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]  # adapters have no norms, and checkpoints no empty groups
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
     )

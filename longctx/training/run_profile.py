@@ -112,6 +112,8 @@ def work_of(
     if recompute != "none":
         computed += (in_blocks - sum(layer.hidden_size * layer.intermediate_size for layer in layers)) / 3
         collectives += COLLECTIVES - 1
+    if spec.adapted:  # a third of the operations gives gradients, which frozen weights do not have
+        computed -= (in_blocks + head) / 3
     element, again = ELEMENT_BYTES[dtype], recompute == "full"
     hidden_bytes, passes = spec.hidden_size * element, 3 + again - keep_kv
     heads = sum(layer.num_attention_heads * layer.head_dim for layer in layers) / tensor

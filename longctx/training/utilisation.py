@@ -1,7 +1,8 @@
 """Model FLOP utilisation: the operations that the model needs, per second, as a share of what the devices can do.
 
 Counted is what a perfect implementation would compute: two operations for every weight of a matrix and token, causal attention
-inside of each document alone, and twice that again in backward. Recomputation and padding are not counted, so they lower it.
+inside of each document alone, and twice that again in backward, where frozen weights need no gradient. Recomputation and
+padding are not counted, so they lower it.
 """
 
 import re
@@ -29,7 +30,8 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int]) -> int:
     """Operations of forward and backward over documents of these lengths. Needs `vocab_size`."""
-    return FORWARD_AND_BACKWARD * spec.flops(lengths)
+    frozen = spec.multiplied_parameters - spec.trained_parameters if spec.adapted else 0
+    return FORWARD_AND_BACKWARD * spec.flops(lengths) - 2 * frozen * sum(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:

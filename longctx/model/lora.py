@@ -1,0 +1,284 @@
+"""LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
+
+A layer gives W x + alpha / rank · B A x, of which A [rank, in] and B [out, rank] alone are trained. They are put in before the
+model is sharded, and stay float32; the frozen weights are held in the dtype of the computation. What a run has trained goes out
+as a folder that peft loads, or merged into the weights.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from longctx.model.checkpoint_files import CheckpointFiles
+from longctx.model.conversion import Tensors
+from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
+from longctx.model.protocol import Model
+from longctx.model.source import ALL_LINEAR, Lora, LoraError
+from longctx.model.spec import ModelSpec
+
+ADAPTER = "default"
+"""What peft calls an adapter that has no name."""
+A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+BASE = ".base_layer."
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class AdaptedSource:
+    """A checkpoint with adapters, run by the code of transformers; its frozen weights are held in `dtype`."""
+
+    base: TransformersSource
+    lora: Lora
+    dtype: torch.dtype
+    said: str = "transformers' own code, which LoRA needs"
+
+    @property
+    def files(self) -> CheckpointFiles:
+        return self.base.files
+
+    def check_length(self, longest: int) -> None:
+        self.base.check_length(longest)
+
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Raises LoraError if there is nothing to adapt, or it cannot be."""
+        with torch.device("meta"):
+            return AdaptedModel(self.files, self.lora, self.dtype).spec
+
+    def build(self, layers: Collection[int] | None = None) -> Model:
+        """All layers, whichever are asked for: the settings refuse pipelines."""
+        return AdaptedModel(self.base.files, self.lora, self.dtype)
+
+
+class AdaptedModel(TransformersModel):
+    """A model of transformers with adapters, of which nothing else is trained.
+
+    Attributes:
+        adapted: the names of the layers that have adapters, as transformers calls them.
+        transposed: those of which the weight is [in, out], as in GPT-2.
+    """
+
+    def __init__(self, files: CheckpointFiles, lora: Lora, dtype: torch.dtype) -> None:
+        """On torch's default device. Raises LoraError if `lora` does not fit the model."""
+        super().__init__(files)
+        twin = self.conversion.twin
+        self.files, self.lora = files, lora
+        self.adapted = find_targets(twin, lora.target_modules)
+        self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
+        if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):
+            raise LoraError(f"peft puts adapters elsewhere than asked: {', '.join(sorted(made)[:5])}")
+        self.hf.eval()
+        for parameter in self.parameters():
+            if not parameter.requires_grad:  # adapters stay float32
+                parameter.data = parameter.data.to(dtype)
+        self.spec = _with_adapters(self.spec, self.layers)
+
+    def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
+        """A by Kaiming's uniform distribution, as in peft, drawn from `seed` and the name; B zero; else the checkpoint's."""
+        if name.endswith(B):
+            return torch.zeros_like(parameter)
+        if name.endswith(A):
+            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
+            bound = parameter.shape[1] ** -0.5
+            return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
+        return super().initial_value(plain_name(name), parameter, seed)
+
+    def describe(self) -> dict[str, Any]:
+        """With the adapters, and which weights they are beside of: these are in no checkpoint of the run."""
+        base = {"base": str(self.files.folder), "base_fingerprint": self.fingerprint}
+        return {**super().describe(), "lora": {**asdict(self.lora), "target_modules": self._asked, **base}}
+
+    def peft_config(self) -> Any:
+        """What peft calls these adapters: a `LoraConfig`. It has the last parts of the layers' names if these will do."""
+        return _peft_config(self.lora, self.adapted, self.conversion.twin)
+
+    @property
+    def _asked(self) -> str | list[str]:
+        targets = self.lora.target_modules
+        return targets if isinstance(targets, str) else list(targets)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.files)
+
+    def differences(self, described: Mapping[str, Any]) -> list[str]:
+        there = described.get("lora")
+        if there is None:
+            return ["it was trained without LoRA: leave lora.rank out"]
+        found = super().differences({key: value for key, value in described.items() if key != "lora"})
+        found += [
+            f"lora.{name} is {getattr(self.lora, name)!r}, was {there[name]!r}"
+            for name in ("rank", "alpha")
+            if getattr(self.lora, name) != there[name]
+        ]
+        if self._asked != there["target_modules"]:
+            found.append(f"lora.target_modules is {self._asked!r}, was {there['target_modules']!r}")
+        if self.fingerprint != there["base_fingerprint"]:
+            found.append(f"the weights of {self.files.folder} are not those of {there['base']}, which the adapters belong to")
+        return found
+
+
+def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
+    """The names of the linear layers of a model, on meta and without adapters, that get some, in the order of the model.
+
+    `targets` is "all-linear", all but the output head, or the last parts of names. Experts that are one parameter are no
+    linear layers. Raises LoraError for a name that no linear layer has, and for layers that cannot have adapters.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = twin.get_output_embeddings()
+    linear = {name: module for name, module in twin.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    wanted = [name for name, module in linear.items() if module is not head]
+    kind = type(twin).__name__
+    there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in wanted}))}"
+    if not wanted:
+        raise LoraError(f"{kind} has no linear layer beside its head")
+    if targets == ALL_LINEAR:
+        taken_for_experts = _taken_for_experts(twin, wanted)
+        return tuple(name for name in wanted if name not in taken_for_experts)
+    found: set[str] = set()
+    for target in targets:
+        named = {name: module for name, module in twin.named_modules() if name == target or name.endswith(f".{target}")}
+        others = {type(module).__name__ for name, module in named.items() if name not in linear}
+        if not named:
+            raise LoraError(f"no layer is called {target}: {there_are}")
+        if others:
+            raise LoraError(f"{target} is a {', '.join(sorted(others))}, which is no linear layer: {there_are}")
+        if any(module is head for module in named.values()):
+            raise LoraError(f"{target} is the output head, of which the loss takes the weight alone: {there_are}")
+        found |= named.keys()
+    if refused := _taken_for_experts(twin, found):
+        raise LoraError(f"peft takes {', '.join(sorted(refused)[:3])} for experts, which are one parameter: {there_are}")
+    return tuple(name for name in linear if name in found)
+
+
+def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
+    """Of these layers of a mixture, those to which peft gives no adapters: their names are what its experts were once called.
+
+    (Where peft 0.21 finds `gate_proj`, say, in a config for qwen2_moe, it adapts the parameter that holds all experts.)
+    """
+    wanted = set(names)
+    if all(parameter.dim() < 3 for parameter in twin.parameters()):
+        return set()
+    trial = deepcopy(twin)
+    return wanted - _inject(trial, _peft_config(Lora(1, 1.0), wanted, twin))
+
+
+def _peft_config(lora: Lora, adapted: Collection[str], twin: Any) -> Any:
+    from peft import LoraConfig
+
+    ends = {name.rpartition(".")[2] for name in adapted}
+    short = {name for name, _ in twin.named_modules() if name.rpartition(".")[2] in ends} == set(adapted)
+    some = twin.get_submodule(next(iter(adapted)))
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        lora_dropout=0.0,
+        target_modules=sorted(ends if short else adapted),
+        fan_in_fan_out=not isinstance(some, nn.Linear),
+        task_type="CAUSAL_LM",
+    )
+
+
+def _inject(hf: Any, config: Any) -> set[str]:
+    """Puts adapters into a model, and freezes all else. Returns the names of the linear layers that have one."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match", category=RuntimeWarning)
+        inject_adapter_in_model(config, hf)
+    names = {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
+    return {name.removesuffix(A) for name in names if name.endswith(A)}
+
+
+def _with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
+    layers = []
+    for layer, block in zip(spec.layers, blocks, strict=True):
+        sizes = {name: parameter.shape for name, parameter in block.named_parameters() if parameter.requires_grad}
+        layers.append(
+            replace(
+                layer,
+                adapter_parameters=sum(shape.numel() for shape in sizes.values()),
+                adapter_width=sum(shape[0] for name, shape in sizes.items() if name.endswith(A)),
+            )
+        )
+    return replace(spec, layers=tuple(layers))
+
+
+def plain_name(name: str) -> str:
+    """The name that a frozen parameter has without adapters."""
+    return name.replace(BASE, ".")
+
+
+def fingerprint(files: CheckpointFiles) -> str:
+    """By which weights are known again: of every tensor's name, shape and first row, whatever file or dtype it is in."""
+    from safetensors import safe_open
+
+    digest = hashlib.sha256()
+    opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt") for file in set(files.files.values())}
+    for name, file in sorted(files.files.items()):
+        part = opened[file].get_slice(name)
+        shape = part.get_shape()
+        first = part[:1] if shape else opened[file].get_tensor(name)
+        digest.update(f"{name} {shape}".encode())
+        digest.update(first.float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes the adapters as `peft.PeftModel.from_pretrained(base, folder)` reads them: their config and one safetensors file.
+
+    `tensors` has the whole value of every trained parameter, by the name that it has in `model` or in `model.hf`; others are
+    passed over. Raises ValueError if one is missing.
+    """
+    from safetensors.torch import save_file
+
+    given = {name.removeprefix(OURS): tensor for name, tensor in tensors.items()}
+    wanted = [name + end for name in model.adapted for end in (A, B)]
+    missing = [name for name in wanted if name not in given]
+    if missing:
+        raise ValueError(f"{len(missing)} of {len(wanted)} adapter weights are missing: {', '.join(missing[:3])}, ..")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model.peft_config()
+    config.base_model_name_or_path, config.inference_mode = str(model.files.folder), True
+    config.save_pretrained(folder)
+    written = {
+        PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): given[name].detach().to("cpu", torch.float32).contiguous()
+        for name in wanted
+    }
+    save_file(written, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
+    """Parameters and buffers of some layers, their adapters among them → the same without adapters, as peft merges them.
+
+    Names are those of `model` or of `model.hf`, and stay so but for `.base_layer`; all tensors are whole. A merged weight has
+    the dtype of the frozen one: give that of the checkpoint to lose nothing. Raises ValueError if A or B of a layer is missing.
+    """
+    merged: Tensors = {}
+    for name, weight in weights.items():
+        if name.endswith((A, B)):
+            continue
+        layer = name.removesuffix(f"{BASE}weight")
+        if layer != name and layer.removeprefix(OURS) in model.adapted:
+            try:
+                a, b = weights[layer + A], weights[layer + B]
+            except KeyError as missing:
+                raise ValueError(
+                    f"{name} is given without {missing.args[0]}: give a layer's weight with its adapters"
+                ) from None
+            added = (b.float() @ a.float()) * (model.lora.alpha / model.lora.rank)
+            if layer.removeprefix(OURS) in model.transposed:
+                added = added.T
+            weight = (weight.float() + added).to(weight.dtype)
+        merged[plain_name(name)] = weight
+    return merged

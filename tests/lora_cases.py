@@ -1,0 +1,172 @@
+"""LoRA on tiny checkpoints: runs of the trainer over several ranks, and plain peft and transformers over unpacked documents."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from longctx.config import Config, load
+from longctx.data.sampler import Sampler
+from longctx.data.store import Store
+from longctx.model.huggingface import OURS
+from longctx.parallel.compilation import compile_blocks
+from longctx.training import setup
+from longctx.training.optimizer import learning_rate
+from longctx.training.trainer import Trainer
+from tests.huggingface_cases import build_model
+from tests.training_cases import SMALL, start
+
+RANK, ALPHA = 4, 12.0
+SETTINGS = [
+    f"lora.rank={RANK}",
+    f"lora.alpha={ALPHA}",
+    "data.max_length=300",
+    "batch.global_tokens=700",
+    "optimizer.learning_rate=0.02",
+    "checkpoint.every=5",
+]
+STEPS = 10
+Tensors = dict[str, torch.Tensor]
+
+
+def make_checkpoint(folder: Path, kind: str, **settings: Any) -> Path:
+    """A model with weights that depend on its type alone, and the vocabulary of a byte-level store."""
+    build_model(kind, "eager", **{"vocab_size": 260, "num_hidden_layers": 3, **settings}).save_pretrained(folder / kind)
+    return folder / kind
+
+
+def settings_of(checkpoint: Path, *others: str) -> list[str]:
+    """SMALL settings of the native model give way to those of the checkpoint."""
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return [*(f"model.{name}=null" for name in sizes), f"model.from_pretrained={checkpoint}", *SETTINGS, *others]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights_of(trainer: Trainer) -> tuple[Tensors, Tensors]:
+    """Trained and frozen weights, whole, by transformers' names."""
+    named = [(name.removeprefix(OURS), weight) for name, weight in trainer.model.named_parameters()]
+    trained, frozen = ({name: whole(w) for name, w in named if w.requires_grad is wanted} for wanted in (True, False))
+    return trained, frozen
+
+
+def run(store: Path, folder: Path, settings: list[str], steps: int = STEPS, resume: bool = False) -> dict[str, Any]:
+    """On each rank: what a run of so many steps does."""
+    trainer = start(store, folder, settings, resume=resume)
+    first, frozen = weights_of(trainer)
+    split = empty = False
+    losses = []
+    with trainer.loader:
+        for _ in range(steps):
+            batch = next(trainer.loader)
+            split |= max(placement.degree for micro in batch.plan.micro_batches for placement in micro) > 1
+            empty |= any(not len(micro_batch.tokens) for micro_batch in batch.micro_batches)
+            losses.append(trainer.step(batch).loss)
+    last, frozen_after = weights_of(trainer)
+    same = all(torch.equal(frozen[name], weight) for name, weight in frozen_after.items())
+    dtypes = {str(weight.dtype) for weight in frozen.values()}, {str(weight.dtype) for weight in last.values()}
+    states = [value for state in trainer.optimizer.state.values() for value in state.values() if value.numel() > 1]
+    return {
+        "losses": losses,
+        "first": first,
+        "last": last,
+        "frozen": frozen,
+        "frozen stays": same,
+        "split": split,
+        "empty": empty,
+        "dtypes": dtypes,
+        "moments": sum(value.numel() for value in states),
+    }
+
+
+def run_compiled(store: Path, folder: Path, settings: list[str], steps: int) -> tuple[list[float], int, int]:
+    """Losses with blocks compiled for a backend that only counts: with how many graphs, and how many breaks in them."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounter()
+    setup.compile_blocks = partial(compile_blocks, backend=counter)
+    try:
+        losses = run(store, folder, [*settings, "train.compile=true"], steps)["losses"]
+    finally:
+        setup.compile_blocks = compile_blocks
+    return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def run_with_checkpoints(store: Path, folder: Path, settings: list[str]) -> Tensors:
+    """The real loop to its end; what it has trained."""
+    trainer = start(store, folder, settings)
+    trainer.train()
+    return weights_of(trainer)[0]
+
+
+def resumed(store: Path, folder: Path, settings: list[str]) -> Tensors:
+    trainer = start(store, folder, settings, resume=True)
+    assert 0 < trainer.steps_done < trainer.config.train.steps
+    trainer.train()
+    return weights_of(trainer)[0]
+
+
+def resuming_fails(store: Path, folder: Path, settings: list[str]) -> str:
+    try:
+        start(store, folder, settings, resume=True)
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("a checkpoint of other adapters must be refused")
+
+
+def reference(
+    checkpoint: Path, store: Path, settings: list[str], first: Tensors, target_modules: Any = "all-linear"
+) -> tuple[list[float], Tensors]:
+    """Losses and adapters of one process that takes document after document, with peft alone and in eager attention."""
+    config = load(None, [*SMALL, *settings, f"data.store={store}"])
+    hf = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=target_modules, lora_dropout=0.0)
+    model = get_peft_model(hf, lora).eval()
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    assert {name.removeprefix("base_model.model.") for name in trained} == set(first)
+    with torch.no_grad():
+        for name, weight in trained.items():
+            weight.copy_(first[name.removeprefix("base_model.model.")])
+    given = config.optimizer
+    optimizer = torch.optim.AdamW(trained.values(), betas=given.betas, eps=given.eps, weight_decay=given.weight_decay)
+    losses = []
+    for step, documents in enumerate(documents_of(config, store), start=1):
+        losses.append(0.0)
+        targets = sum(int((labels >= 0).sum()) for _, labels in documents)
+        for tokens, labels in documents:
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum") / targets
+            loss.backward()
+            losses[-1] += loss.item()
+        torch.nn.utils.clip_grad_norm_(trained.values(), given.clip_grad_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, config.train.steps, given)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name.removeprefix("base_model.model."): weight.detach() for name, weight in trained.items()}
+
+
+def documents_of(config: Config, store: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Tokens and shifted labels of every document of STEPS steps."""
+    opened, given = Store.open(store), config.data
+    assert given.max_length is not None
+    sampler = Sampler(
+        opened.lengths, global_tokens=config.batch.global_tokens, seed=config.train.seed, max_length=given.max_length
+    )
+    steps, cursor = [], 0
+    for _ in range(STEPS):
+        pieces, cursor = sampler.step(cursor)
+        spans = (opened.read(piece.document, piece.start, piece.stop, end=piece.stop) for piece in pieces)
+        steps.append([(torch.from_numpy(tokens), torch.from_numpy(labels)) for tokens, labels in spans])
+    return steps
+
+
+def gathered_losses(results: list[dict[str, Any]]) -> list[float]:
+    assert all(result["losses"] == results[0]["losses"] for result in results)
+    return list(results[0]["losses"])

@@ -1,0 +1,368 @@
+"""LoRA: the run of plain peft and transformers, however it is split over ranks; what checkpoints hold; what peft loads."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
+
+pytest.importorskip("peft")
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from longctx.cli import main
+from longctx.config import ConfigError, load
+from longctx.data.store import Store
+from longctx.memory.loads import loads
+from longctx.memory.model import estimate
+from longctx.model.lora import merge, write_adapter
+from longctx.training.first_steps import plan_steps
+from longctx.training.run_profile import work_of
+from longctx.training.utilisation import model_flops
+from tests.lora_cases import (
+    gathered_losses,
+    make_checkpoint,
+    reference,
+    resumed,
+    resuming_fails,
+    run,
+    run_compiled,
+    run_with_checkpoints,
+    settings_of,
+)
+
+KINDS = ("llama", "mixtral", "gpt2")
+MODES = {
+    "static": ["context.mode=static", "batch.tokens_per_rank=200"],
+    "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
+    "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
+}
+"""In the first two a rank holds less than the longest document has, so that some are split."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"), (60, 110, 300, 80))
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {kind: make_checkpoint(folder, kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, Any]:
+    """Results of one process, by type of model."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "mode"),
+    [
+        ("llama", 1, "degree 1"),
+        ("llama", 2, "static"),
+        ("llama", 2, "auto"),
+        ("llama", 3, "auto"),
+        ("llama", 3, "degree 1"),
+        ("mixtral", 2, "auto"),
+        ("mixtral", 3, "static"),
+        ("gpt2", 2, "auto"),
+        ("gpt2", 3, "auto"),
+    ],
+)
+def test_ten_steps_are_those_of_peft(
+    workers: Workers,
+    store: Path,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    known: dict[str, Any],
+    kind: str,
+    ranks: int,
+    mode: str,
+) -> None:
+    settings = settings_of(checkpoints[kind], *MODES[mode])
+    targets: Any = ["q_proj", "k_proj", "v_proj", "o_proj"] if kind == "mixtral" else "all-linear"
+    results = workers.run(run, ranks, store, tmp_path, settings)
+    if kind not in known:
+        known[kind] = results[0]["first"], *reference(checkpoints[kind], store, settings, results[0]["first"], targets)
+    first, losses, last = known[kind]
+    assert results[0]["first"].keys() == first.keys()
+    for name, value in results[0]["first"].items():
+        assert torch.equal(value, first[name]), f"{name} begins elsewhere on another number of ranks"
+        assert bool(value.any()) == ("lora_A" in name)
+    assert ranks == 1 or mode == "degree 1" or all(result["split"] for result in results)
+    assert gathered_losses(results) == pytest.approx(losses, rel=1e-5)
+    assert (ranks, mode) != (3, "degree 1") or any(result["empty"] for result in results)
+    for name, value in last.items():
+        error = (results[0]["last"][name] - value).norm() / value.norm()
+        assert error < 1e-3, (name, error)
+    for result in results:
+        assert result["frozen stays"]
+        assert result["dtypes"] == ({"torch.float32"}, {"torch.float32"})
+
+
+MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Bit by bit on as many ranks; the same adapters on another number of them, where sums have another order."""
+    settings = settings_of(checkpoints["llama"], *MOST)
+    ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
+    again = workers.run(run_with_checkpoints, 2, store, tmp_path / "again", settings)[0]
+    assert all(torch.equal(value, again[name]) for name, value in ended.items()), "a run is not repeatable at all"
+    folder = tmp_path / "whole" / "checkpoints" / "step-000005"
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
+    assert {name.split(".hf.")[-1] for name in metadata if name.startswith("optimizer.state.")} <= {
+        f"{name}.{moment}" for name in ended for moment in ("step", "exp_avg", "exp_avg_sq")
+    }
+    state = json.loads((folder / "state.json").read_text("utf-8"))["model"]["lora"]
+    assert state["rank"] == 4 and state["alpha"] == 12.0 and state["target_modules"] == "all-linear"
+    assert state["base"] == str(checkpoints["llama"])
+    for ranks in (2, 3):
+        other = tmp_path / f"on-{ranks}"
+        shutil.copytree(folder, other / "checkpoints" / "step-000005")
+        for found in workers.run(resumed, ranks, store, other, settings):
+            for name, value in ended.items():
+                if ranks == 2:
+                    assert torch.equal(found[name], value), name
+                torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
+
+
+def test_other_adapters_or_another_base_are_refused_on_resume(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = settings_of(checkpoints["llama"], *MODES["degree 1"], "train.steps=5")
+    workers.run(run_with_checkpoints, 1, store, tmp_path / "run", settings)
+    other = tmp_path / "other"
+    shutil.copytree(checkpoints["llama"], other)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    model.save_pretrained(other)
+    moved = tmp_path / "moved"
+    shutil.copytree(checkpoints["llama"], moved)
+    for change, message in (
+        (["lora.rank=8"], "lora.rank is 8, was 4"),
+        (["lora.alpha=8"], r"lora.alpha is 8.0, was 12.0"),
+        (["lora.target_modules=[q_proj]"], r"lora.target_modules is \['q_proj'\], was 'all-linear'"),
+        (["lora.rank=null", "lora.alpha=null"], "it holds adapters of LoRA: give lora.rank 4"),
+        ([f"model.from_pretrained={other}"], f"the weights of {other} are not those of {checkpoints['llama']}"),
+    ):
+        said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, *change])
+        assert re.search(message, said[0]), said[0]
+    elsewhere = [*settings, f"model.from_pretrained={moved}", "train.steps=6", "checkpoint.every=6"]
+    assert workers.run(resumed, 1, store, tmp_path / "run", elsewhere)
+    full = [*settings, "lora.rank=null", "lora.alpha=null"]
+    workers.run(run_with_checkpoints, 1, store, tmp_path / "full", full)
+    assert "it was trained without LoRA" in workers.run(resuming_fails, 1, store, tmp_path / "full", settings)[0]
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["train.recompute=selective", "train.recompute=full", "parallel.reduce_after=micro_batch"],
+)
+def test_the_run_is_the_same_with(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str
+) -> None:
+    settings = settings_of(checkpoints["llama"], *MOST)
+    if "plain" not in known:
+        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
+    found = workers.run(run, 2, store, tmp_path / "other", [*settings, setting], 3)
+    assert gathered_losses(found) == pytest.approx(known["plain"], rel=1e-5)
+
+
+def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
+) -> None:
+    settings = settings_of(checkpoints["llama"], *MOST)
+    if "plain" not in known:
+        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
+    for losses, graphs, breaks in workers.run(run_compiled, 2, store, tmp_path / "compiled", settings, 3):
+        assert losses == pytest.approx(known["plain"], rel=1e-6)
+        assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
+
+
+def test_the_frozen_base_is_bfloat16_and_adapters_float32(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
+) -> None:
+    settings = settings_of(checkpoints["llama"], *MOST)
+    if "plain" not in known:
+        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
+    results = workers.run(run, 2, store, tmp_path / "bfloat16", [*settings, "train.dtype=bfloat16"], 3)
+    assert gathered_losses(results) == pytest.approx(known["plain"], rel=0.02)
+    for result in results:
+        assert result["dtypes"] == ({"torch.bfloat16"}, {"torch.float32"})
+        assert result["frozen stays"]
+        assert result["moments"] == 2 * sum(value.numel() for value in result["last"].values())
+
+
+def test_without_lora_every_weight_is_trained(
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Those too that were gathered when the optimizer was made: embedding, last norm and head."""
+    settings = settings_of(checkpoints["llama"], *MOST, "lora.rank=null", "lora.alpha=null")
+    for result in workers.run(run, 2, store, tmp_path, settings, 2):
+        assert not result["frozen"]
+        assert {name for name, value in result["first"].items() if torch.equal(value, result["last"][name])} == set()
+
+
+def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Values for every parameter and persistent buffer of a model with adapters: the checkpoint's, and adapters that matter."""
+    values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(value.shape, generator=generator) * 0.1 if "lora_" in name else value
+        for name, value in values.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "tied"),
+    [
+        ("llama", "all-linear", False),
+        ("llama", "[q_proj, layers.1.mlp.up_proj]", True),
+        ("mixtral", "all-linear", False),
+        ("gpt2", "all-linear", True),
+        ("deepseek_v3", "all-linear", False),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peft_loads_the_adapter_and_merges_the_same(tmp_path: Path, kind: str, targets: str, tied: bool, dtype: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, kind, tie_word_embeddings=tied)
+    given = settings_of(checkpoint, f"lora.target_modules={targets}", f"train.dtype={dtype}", "batch.tokens_per_rank=300")
+    model = load(None, given).model_source().build()
+    values = draw(model)
+    write_adapter(tmp_path / "adapter", model, {name: value for name, value in values.items() if "lora_" in name})
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    theirs = {name: weight for name, weight in loaded.named_parameters() if "lora_" in name}
+    assert {name.removeprefix("base_model.model.") for name in theirs} == {
+        name.removeprefix("hf.") for name in values if "lora_" in name
+    }
+    ids = torch.arange(20)[None]
+    plain, adapted = base_logits(checkpoint, dtype, ids), loaded(input_ids=ids, use_cache=False).logits
+    assert (plain - adapted).abs().max() > 0.05
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(values[name])
+    model.finish(torch.device("cpu"), getattr(torch, dtype))
+    model.hf.set_attn_implementation("eager")
+    ours = model.hf(input_ids=ids, use_cache=False).logits
+    assert torch.equal(ours, adapted)
+    merged = merge(model, values)
+    expected = loaded.merge_and_unload()
+    assert {name.removeprefix("hf.") for name in merged} == dict(expected.named_parameters()).keys()
+    for name, weight in expected.named_parameters():
+        assert torch.equal(merged[f"hf.{name}"], weight), name
+
+
+def base_logits(checkpoint: Path, dtype: str, ids: torch.Tensor) -> torch.Tensor:
+    base = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=getattr(torch, dtype))
+    logits: torch.Tensor = base(input_ids=ids, use_cache=False).logits
+    return logits
+
+
+def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    model = load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300")).model_source().build()
+    values = draw(model)
+    missing = "hf.model.layers.0.mlp.up_proj.lora_B.default.weight"
+    some = {name: value for name, value in values.items() if name != missing}
+    with pytest.raises(ValueError, match=r"1 of 42 adapter weights are missing: model\.layers\.0\.mlp\.up_proj\.lora_B"):
+        write_adapter(tmp_path, model, some)
+    with pytest.raises(ValueError, match=f"is given without {missing}"):
+        merge(model, some)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            "llama",
+            ["lora.target_modules=[wq]"],
+            "no layer is called wq: .*the linear layers down_proj, gate_proj, k_proj, o_proj",
+        ),
+        ("llama", ["lora.target_modules=[q_proj, lm_head]"], "lm_head is the output head"),
+        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is no linear layer"),
+        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is no linear layer"),
+        ("llama", ["lora.dropout=0.1"], "it would draw other numbers where a document is split"),
+        ("llama", ["lora.rank=null"], "lora.rank is null, so that there are no adapters"),
+        ("llama", ["model.implementation=native"], "not into the native decoder"),
+        ("llama", ["parallel.tensor_parallel_size=2"], "runs with whole matrices and all layers on a rank"),
+        ("llama", ["parallel.pipeline_parallel_size=2"], "runs with whole matrices and all layers on a rank"),
+        ("llama", ["model.from_pretrained=null", "model.preset=tiny"], "adapters stand beside the weights of a checkpoint"),
+    ],
+)
+def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(None, settings_of(checkpoints[kind], "batch.tokens_per_rank=300", *settings))
+
+
+def test_peft_takes_some_names_for_experts(tmp_path: Path) -> None:
+    """Deepseek's first block is dense: its gate_proj is a linear layer, which peft 0.21 looks for among the experts."""
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
+    linear = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    with torch.device("meta"):
+        model = load(None, settings_of(checkpoint, "batch.tokens_per_rank=300")).model_source().build()
+    assert {name.rpartition(".")[2] for name in model.adapted} >= linear
+    trained = {name.rpartition(".lora_")[0] for name, weight in model.named_parameters() if weight.requires_grad}
+    assert trained == {f"hf.{name}" for name in model.adapted}
+
+
+def test_the_first_line_counts_what_is_trained(
+    store: Path, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*SMALL, *settings_of(checkpoints["mixtral"], *MODES["degree 1"]), f"data.store={store}"]
+    given = [f"--{setting}" for setting in [*settings, f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]]
+    assert main(["train", *given]) == 0
+    model = AutoModelForCausalLM.from_pretrained(checkpoints["mixtral"])
+    trained = 3 * 4 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32)
+    everything = trained + sum(weight.numel() for weight in model.parameters())
+    assert f"{trained:,} of {everything:,} parameters are trained (LoRA of rank 4)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "others"),
+    [(1, ["train.recompute=none"]), (1, ["train.dtype=bfloat16"]), (2, ["context.mode=auto"])],
+)
+def test_the_memory_estimate_is_within_10_percent(
+    workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
+) -> None:
+    """Frozen weights are counted without gradients and moments, which would be three quarters of them."""
+    store = make_store(tmp_path)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)
+    none = [f"{setting.partition('=')[0]}=null" for setting in MODEL if setting.startswith("model.")]
+    given = settings_of(checkpoint, *none, f"batch.tokens_per_rank={2048 // ranks}", "batch.global_tokens=4096", *others)
+    given.append("data.max_length=2048")
+    measured = max(workers.run(peak_of_step_2, ranks, store, tmp_path / "run", given))
+    config = load(None, [*SMALL, f"data.store={store}", *MODEL, *given], world_size=ranks)
+    second = plan_steps(config, Store.open(store), ranks, 2)[1].plan
+    spec = config.model_source().spec
+    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
+
+
+def test_operations_of_frozen_weights_are_counted_without_their_gradients(checkpoints: dict[str, Path]) -> None:
+    sources = [
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", *others)).model_source()
+        for others in ([], ["lora.rank=null", "lora.alpha=null"])
+    ]
+    adapted, full = (source.spec for source in sources)
+    assert adapted.trained_parameters == adapted.parameters - full.parameters > 0
+    assert full.trained_parameters == full.parameters
+    of_adapters, of_matrices = 6 * 100 * adapted.trained_parameters, 2 * 100 * full.multiplied_parameters
+    assert model_flops(adapted, [100]) == model_flops(full, [100]) + of_adapters - of_matrices
+    works = [work_of(spec, "float32") for spec in (adapted, full)]
+    assert works[0].computed == pytest.approx(2 / 3 * works[1].computed)
