@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the weights; without it that of the checkpoint which the run began with, float32 for new weights",
     )
+    parser.add_argument("--merge", action="store_true", help="of a run with LoRA: the whole model, not the adapters alone")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint of transformers")
     parser.epilog = (
         "one process is enough, whatever the run had; it holds a block at a time. Then\n\n"
@@ -41,12 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
         max_shard_bytes=size,
         dtype=dtype,
         overwrite=arguments.overwrite,
+        merge=arguments.merge,
     )
     print(exported.said, how_to_load(arguments.out), sep="\n")
     return 0
 
 
 def how_to_load(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"load it with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); or merge it: longctx export --merge"
+        )
     return f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
 
 

@@ -111,6 +111,8 @@ class CheckpointFiles:
         """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""
         for file in small_files(self.folder):
             shutil.copyfile(file, folder / file.name)
+        if self.rope:
+            self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
 

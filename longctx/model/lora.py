@@ -27,6 +27,7 @@ from longctx.model.spec import ModelSpec
 ADAPTER = "default"
 """What peft calls an adapter that has no name."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+ADAPTERS = (A, B)
 BASE = ".base_layer."
 PEFT_PREFIX = "base_model.model."
 
@@ -91,6 +92,26 @@ class AdaptedModel(TransformersModel):
             bound = parameter.shape[1] ** -0.5
             return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
         return super().initial_value(plain_name(name), parameter, seed)
+
+    def groups(self) -> list[list[str]]:
+        """With the adapters beside what they are added to; those of any layer lie in its group."""
+        return [[part for name in group for part in self._with_its_adapters(name)] for group in super().groups()]
+
+    def _with_its_adapters(self, name: str) -> list[str]:
+        """The names that a parameter without adapters has here, with those of its adapters."""
+        layer, _, last = name.rpartition(".")
+        if layer.removeprefix(OURS) not in self.adapted:
+            return [name]
+        beside = [layer + A, layer + B] if last == "weight" else []
+        return [f"{layer}{BASE}{last}", *beside]
+
+    def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
+        """Merged."""
+        return super().to_checkpoint(merge(self, weights))
+
+    def frozen(self, name: str) -> torch.Tensor:
+        """A frozen parameter, or a buffer, as the checkpoint of transformers has it, in float32."""
+        return self.conversion.read(plain_name(name).removeprefix(OURS))
 
     def describe(self) -> dict[str, Any]:
         """With the adapters, and which weights they are beside of: these are in no checkpoint of the run."""

@@ -6,7 +6,7 @@ are written to their places. The folder is written beside its name and renamed w
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,21 @@ from typing import Any
 import torch
 
 from longctx.errors import UserError
-from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles
+from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import canonical, expressed
 from longctx.model.huggingface import TransformersSource
+from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapter
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
+from longctx.model.source import Lora
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, SavedWeights
 from longctx.training.model_folder import FOLDER, beside_weights
 
+ROPE = "rope_parameters"
 MAX_SHARD_BYTES = 5 * 10**9
 
 
@@ -71,8 +74,11 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
+    merge: bool = False,
 ) -> Exported:
     """Writes a run's newest complete checkpoint, or that of `step`, as a checkpoint of transformers to `out`.
+
+    Of a run with LoRA it writes the adapters, as peft loads them; with `merge` the whole model, adapters added to its weights.
 
     Weights have the dtypes of the checkpoint that the run began with, float32 if with new weights, or `dtype`.
     Raises ExportError, CheckpointError or NoNativeModel.
@@ -82,25 +88,65 @@ def export(
     kept = run / FOLDER
     model, source = _build(found, kept)
     saved = SavedWeights(found.folder)
+    if merge and not isinstance(model, AdaptedModel):
+        raise ExportError(f"{run} has no adapters that could be merged: leave --merge out")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        if isinstance(model, AdaptedModel) and not merge:
+            if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
+                raise ExportError("the run has changed RoPE, which adapters cannot carry: give --merge (of longctx export)")
+            size = _write_adapters(partial, model, saved, kept)
+            _replace(out, partial)
+            return Exported(out, found.step, "adapters for peft", size, 1, has_tokenizer(out))
         planned = list(_plan(model, saved, source, dtype))
         _refuse_full(partial, sum(tensor.bytes for tensor in planned))
         writer = CheckpointWriter(partial, planned, max_shard_bytes)
         for group in model.groups():
-            writer.write(model.to_checkpoint(saved.read(group)))
+            writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
         architecture = _write_beside(partial, model, source, found, kept, dtype)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        _replace(out, partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    has_tokenizer = any(out.glob("tokenizer*")) or any(out.glob("vocab.*"))
-    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer)
+    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer(out))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    return any(folder.glob("tokenizer*")) or any(folder.glob("vocab.*"))
+
+
+def _replace(out: Path, partial: Path) -> None:
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+
+
+def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept: Path) -> int:
+    """Returns how many bytes of weights they have."""
+    trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    write_adapter(folder, model, trained)
+    for file in beside_weights(kept):
+        if file.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(file, folder / file.name)
+    return sum(tensor.nbytes for tensor in trained.values())
+
+
+def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Whole values of some parameters; frozen ones are in no checkpoint of the run."""
+    if not isinstance(model, AdaptedModel):
+        return saved.read(names)
+    trained = [name for name in names if name.endswith(ADAPTERS)]
+    return {**saved.read(trained), **{name: model.frozen(name) for name in names if name not in trained}}
+
+
+def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    if not isinstance(model, AdaptedModel):
+        return saved.without_values(names)
+    wanted = set(names)
+    return {name: value.to("meta") for name, value in model.state_dict().items() if name in wanted}
 
 
 def _find(run: Path, step: int | None) -> Checkpoint:
@@ -123,6 +169,8 @@ def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
         if "transformers" in described:
             if source is None:
                 raise ExportError(f"{kept} is missing, which has the config of the model: put config.json and {DESCRIBED} back")
+            if "lora" in described:
+                return _adapted(described), source
             return TransformersSource(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
@@ -133,10 +181,27 @@ def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
         return native.build(), source
 
 
+def _adapted(described: dict[str, Any]) -> Model:
+    """The model of a run with LoRA, whose frozen weights are where the run found them.
+
+    Raises ExportError if they are not there, or are others.
+    """
+    values = described["lora"]
+    targets = values["target_modules"]
+    lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
+    try:
+        base = CheckpointFiles.open(values["base"])
+    except PretrainedError as error:
+        raise ExportError(f"the frozen weights are not in {values['base']} any more ({error}): put them back there") from error
+    if fingerprint(base) != values["base_fingerprint"]:
+        raise ExportError(f"{values['base']} holds other weights than those that the adapters were trained for: put them back")
+    return AdaptedModel(base, lora, torch.float32)
+
+
 def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
     """The tensors of the export, found by converting tensors without values."""
     for group in model.groups():
-        for name, tensor in model.to_checkpoint(saved.without_values(group)).items():
+        for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
             stored = tensor.dtype if source is None else source.dtype_of(name)
             wanted = dtype if dtype is not None and stored.is_floating_point else stored
             yield Planned(name, tuple(tensor.shape), wanted)
