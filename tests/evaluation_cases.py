@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from longctx.commands.eval import _planner
+from longctx.commands.eval import make_evaluation_planner
 from longctx.data.store import Store
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from longctx.evaluation.loss import evaluate
@@ -57,7 +57,7 @@ def losses(name: str, store: Path, settings: Sequence[str], first: int | None = 
     target, trainer = opened(name, settings)
     given = Store.open(store)
     documents = Documents.choose(target.config, given, target.max_length(dist.get_world_size()), first)
-    planner = _planner(trainer, given.tokenizer)
+    planner = make_evaluation_planner(trainer)
     degrees = [degree for step in documents.steps(planner, trainer.mesh) for degree in step.plan.degrees]
     report = evaluate(documents, trainer.look, planner, trainer.mesh).as_json()
     return {**report, "degrees": degrees, "notes": target.notes}
@@ -66,13 +66,13 @@ def losses(name: str, store: Path, settings: Sequence[str], first: int | None = 
 def right_cells(name: str, settings: Sequence[str], grid: Grid) -> list[int]:
     _, trainer = opened(name, settings)
     tokenizer = Tokenizer.bytes()
-    planner = _planner(trainer, tokenizer)
+    planner = make_evaluation_planner(trainer)
     return [cell.right for cell in retrieve(grid, tokenizer, trainer.look, planner, trainer.mesh, 3000)]
 
 
 def right_questions(name: str, settings: Sequence[str], questions: Sequence[Question]) -> list[int]:
     _, trainer = opened(name, settings)
-    found: list[int] = _right(questions, trainer.look, _planner(trainer, Tokenizer.bytes()), trainer.mesh).tolist()
+    found: list[int] = _right(questions, trainer.look, make_evaluation_planner(trainer), trainer.mesh).tolist()
     return found
 
 

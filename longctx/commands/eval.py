@@ -146,6 +146,7 @@ def _evaluate(
     """Joins the processes and computes; the first one says and writes the result."""
     from longctx.evaluation.loss import evaluate
     from longctx.evaluation.retrieval import Grid, retrieve
+    from longctx.evaluation.target import TargetError
     from longctx.training.setup import join_run
 
     mesh = join_run(target.config, launch, device)
@@ -153,7 +154,7 @@ def _evaluate(
         trainer, target = target.build(mesh)
         longest = max(work.lengths) if isinstance(work, Grid) else max(piece.length for piece in work.pieces)
         trainer.model.check_length(longest)
-        planner = _planner(trainer, tokenizer)
+        planner = make_evaluation_planner(trainer)
         if isinstance(work, Grid):
             cells = retrieve(work, tokenizer, trainer.look, planner, mesh, target.config.batch.global_tokens)
             if launch.rank == 0:
@@ -163,7 +164,8 @@ def _evaluate(
             if launch.rank == 0:
                 _report_loss(arguments, target, work, report, mesh.world_size)
     except (UserError, OSError) as error:
-        print(f"longctx eval: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        if launch.rank == 0 or not isinstance(error, TargetError):  # which is known to all
+            print(f"longctx eval: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
         return 2
     except RuntimeError as error:  # a peer has died or is stuck, or this is a bug
         traceback.print_exc()
@@ -173,11 +175,12 @@ def _evaluate(
     return 0
 
 
-def _planner(trainer: "Trainer", tokenizer: "Tokenizer") -> "Planner":
+def make_evaluation_planner(trainer: "Trainer") -> "Planner":
+    """The planner of the run that is evaluated, for the model as it was built. All ranks call it."""
     from longctx.training.run_profile import run_profile
     from longctx.training.setup import make_planner
 
-    profile = run_profile(trainer.config, trainer.mesh.world_size, tokenizer.vocab_size).agreed(trainer.mesh)
+    profile = run_profile(trainer.config, trainer.mesh.world_size, trainer.model.spec.vocab_size).agreed(trainer.mesh)
     return make_planner(trainer.config, trainer.mesh.ranks, profile)
 
 

@@ -60,19 +60,20 @@ def answer(value: int) -> str:
 
 
 def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
-    """Documents to train on, of up to about `words` words: facts and filler in any order, then every fact twice more."""
+    """Documents to train on, of up to about `words` words: every fact three times, and filler, in any order.
+
+    Where a key comes for the first time its value cannot be known; after that it can.
+    """
     random = Random(seed)
     for _ in range(count):
         wanted = random.randint(words // 4, words)
         keys = random.sample(KEYS, random.randint(1, min(len(KEYS), max(1, wanted // 12))))
         facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
-        asked = random.sample(2 * facts, 2 * len(facts))
-        filler: list[str] = []
-        while sum(sentence.count(" ") + 1 for sentence in facts + filler + asked) < wanted - 5:
-            filler.append(random.choice(NOISE))
-        told = facts + filler
-        random.shuffle(told)
-        yield "".join(told + asked)
+        sentences = 3 * facts
+        while sum(sentence.count(" ") + 1 for sentence in sentences) < wanted - 5:
+            sentences.append(random.choice(NOISE))
+        random.shuffle(sentences)
+        yield "".join(sentences)
 
 
 @dataclass(frozen=True)
