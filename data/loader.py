@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from longctx.data.packing import StepBatch, pack
-from longctx.data.sampler import Piece, Sampler
+from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
@@ -22,6 +22,7 @@ _WAYS_OUT = {
     "seed": "set train.seed to the run's",
     "max_length": "set data.max_length to the run's (left to itself, it follows ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's",
+    "held_out": "set data.held_out to the run's",
 }
 """What must be as it was for the cursor to mean the same documents, and what to do when it is not."""
 
@@ -43,6 +44,7 @@ class Loader(Iterator[StepBatch]):
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
         global_tokens: tokens of a step, at least.
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
+        held_out_share: share of the documents that no step takes; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of so many tokens.
 
     What goes wrong while a step is prepared (PlanError, OSError, ..) is raised by the `next` that would have returned it.
@@ -59,6 +61,7 @@ class Loader(Iterator[StepBatch]):
         seed: int,
         max_length: int,
         long_documents: str = "split",
+        held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
     ) -> None:
         self.sampler = Sampler(
@@ -68,12 +71,14 @@ class Loader(Iterator[StepBatch]):
             max_length=max_length,
             long_documents=long_documents,
             name=store.name,
+            left_out=held_out(store.names, held_out_share) if held_out_share else None,
         )
         self._identity = {
             "fingerprint": store.fingerprint,
             "seed": seed,
             "max_length": max_length,
             "long_documents": long_documents,
+            "held_out": held_out_share,
         }
         self._store = store
         self._rank = rank
@@ -105,6 +110,7 @@ class Loader(Iterator[StepBatch]):
 
         Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
         """
+        state = {"held_out": 0.0, **state}  # which earlier versions did not know
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
@@ -143,22 +149,7 @@ class Loader(Iterator[StepBatch]):
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
-        targets = [self._store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
-        weights = [float(self._store.weights[piece.document]) for piece in pieces]
-        batch = StepBatch(
-            step=step,
-            plan=plan,
-            documents=tuple(self._name(piece) for piece in pieces),
-            tokens=sum(piece.length for piece in pieces),
-            target_tokens=sum(targets),
-            micro_batches=tuple(
-                pack(self._store, pieces, plan.layout(index, self._rank), pad_to_multiple_of=self._pad_to_multiple_of)
-                for index in range(len(plan.micro_batches))
-            ),
-            weights=() if set(weights) <= {1.0} else tuple(weights),
-            target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
-        )
-        return batch, next_cursor
+        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of), next_cursor
 
     def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         if plan.ranks != self._ranks:
@@ -166,7 +157,29 @@ class Loader(Iterator[StepBatch]):
         if list(plan.lengths) != [piece.length for piece in pieces]:
             raise PlanError("the planner planned other lengths than those of the step's documents")
 
-    def _name(self, piece: Piece) -> str:
-        name = self._store.name(piece.document)
-        whole = piece.length == self._store.lengths[piece.document]
-        return name if whole else f"{name}[{piece.start}:{piece.stop}]"
+
+def read_step(
+    store: Store, pieces: Sequence[Piece], plan: Plan, rank: int, step: int = 1, pad_to_multiple_of: int = 1
+) -> StepBatch:
+    """A rank's share of a step over these pieces, by a plan that was made from their lengths."""
+    targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
+    weights = [float(store.weights[piece.document]) for piece in pieces]
+    return StepBatch(
+        step=step,
+        plan=plan,
+        documents=tuple(_name(store, piece) for piece in pieces),
+        tokens=sum(piece.length for piece in pieces),
+        target_tokens=sum(targets),
+        micro_batches=tuple(
+            pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=pad_to_multiple_of)
+            for index in range(len(plan.micro_batches))
+        ),
+        weights=() if set(weights) <= {1.0} else tuple(weights),
+        target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
+    )
+
+
+def _name(store: Store, piece: Piece) -> str:
+    name = store.name(piece.document)
+    whole = piece.length == store.lengths[piece.document]
+    return name if whole else f"{name}[{piece.start}:{piece.stop}]"

@@ -9,7 +9,8 @@ step: piece `cursor mod P` of the permutation of epoch `cursor div P` comes next
 before. A step takes whole pieces, so the cursor before a step is all that is needed to repeat it, on any number of ranks.
 """
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,15 @@ class Piece:
         return self.stop - self.start
 
 
+def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
+    """Which documents are for evaluation alone, bool `[documents]`: about `share` of them, by a hash of their names.
+
+    So a document stays on its side whatever is added to or taken from a store, and equal names are on the same side.
+    """
+    below = int(share * 2**64)
+    return np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names], np.bool_)
+
+
 class Sampler:
     """Steps over documents of the given lengths.
 
@@ -50,6 +60,7 @@ class Sampler:
         max_length: most tokens of a piece.
         long_documents: what to do with longer documents: split, drop or error.
         name: names a document in an error message.
+        left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
 
     Attributes:
         pieces: P, the pieces of an epoch.
@@ -68,6 +79,7 @@ class Sampler:
         max_length: int,
         long_documents: str = "split",
         name: Callable[[int], str] = str,
+        left_out: npt.NDArray[np.bool_] | None = None,
     ) -> None:
         if global_tokens < 1 or max_length < 1:
             raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
@@ -75,18 +87,19 @@ class Sampler:
             raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
         if long_documents not in LONG_DOCUMENTS:
             raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
-        is_long = lengths > max_length
+        taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
+        is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
         if self.long and long_documents == "error":
-            longest = int(lengths.argmax())
+            longest = int(np.where(taken, lengths, 0).argmax())
             raise SamplerError(
-                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {len(lengths)} documents "
+                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {int(taken.sum())} documents "
                 f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
                 "or give more ranks or batch.tokens_per_rank"
             )
-        documents = np.flatnonzero(~is_long) if long_documents == "drop" else np.arange(len(lengths))
-        self.dropped = len(lengths) - len(documents)
-        self.dropped_tokens = int(lengths.sum() - lengths[documents].sum())
+        documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
+        self.dropped = int(taken.sum()) - len(documents)
+        self.dropped_tokens = int(lengths[taken].sum() - lengths[documents].sum())
         if not len(documents):
             raise SamplerError(
                 f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop"
@@ -118,6 +131,11 @@ class Sampler:
             tokens += pieces[-1].length
             cursor += 1
         return tuple(pieces), cursor
+
+    def in_order(self) -> tuple[Piece, ...]:
+        """Every piece once, in the order of the store."""
+        spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
+        return tuple(Piece(*span) for span in spans)
 
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""

@@ -185,6 +185,7 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
         "seed": 3,
         "max_length": 100,
         "long_documents": "split",
+        "held_out": 0.0,
         "step": 5,
         "cursor": cursor,
         "epoch": cursor // source.sampler.pieces,

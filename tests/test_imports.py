@@ -29,10 +29,11 @@ MAY_IMPORT = {
     "parallel": {"errors", "planning", "attention", "data", "model"},
     "training": CORE,
     "memory": CORE | {"training"},
+    "evaluation": CORE | {"training", "plots"},
     "profiling": CORE | {"training"},
     "plots": {"errors", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
-    "commands": CORE | {"training", "memory", "profiling", "plots", "comparison"},
+    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison"},
     "cli": {"errors", "commands"},
     "__main__": {"cli"},
 }

@@ -24,7 +24,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _lora, _files, _context, _bins, _pipeline, _tensor, _train, _checkpoint, _memory)
+    rules = (_model, _lora, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
@@ -251,6 +251,17 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
         rule = "what is exported is the last checkpoint, and checkpoint.every is null"
         fix = "give checkpoint.every a number, or leave the export out"
         yield Problem("checkpoint.export", str(settings.export), rule, fix, ("checkpoint.every",))
+
+
+def _eval(config: Config) -> Iterator[Problem]:
+    """Validation needs documents, and documents that are set apart need somebody to look at them."""
+    wanted, held_out = config.eval, config.data.held_out
+    if wanted.every is not None and wanted.store is None and not held_out:
+        fix = "set data.held_out to a share such as 0.01, or eval.store to another store"
+        yield Problem("eval.every", wanted.every, "there are no documents to validate on", fix, ("eval.store", "data.held_out"))
+    if wanted.store is not None and held_out:
+        rule = f"validation takes the documents of eval.store {wanted.store}, and nobody would look at these"
+        yield Problem("data.held_out", held_out, rule, "leave one of the two out", ("eval.store",))
 
 
 def _memory(config: Config) -> Iterator[Problem]:

@@ -111,6 +111,9 @@ class DataSection(Section):
     max_length: int | None = Field(
         None, ge=1, description="tokens of the longest document (null: as many as the domain can hold)"
     )
+    held_out: float = Field(
+        0.0, ge=0, lt=1, description="share of the documents, by a hash of their names, that is evaluated and never trained on"
+    )
 
 
 class BatchSection(Section):
@@ -253,6 +256,14 @@ class OptimizerSection(Section):
     clip_grad_norm: float | None = Field(1.0, gt=0, description="greatest norm of the gradient (null: not clipped)")
 
 
+class EvalSection(Section):
+    """validation: the loss of documents that the model is not trained on"""
+
+    every: int | None = Field(None, ge=1, description="steps between two validations; the last step has one too (null: none)")
+    store: Path | None = _path(None, "folder that `longctx prepare` wrote (null: the documents of data.held_out)")
+    documents: int | None = Field(None, ge=1, description="the first so many of these documents (null: all)")
+
+
 class CheckpointSection(Section):
     """what survives the run"""
 
@@ -282,6 +293,7 @@ class Config(BaseModel):
     parallel: ParallelSection = ParallelSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
+    eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
 

@@ -213,6 +213,34 @@ class PipelineRun:
             return torch.zeros(micro_batches, device=self.mesh.device)
         return torch.stack(losses[:micro_batches]).detach()
 
+    @torch.no_grad()
+    def forward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> list[torch.Tensor]:
+        """What the heads of these micro-batches make, without gradients; zeros [tokens] where the head is not.
+
+        All ranks of the pipeline and of the domain call it for as many. One after the other goes through all stages; with one
+        stage a rank they overlap.
+        """
+        given = [inputs(number) for number in range(micro_batches)]
+        for stage in self.stages:
+            stage.inputs = given.__getitem__
+        found = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in given]
+        place, ranks = self.mesh.stage, self.pipeline.ranks
+        before, after = (dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1))
+        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        for number, stage in itertools.product(range(micro_batches), self.stages):
+            hidden = self.hidden(self.mesh.device)
+            if not stage.is_first:
+                dist.recv(hidden, before, group=self.group)
+            out = stage(hidden, torch.tensor([number]))
+            if stage.is_last:
+                found[number] = out
+            else:
+                sent.append((dist.isend(out, after, group=self.group), out))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+        return found
+
     def hidden(self, device: torch.device) -> torch.Tensor:
         """Room for the hidden states of a micro-batch, or their gradients, as they go from stage to stage."""
         return torch.empty(self.wire_rows, self.model.spec.hidden_size, dtype=self.dtype, device=device)

@@ -22,7 +22,13 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
@@ -215,6 +221,23 @@ class SavedWeights:
         if not isinstance(saved, TensorStorageMetadata):
             raise CheckpointError(f"{self.folder} lacks {name}: it is no checkpoint of the whole model")
         return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
+
+
+def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Reads the weights alone into a model sharded over any number of ranks; all ranks call it.
+
+    Of a model that is partly frozen only what is trained.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    whole = len(trained) == len(list(model.parameters()))
+    weights = {name: weight for name, weight in get_model_state_dict(model).items() if whole or name in trained}
+    try:
+        load_sharded({"model": weights}, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
+    except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(
+            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to take the one before"
+        ) from error
+    set_model_state_dict(model, weights, options=StateDictOptions(strict=whole))
 
 
 def _cause(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from longctx.config import Config
-from longctx.data.sampler import Sampler
+from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.planning.plan import Plan
 from longctx.training.run_profile import run_profile
@@ -27,6 +27,7 @@ def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[l
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
         name=store.name,
+        left_out=held_out(store.names, config.data.held_out) if config.data.held_out else None,
     )
     found, cursor = [], 0
     for _ in range(steps):

@@ -162,6 +162,8 @@ def log_probabilities(
 ) -> torch.Tensor:
     """log p of every label, float32 [tokens], 0 where nothing is predicted; arguments as in `cross_entropy_sum`."""
     if not isinstance(weight, torch.Tensor):
+        if not len(labels):
+            return labels.float()
         targets = labels.where(labels != IGNORED_LABEL, 0).unsqueeze(-1)
         logits = (weight(rows).float().log_softmax(-1) for rows in hidden.split(chunk_tokens))
         by_chunk = [rows.gather(1, at)[:, 0] for rows, at in zip(logits, targets.split(chunk_tokens), strict=True)]
@@ -173,3 +175,30 @@ def log_probabilities(
         for chunk in [_Chunk.of(rows, weight, targets, part, softcap)]
     ]
     return torch.cat(found).where(labels != IGNORED_LABEL, 0)
+
+
+@torch.no_grad()
+def greedy_choices(
+    hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
+) -> torch.Tensor:
+    """1 where a label has the greatest logit, the first of equal ones, as argmax has it; else, and without a label, 0.
+
+    float32 [tokens]; arguments as in `cross_entropy_sum`. Logits are computed where there is a label, and nowhere else.
+    """
+    part = None
+    if isinstance(weight, torch.Tensor):
+        hidden, weight, part = vocabulary_part(hidden, weight)
+    first, rows = 0 if part is None else part.first, (labels != IGNORED_LABEL).nonzero()[:, 0]
+    found = torch.zeros(len(labels), device=labels.device)
+    for some in rows.split(chunk_tokens):
+        if isinstance(weight, torch.Tensor):
+            chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
+            logits, target = chunk.logits, chunk.target_logits.unsqueeze(-1)
+        else:
+            logits = weight(hidden[some]).float()
+            target = logits.gather(1, labels[some].unsqueeze(-1))
+        entries = torch.arange(first, first + logits.shape[1], device=logits.device)
+        ahead = (logits > target) | ((logits == target) & (entries < labels[some].unsqueeze(-1)))
+        count = ahead.sum(-1)
+        found[some] = ((count if part is None else part.gather(count).sum(0)) == 0).float()
+    return found

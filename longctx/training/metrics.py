@@ -32,6 +32,8 @@ class StepMetrics:
         optimizer_s: clipping, mean over the ranks, and the optimizer's step on the rank that logs.
         rest_s: what is left of the step without these and the mean wait for data: matrices, loss, sharding, waiting for others.
         mfu: model FLOP utilisation, None if the peak of the device is not known.
+        validation_loss, validation_tokens, validation_s: mean over the targets of the documents that are set apart, how many
+            these are, and how long it took, besides the step; None where the step is not followed by a validation.
     """
 
     step: int
@@ -60,6 +62,9 @@ class StepMetrics:
     optimizer_s: float
     rest_s: float
     mfu: float | None
+    validation_loss: float | None = None
+    validation_tokens: int | None = None
+    validation_s: float | None = None
 
     @classmethod
     def of(
@@ -99,6 +104,7 @@ class StepMetrics:
             **means,
             rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
             mfu=mfu,
+            validation_tokens=None,
         )
 
     def console(self) -> str:
@@ -107,11 +113,14 @@ class StepMetrics:
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
+        validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
+        if validated:
+            validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
         return (
             f"step {self.step} loss {self.loss:.3f} grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
             f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
-            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s)"
+            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"
         )
 
 

@@ -109,8 +109,14 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         seed=config.train.seed,
         max_length=max_length,
         long_documents=config.data.long_documents,
-        pad_to_multiple_of=math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size),
+        held_out_share=config.data.held_out,
+        pad_to_multiple_of=padding(config),
     )
+
+
+def padding(config: Config) -> int:
+    """Every micro-batch is padded to a multiple of so many tokens."""
+    return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size)
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from longctx.model.protocol import Model
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
-from longctx.parallel.sharding import reduce_gradients
+from longctx.parallel.sharding import reduce_gradients, sharded_modules
 from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
@@ -41,6 +41,7 @@ from longctx.training.run_profile import run_profile
 from longctx.training.setup import build_loader, build_model, make_attention, make_planner
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
+from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss
 
 Attend = Callable[[Plan, Layout], Any]
 """From a plan and a rank's layout in one of its micro-batches to attention."""
@@ -60,6 +61,8 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     pipeline: PipelineRun | None = None
     loader: Loader = field(init=False)
+    documents: Documents | None = None
+    """Those that are validated on."""
     objective: Objective = field(default_factory=TokenMean)
     log: MetricsLog | None = None
     steps_done: int = 0
@@ -94,7 +97,10 @@ class Trainer:
         """
         source = config.model_source(store.tokenizer.vocab_size)
         trainer = cls.build(config, mesh, source)
-        trainer.loader = build_loader(store, config, mesh, choose_max_length(config, mesh.world_size, resume_from))
+        max_length = choose_max_length(config, mesh.world_size, resume_from)
+        trainer.loader = build_loader(store, config, mesh, max_length)
+        if config.eval.every is not None:
+            trainer.documents = documents_apart(config, store, max_length)
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
             trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
@@ -120,14 +126,20 @@ class Trainer:
                     raise
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
+                last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
+                if self._is_validated(last):
+                    metrics = replace(metrics, **asdict(self.validate()))
                 if self.log is not None:
                     self.log.write(metrics)
-                last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
                 if every is not None and (last or self.stopping or self.steps_done % every == 0):
                     self.save()
                 if self.stopping and not last:
                     return False
         return True
+
+    def _is_validated(self, last: bool) -> bool:
+        every = self.config.eval.every
+        return every is not None and not (self.stopping and not last) and (last or self.steps_done % every == 0)
 
     def step(self, batch: StepBatch | None = None) -> StepMetrics:
         """One optimizer step over the whole domain, on the loader's next batch unless one is given."""
@@ -176,15 +188,35 @@ class Trainer:
             return self.objective.weights(batch)
         if self.pipeline is not None:
             raise UserError("an objective that needs log-probabilities cannot run in a pipeline: give pipeline_parallel_size 1")
-        seen = []
-        with torch.no_grad():
-            for number, micro_batch in enumerate(batch.micro_batches):
-                given = self._inputs(batch, StepWeights(1.0), number)
-                labels = copy_to(micro_batch.labels, self.mesh.device)
-                head = partial(log_probabilities, labels=labels, softcap=self.model.spec.logit_softcap)
-                seen.append(self.model(given.tokens, given.positions, given.attention, head))
+        seen = self.look(batch, log_probabilities)
         sums = document_sums(batch, seen).tolist() if self.mesh.counts else [0.0] * len(batch.plan.lengths)
         return self.objective.weights(batch, seen, self.mesh.gather(sums).sum(dim=0))
+
+    @torch.no_grad()
+    def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]:
+        """What `score` makes of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
+
+        In a pipeline these are zeros where the head is not.
+        """
+
+        def inputs(number: int) -> Inputs:
+            labels = copy_to(batch.micro_batches[number].labels, self.mesh.device)
+            head = partial(score, labels=labels, softcap=self.model.spec.logit_softcap)
+            return replace(self._inputs(batch, StepWeights(1.0), number), head=head)
+
+        if self.pipeline is not None:
+            return self.pipeline.forward(len(batch.micro_batches), inputs)
+        given = map(inputs, range(len(batch.micro_batches)))
+        return [self.model(one.tokens, one.positions, one.attention, one.head) for one in given]
+
+    def validate(self) -> Validation:
+        """The mean loss of the documents that are set apart, without a trace in what is trained."""
+        assert self.documents is not None
+        found = mean_loss(self.documents, self.look, self.loader.planner, self.mesh)
+        for module in sharded_modules(self.model):
+            module.reshard()  # else blocks that stay gathered until backward would until the next one
+        self.clock.take()
+        return found
 
     def micro_batch(self, batch: StepBatch, number: int, weights: StepWeights) -> torch.Tensor:
         """Forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""

@@ -1,0 +1,257 @@
+"""`longctx eval`: loss and perplexity of a run or a checkpoint on a store, or whether it finds facts in long documents."""
+
+import argparse
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longctx.commands.output import given_options, said_once
+from longctx.errors import UserError
+
+if TYPE_CHECKING:
+    from longctx.data.loader import Planner
+    from longctx.data.tokenizer import Tokenizer
+    from longctx.evaluation.loss import LossReport
+    from longctx.evaluation.retrieval import Cell, Grid
+    from longctx.evaluation.target import Target
+    from longctx.parallel.mesh import Launch
+    from longctx.training.trainer import Trainer
+    from longctx.training.validation import Documents
+
+SUMMARY = "Evaluate a run or a checkpoint: loss by length and position, or retrieval of facts from long documents"
+OVERRIDES = True
+
+LENGTHS, DEPTHS = (1024, 2048, 4096, 8192), (0.0, 0.25, 0.5, 0.75, 1.0)
+OF_GRIDS = ("lengths", "depths", "keys", "samples", "seed", "prefix", "png")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target", metavar="RUN|DIR", help="folder of a run: its newest checkpoint; or a checkpoint of transformers, or its name"
+    )
+    parser.add_argument("--store", type=Path, help="documents to evaluate on (default: those that the run sets apart)")
+    parser.add_argument("--documents", type=int, metavar="N", help="the first N documents (default: all)")
+    parser.add_argument("--needle", action="store_true", help="ask for facts in documents of filler instead")
+    parser.add_argument(
+        "--lengths", metavar="N,N,..", help=f"tokens of these documents (default: {','.join(map(str, LENGTHS))})"
+    )
+    parser.add_argument(
+        "--depths", metavar="X,X,..", help=f"where the fact stands, 0 to 1 (default: {','.join(f'{d:g}' for d in DEPTHS)})"
+    )
+    parser.add_argument("--keys", type=int, metavar="N", help="facts in a document, of which one is asked for (default: 1)")
+    parser.add_argument("--samples", type=int, metavar="N", help="documents for each length and depth (default: 8)")
+    parser.add_argument("--seed", type=int, metavar="N", help="of facts and filler (default: 0)")
+    parser.add_argument("--prefix", metavar="TEXT", help="begins every such document, as a model's special tokens may have to")
+    parser.add_argument("--png", type=Path, help="the grid as a picture (a run has one in its folder anyway)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.epilog = (
+        "settings are the run's; any can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
+        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 for a scaled RoPE\n"
+        "on several processes: torchrun --nproc-per-node 8 -m longctx eval RUN --store STORE\n"
+        "a run's folder gets eval.json, or needle.json and needle.png"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from longctx.data.store import Store
+    from longctx.evaluation.target import Target
+    from longctx.parallel.mesh import Launch, check_device, choose_device
+
+    launch = Launch.read()
+    with said_once(launch):
+        _check_options(arguments)
+        target = Target.open(arguments.target, arguments.overrides, launch.world_size)
+        config = target.config
+        device = choose_device(config.train.device, launch.local_rank)
+        check_device(device, launch.local_world_size)
+        work: Documents | Grid
+        if arguments.needle:
+            tokenizer = Store.open(arguments.store).tokenizer if arguments.store else target.tokenizer()
+            work = _grid(arguments)
+            _check_grid(work, tokenizer, config.capacity(launch.world_size), launch.world_size)
+        else:
+            work = _documents(arguments, target, launch.world_size)
+            tokenizer = work.store.tokenizer
+        target.check(tokenizer)
+    return _evaluate(arguments, target, work, tokenizer, launch, device)
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    grids = given_options(arguments, *OF_GRIDS)
+    if grids and not arguments.needle:
+        raise UserError(f"{' and '.join(grids)} are of the grid of --needle: give that too, or leave them out")
+    if arguments.needle and arguments.documents is not None:
+        raise UserError("--documents is of a store's documents, and --needle makes its own: leave one out")
+    if arguments.documents is not None and arguments.documents < 1:
+        raise UserError(f"--documents is {arguments.documents}: give 1 or more")
+    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
+        raise UserError(f"{arguments.png} cannot be written: there is no folder {arguments.png.parent}")
+
+
+def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
+    from longctx.data.store import Store
+    from longctx.training.validation import Documents, documents_apart
+
+    config, max_length = target.config, target.max_length(world_size)
+    if arguments.store is not None:
+        return Documents.choose(config, Store.open(arguments.store), max_length, arguments.documents)
+    if target.found is None or (config.eval.store is None and not config.data.held_out):
+        raise UserError(f"{target.name} sets no documents apart (eval.store, data.held_out): say which with --store STORE")
+    first = arguments.documents or config.eval.documents
+    apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
+    return documents_apart(apart, Store.open(config.data.store), max_length)
+
+
+def _grid(arguments: argparse.Namespace) -> "Grid":
+    from longctx.evaluation.retrieval import Grid
+
+    chosen: dict[str, Any] = {
+        name: getattr(arguments, name) for name in ("keys", "samples", "seed", "prefix") if getattr(arguments, name) is not None
+    }
+    lengths = LENGTHS if arguments.lengths is None else _numbers("--lengths", arguments.lengths, int)
+    depths = DEPTHS if arguments.depths is None else _numbers("--depths", arguments.depths, float)
+    return Grid(lengths, depths, **chosen)
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    try:
+        return sorted({kind(number) for number in text.split(",")})
+    except ValueError:
+        raise UserError(f"{option} is {text!r}: give numbers with commas between them") from None
+
+
+def _check_grid(grid: "Grid", tokenizer: "Tokenizer", capacity: int, world_size: int) -> None:
+    """Raises UserError for documents that the ranks cannot hold, or that have no room for the facts."""
+    from longctx.evaluation.retrieval import Writer
+
+    longest = max(grid.lengths)
+    if longest > capacity:
+        raise UserError(
+            f"--lengths go to {longest:,} tokens, and {world_size} processes hold documents of up to {capacity:,}: raise "
+            "--batch.tokens_per_rank, start more processes, or give shorter ones"
+        )
+    Writer(tokenizer, grid).write(grid.cells[0], 0)
+
+
+def _evaluate(
+    arguments: argparse.Namespace,
+    target: "Target",
+    work: "Documents | Grid",
+    tokenizer: "Tokenizer",
+    launch: "Launch",
+    device: Any,
+) -> int:
+    """Joins the processes and computes; the first one says and writes the result."""
+    from longctx.evaluation.loss import evaluate
+    from longctx.evaluation.retrieval import Grid, retrieve
+    from longctx.evaluation.target import TargetError
+    from longctx.training.setup import join_run
+
+    mesh = join_run(target.config, launch, device)
+    try:
+        trainer, target = target.build(mesh)
+        longest = max(work.lengths) if isinstance(work, Grid) else max(piece.length for piece in work.pieces)
+        target.config.model_source(tokenizer.vocab_size).check_length(longest)
+        planner = make_evaluation_planner(trainer)
+        if isinstance(work, Grid):
+            cells = retrieve(work, tokenizer, trainer.look, planner, mesh, target.config.batch.global_tokens)
+            if launch.rank == 0:
+                _report_grid(arguments, target, work, cells, tokenizer)
+        else:
+            report = evaluate(work, trainer.look, planner, mesh)
+            if launch.rank == 0:
+                _report_loss(arguments, target, work, report, mesh.world_size)
+    except (UserError, OSError) as error:
+        if launch.rank == 0 or not isinstance(error, TargetError):  # which is known to all
+            print(f"longctx eval: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+        return 2
+    except RuntimeError as error:  # a peer has died or is stuck, or this is a bug
+        traceback.print_exc()
+        print(f"longctx eval: error on rank {launch.rank}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
+        return 1
+    mesh.close()
+    return 0
+
+
+def make_evaluation_planner(trainer: "Trainer") -> "Planner":
+    """The planner of the run that is evaluated, for the model as it was built. All ranks call it."""
+    from longctx.training.run_profile import run_profile
+    from longctx.training.setup import make_planner
+
+    profile = run_profile(trainer.config, trainer.mesh.world_size, trainer.model.spec.vocab_size).agreed(trainer.mesh)
+    return make_planner(trainer.config, trainer.mesh.ranks, profile)
+
+
+def _report_loss(
+    arguments: argparse.Namespace, target: "Target", documents: "Documents", report: "LossReport", ranks: int
+) -> None:
+    result = {
+        "target": target.name,
+        "step": None if target.found is None else target.found.step,
+        "store": str(documents.store.path),
+        "fingerprint": documents.store.fingerprint,
+        "max_length": documents.max_length,
+        "ranks": ranks,
+        **report.as_json(),
+    }
+    _notes(target, documents.store.tokenizer)
+    _write(target, "eval.json", result)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    overall = report.overall
+    print(
+        f"{target.described} on {documents.store.path}: loss {overall.loss:.4f}, perplexity {overall.perplexity:.3f} over "
+        f"{overall.tokens:,} tokens of {overall.documents:,} documents"
+    )
+    if documents.long:
+        done = "split" if target.config.data.long_documents == "split" else "dropped"
+        print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
+    for title, parts in (("tokens of the document", report.by_length), ("tokens that a prediction sees", report.by_position)):
+        counted = parts[0].documents is not None if parts else False
+        print(f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} {'perplexity':>11}")
+        for part in parts:
+            documents_of = f"{part.documents:,}" if part.documents is not None else ""
+            span = f"{part.first:,} to {part.last:,}"
+            print(f"{span:>30} {documents_of:>10} {part.tokens:>12,} {part.loss:>8.4f} {part.perplexity:>11.3f}")
+
+
+def _report_grid(
+    arguments: argparse.Namespace, target: "Target", grid: "Grid", cells: "list[Cell]", tokenizer: "Tokenizer"
+) -> None:
+    from longctx.evaluation.picture import save_grid
+    from longctx.evaluation.retrieval import as_json
+
+    trained = None if target.found is None else int(target.found.state["data"]["max_length"])
+    step = None if target.found is None else target.found.step
+    result = {"target": target.name, "step": step, "trained_length": trained, **as_json(grid, cells)}
+    _notes(target, tokenizer)
+    _write(target, "needle.json", result)
+    pictures = [path for path in (arguments.png, target.folder and target.folder / "needle.png") if path is not None]
+    for path in pictures:
+        save_grid(grid, cells, target.described, trained, path)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+        return
+    right, asked = sum(cell.right for cell in cells), sum(cell.samples for cell in cells)
+    facts = "one fact" if grid.keys == 1 else f"{grid.keys} facts, one asked for"
+    print(f"{target.described}: {right:,} of {asked:,} answers right ({facts}, {grid.samples} documents a cell)\n")
+    share = {(cell.length, cell.depth): cell.share for cell in cells}
+    print(f"{'depth of the fact':>20}" + "".join(f"{length:>10,}" for length in grid.lengths) + "  tokens")
+    for depth in grid.depths:
+        print(f"{depth:>20.0%}" + "".join(f"{share[length, depth]:>10.0%}" for length in grid.lengths))
+    for path in pictures:
+        print(f"picture: {path}")
+
+
+def _notes(target: "Target", tokenizer: "Tokenizer") -> None:
+    for sentence in filter(None, (*target.notes, target.other_tokenizer(tokenizer))):
+        print(f"longctx eval: {sentence}", file=sys.stderr)
+
+
+def _write(target: "Target", name: str, result: dict[str, Any]) -> None:
+    """Into the folder of a run; that of a checkpoint is left as it is."""
+    if target.folder is not None:
+        (target.folder / name).write_text(json.dumps(result, indent=2) + "\n", "utf-8")

@@ -1,0 +1,92 @@
+"""`longctx generate`: text by transformers' own generation, from a checkpoint of transformers such as an exported run."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from longctx.errors import UserError
+
+SUMMARY = "Continue a text, or answer a question, with an exported model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint of transformers: a folder, or its name on the hub")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--prompt", metavar="TEXT", help="text to go on from")
+    what.add_argument("--chat", metavar="TEXT", nargs="?", const="", help="a user's message; without TEXT, from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of the answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="draw tokens at this temperature (default: greedy)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the checkpoint's")
+    parser.add_argument("--device", default="auto", help="auto: cuda if there is one; or cpu, cuda, cuda:1")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.checkpoint)
+    if arguments.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: give 1 or more")
+    if arguments.temperature is not None and arguments.temperature <= 0:
+        raise UserError(f"--temperature is {arguments.temperature}: give a positive one, or leave it out for greedy decoding")
+    if (folder / "config.yaml").is_file():
+        raise UserError(
+            f"{folder} is the folder of a run, whose checkpoints only longctx reads: export it first, with\n"
+            f"  longctx export {folder} OUT\n  longctx generate OUT --prompt TEXT"
+        )
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise UserError(f"{folder} has no config.json: give the folder of a checkpoint of transformers")
+    if not folder.is_dir() and (arguments.checkpoint.count("/") != 1 or arguments.checkpoint.startswith((".", "/", "~"))):
+        raise UserError(f"there is no folder {folder}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    return _generate(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    import torch
+
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    except ImportError as error:
+        raise UserError(
+            f"generation needs transformers, which cannot be used ({error}): pip install 'longctx[huggingface]'"
+        ) from error
+    device = arguments.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
+        model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"{arguments.checkpoint} cannot be used: {' '.join(str(error).split())[:300]}") from error
+    try:
+        model = model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
+    ids = _ids(arguments, tokenizer).to(device)
+    sampled = arguments.temperature is not None
+    chosen: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": arguments.max_new_tokens, "num_beams": 1}
+    # What a checkpoint's generation config says of sampling holds for sampling alone.
+    chosen |= {"temperature": arguments.temperature} if sampled else {"temperature": None, "top_p": None, "top_k": None}
+    if tokenizer.pad_token_id is None:
+        chosen["pad_token_id"] = tokenizer.eos_token_id
+    torch.manual_seed(arguments.seed)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **chosen)
+    return 0
+
+
+def _ids(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """Token ids [1, tokens] of the prompt, or of the conversation up to where the answer begins."""
+    if arguments.prompt is not None:
+        if not arguments.prompt:
+            raise UserError("--prompt is empty: give some text to go on from")
+        return tokenizer(arguments.prompt, return_tensors="pt")["input_ids"]
+    if tokenizer.chat_template is None:
+        raise UserError(f"the tokenizer of {arguments.checkpoint} has no chat template: give --prompt instead of --chat")
+    text = arguments.chat or sys.stdin.read()
+    if not text.strip():
+        raise UserError("there is no message: give --chat TEXT, or write it to standard input")
+    messages = [{"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]

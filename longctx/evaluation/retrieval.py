@@ -1,0 +1,243 @@
+"""Retrieval: does a model find one fact in a long document, wherever it stands and however many others look like it?
+
+A document is filler with facts such as "Code amber 57." in it, and ends by stating one of them again: the tokens of
+the answer are right if each is the most likely one behind what comes before. As the answer is given while it is checked, that
+is what greedy decoding would write, found in one forward pass, without a cache. Facts and filler are the same as in the
+documents of the task (`task_documents`), on which a small model can be trained.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longctx.data import IGNORED_LABEL
+from longctx.data.loader import Planner
+from longctx.data.packing import StepBatch, pack_documents
+from longctx.data.tokenizer import Tokenizer
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh
+from longctx.training.loss import greedy_choices
+from longctx.training.objective import document_sums
+from longctx.training.validation import Look
+
+_WORDS = """
+amber anchor apple arrow autumn badger bamboo barrel basil beacon berry birch bottle bramble bridge bronze
+butter cactus candle canyon castle cedar cherry clover cobalt copper coral cotton crystal daisy desert dragon
+eagle ember falcon feather fern forest fox garden ginger glacier granite harbor hazel honey iris island ivory
+jade jasmine jungle kettle lagoon lantern lemon lilac lotus maple marble meadow mint
+"""
+KEYS = tuple(_WORDS.split())
+NOISE = (
+    " The grass is green.",
+    " The sky is blue.",
+    " The sun is yellow.",
+    " Here we go.",
+    " There and back again.",
+    " The river runs to the sea.",
+    " Birds sing in the morning.",
+    " Nothing of note happened that day.",
+)
+VALUES = range(10, 100)
+
+Ids = npt.NDArray[np.int64]
+
+
+class RetrievalError(UserError):
+    """A grid that cannot be made or held."""
+
+
+def ask(key: str) -> str:
+    return f" Code {key}"
+
+
+def answer(value: int) -> str:
+    return f" {value}"
+
+
+def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
+    """Documents to train on, of up to about `words` words: every fact three times, and filler, in any order.
+
+    Where a key comes for the first time its value cannot be known; after that it can.
+    """
+    random = Random(seed)
+    for _ in range(count):
+        wanted = random.randint(words // 4, words)
+        keys = random.sample(KEYS, random.randint(1, min(len(KEYS), max(1, wanted // 12))))
+        facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
+        sentences = 3 * facts
+        while sum(sentence.count(" ") + 1 for sentence in sentences) < wanted - 5:
+            sentences.append(random.choice(NOISE))
+        random.shuffle(sentences)
+        yield "".join(sentences)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the grid.
+
+    Attributes:
+        length: tokens of the document, the answer included.
+        depth: where the fact stands: 0 at the start of the document, 1 right before the question.
+        samples, right: how many documents, and in how many all tokens of the answer were right.
+    """
+
+    length: int
+    depth: float
+    samples: int
+    right: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.right / self.samples
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is asked.
+
+    Attributes:
+        lengths, depths: of the cells.
+        keys: facts in a document; one is asked for, and the others are such as it, with other keys.
+        samples: documents of a cell.
+        seed: of all that is drawn.
+        prefix: text before every document, in which special tokens are meant as such.
+    """
+
+    lengths: Sequence[int]
+    depths: Sequence[float]
+    keys: int = 1
+    samples: int = 8
+    seed: int = 0
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise RetrievalError(f"lengths are {list(self.lengths)}: give one or more, each of one token or more")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise RetrievalError(f"depths are {list(self.depths)}: give one or more, from 0 (the start) to 1 (the end)")
+        if not 1 <= self.keys <= len(KEYS):
+            raise RetrievalError(f"{self.keys} keys were asked for: there are 1 to {len(KEYS)}")
+        if self.samples < 1:
+            raise RetrievalError(f"{self.samples} samples were asked for: a cell has 1 or more")
+
+    @property
+    def cells(self) -> list[Cell]:
+        return [Cell(length, depth, self.samples) for length in self.lengths for depth in self.depths]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A document: token ids [length], the last `answered` of which are the answer."""
+
+    tokens: Ids
+    answered: int
+
+    @property
+    def labels(self) -> Ids:
+        labels = np.full(len(self.tokens), IGNORED_LABEL)
+        labels[-self.answered :] = self.tokens[-self.answered :]
+        return labels
+
+
+class Writer:
+    """Writes documents of an exact number of tokens, for any tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, grid: Grid) -> None:
+        self.tokenizer, self.grid = tokenizer, grid
+        self._stop = self._ids(".")
+        self._prefix = tokenizer.encode_markup(grid.prefix).astype(np.int64) if grid.prefix else self._ids("")
+
+    def write(self, cell: Cell, sample: int) -> Question:
+        """One of the documents of a cell. Raises RetrievalError if it has no room for the facts."""
+        grid = self.grid
+        random = Random(f"{grid.seed} {cell.length} {cell.depth} {sample}")
+        asked, *others = random.sample(KEYS, grid.keys)
+        question, value = self._ids(ask(asked)), self._ids(answer(random.choice(VALUES)))
+        needle = np.concatenate([question, value, self._stop])
+        distractors = [self._ids(f"{ask(key)}{answer(random.choice(VALUES))}.") for key in others]
+        facts = len(needle) + sum(map(len, distractors))
+        room = cell.length - len(self._prefix) - facts - len(question) - len(value)
+        if room < 0:
+            raise RetrievalError(
+                f"a document of {cell.length} tokens has no room for {grid.keys} facts: they and the question need "
+                f"{cell.length - room}; give a greater length, or fewer keys"
+            )
+        sentences = self._filler(room, random)
+        place = _nearest_end(sentences, cell.depth * room)
+        for distractor in distractors:
+            at = random.randint(0, len(sentences))
+            sentences.insert(at, distractor)
+            place += at < place or (at == place and random.random() < 0.5)
+        sentences.insert(place, needle)
+        return Question(np.concatenate([self._prefix, *sentences, question, value]), len(value))
+
+    def _filler(self, tokens: int, random: Random) -> list[Ids]:
+        """Sentences of so many tokens in all; the first one lacks what is too much at its beginning."""
+        sentences: list[Ids] = []
+        held = 0
+        while held < tokens:
+            sentences.append(random.choice(self._noise))
+            held += len(sentences[-1])
+        return [sentences[-1][held - tokens :], *sentences[:-1]] if sentences else []
+
+    @cached_property
+    def _noise(self) -> list[Ids]:
+        return [self._ids(sentence) for sentence in NOISE]
+
+    def _ids(self, text: str) -> Ids:
+        return self.tokenizer.encode(text).astype(np.int64)
+
+
+def _nearest_end(sentences: Sequence[Ids], tokens: float) -> int:
+    """How many sentences come before the end of one that is nearest to so many tokens."""
+    ends = np.cumsum([0, *map(len, sentences)])
+    return int(np.abs(ends - tokens).argmin())
+
+
+def retrieve(grid: Grid, tokenizer: Tokenizer, look: Look, planner: Planner, mesh: Mesh, step_tokens: int) -> list[Cell]:
+    """The cells of the grid with their right answers. All ranks call it, and have the same result.
+
+    Documents are planned together until they have `step_tokens` tokens.
+    """
+    writer = Writer(tokenizer, grid)
+    cells = grid.cells
+    right = np.zeros(len(cells), np.int64)
+    waiting: list[tuple[int, Question]] = []
+    for index, cell in enumerate(cells):
+        for sample in range(cell.samples):
+            waiting.append((index, writer.write(cell, sample)))
+            last = index == len(cells) - 1 and sample == cell.samples - 1
+            if last or sum(len(question.tokens) for _, question in waiting) >= step_tokens:
+                np.add.at(right, [index for index, _ in waiting], _right([q for _, q in waiting], look, planner, mesh))
+                waiting = []
+    return [Cell(cell.length, cell.depth, cell.samples, int(count)) for cell, count in zip(cells, right, strict=True)]
+
+
+def _right(questions: Sequence[Question], look: Look, planner: Planner, mesh: Mesh) -> npt.NDArray[np.int64]:
+    """Whether each answer is right, 0 or 1."""
+    documents = [question.tokens for question in questions]
+    plan = planner([len(document) for document in documents])
+    mesh.agree(plan.hash, "the plan of the questions")
+    multiple = mesh.tensor.size()
+    labels = [question.labels for question in questions]
+    micro_batches, targets = pack_documents(plan, mesh.rank, documents, labels, pad_to_multiple_of=multiple)
+    names = tuple(f"question {number}" for number in range(len(documents)))
+    batch = StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(micro_batches))
+    sums = document_sums(batch, look(batch, greedy_choices)) * mesh.counts
+    found = mesh.gather(sums.tolist()).sum(0).round().long().numpy()
+    return np.asarray(found == [question.answered for question in questions], np.int64)
+
+
+def as_json(grid: Grid, cells: Sequence[Cell]) -> dict[str, Any]:
+    return {
+        "keys": grid.keys,
+        "samples": grid.samples,
+        "seed": grid.seed,
+        "right": sum(cell.right for cell in cells) / sum(cell.samples for cell in cells),
+        "cells": [{"length": cell.length, "depth": cell.depth, "samples": cell.samples, "right": cell.right} for cell in cells],
+    }

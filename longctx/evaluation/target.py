@@ -1,0 +1,107 @@
+"""What is evaluated: the newest checkpoint of a run, or a checkpoint of transformers; opened once on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from longctx.config import Config, load
+from longctx.data.store import Store
+from longctx.data.tokenizer import Tokenizer
+from longctx.errors import UserError
+from longctx.model.source import ModelSource
+from longctx.parallel.mesh import Mesh
+from longctx.training import checkpoint
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.trainer import Trainer, choose_max_length
+
+
+class TargetError(UserError):
+    """Something that cannot be evaluated, or not on this store."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Attributes:
+    name: as it was given.
+    config: the settings of the run, or defaults, with what was overridden.
+    found: the checkpoint of the run; None for one of transformers.
+    notes: sentences for whoever evaluates it.
+    """
+
+    name: str
+    config: Config
+    found: Checkpoint | None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, name: str, overrides: Sequence[str], world_size: int) -> "Target":
+        """Raises UserError if there is no run and no checkpoint of this name, or if settings are wrong."""
+        folder = Path(name)
+        if (folder / "config.yaml").is_file():
+            found, damaged = checkpoint.newest(folder)
+            if found is None:
+                why = f" ({'; '.join(damaged)})" if damaged else ""
+                raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
+            return cls(name, load(folder / "config.yaml", overrides, world_size=world_size), found, tuple(damaged))
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise TargetError(
+                f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
+                "checkpoint of transformers"
+            )
+        return cls(name, load(None, [f"model.from_pretrained={name}", *overrides], world_size=world_size), None)
+
+    @property
+    def folder(self) -> Path | None:
+        """That of the run; None for a checkpoint of transformers, which is left as it is."""
+        return Path(self.name) if self.found is not None else None
+
+    @property
+    def described(self) -> str:
+        return self.name if self.found is None else f"{self.name} at step {self.found.step}"
+
+    @property
+    def source(self) -> ModelSource:
+        """The model, of the vocabulary that it was trained with."""
+        vocab_size = None if self.found is None else self.found.state["model"].get("vocab_size")
+        return self.config.model_source(vocab_size)
+
+    def tokenizer(self) -> Tokenizer:
+        """The model's own, for text that is made here. Raises UserError if there is none."""
+        if self.found is not None:
+            return Store.open(self.config.data.store).tokenizer
+        file = Path(self.name) / "tokenizer.json"
+        if not file.is_file():
+            raise TargetError(f"{self.name} has no tokenizer.json: give --store, one that was prepared with its tokenizer")
+        return Tokenizer.load(file)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raises TargetError if the tokens of a store cannot be this model's."""
+        entries = self.source.spec.vocab_size
+        if entries is not None and tokenizer.vocab_size > entries:
+            raise TargetError(
+                f"the store's tokenizer has {tokenizer.vocab_size:,} entries, and the model {entries:,}: prepare the store "
+                "with the tokenizer of the model"
+            )
+
+    def other_tokenizer(self, tokenizer: Tokenizer) -> str:
+        """A sentence if a store's tokenizer is not the one that lies beside the model; empty if it is, or if none does."""
+        file = (self.config.data.store if self.found is not None else Path(self.name)) / "tokenizer.json"
+        if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
+            return ""
+        return f"the store was made with another tokenizer than {file}: its losses mean little if ids stand for other tokens"
+
+    def max_length(self, world_size: int) -> int:
+        """Tokens of the longest piece of a document, as in training."""
+        return choose_max_length(self.config, world_size, self.found)
+
+    def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
+        """The model with its weights, on this rank, and this target with what has to be said of it. All ranks call it."""
+        trainer = Trainer.build(self.config, mesh, self.source)
+        if self.found is None:
+            return trainer, self
+        different = trainer.model.differences(self.found.state["model"])
+        rope = [sentence for sentence in different if sentence.startswith("rope_")]
+        if len(rope) < len(different):
+            raise TargetError(f"{self.found.folder} holds another model: {'; '.join(different)}. Override rope_* alone")
+        checkpoint.load_weights(self.found, trainer.model, mesh.control)
+        return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))

@@ -1,0 +1,109 @@
+"""What the ranks of the evaluation's tests run, and plain references in one process without packing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from longctx.commands.eval import make_evaluation_planner
+from longctx.data.store import Store
+from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer
+from longctx.evaluation.loss import evaluate
+from longctx.evaluation.retrieval import Grid, Question, _right, retrieve
+from longctx.evaluation.target import Target
+from longctx.parallel.mesh import make_groups
+from longctx.training.trainer import Trainer
+from longctx.training.validation import Documents
+from tests.huggingface_cases import build_model
+from tests.training_cases import SMALL
+
+FOR_CHECKPOINTS = [setting for setting in SMALL if not setting.startswith("model.")]
+CHAT = (
+    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Path:
+    """A tiny model with a byte-level tokenizer, as transformers saves it."""
+    model = build_model(kind, "sdpa", vocab_size=257, max_position_embeddings=4096, bos_token_id=None, eos_token_id=256)
+    model.save_pretrained(folder)
+    Tokenizer.bytes().save(folder / "given.json")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "given.json"), eos_token=END_OF_DOCUMENT)
+    (folder / "given.json").unlink()
+    if chat:
+        tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def opened(name: str, settings: Sequence[str]) -> tuple[Target, Trainer]:
+    """A run or a checkpoint on this rank of the test's group."""
+    target = Target.open(name, settings, dist.get_world_size())
+    parallel = target.config.parallel
+    mesh = make_groups(
+        torch.device("cpu"), tensor=parallel.tensor_parallel_size, pipeline=parallel.pipeline_parallel_size, timeout_s=30
+    )
+    trainer, target = target.build(mesh)
+    return target, trainer
+
+
+def losses(name: str, store: Path, settings: Sequence[str], first: int | None = None) -> dict[str, Any]:
+    target, trainer = opened(name, settings)
+    given = Store.open(store)
+    documents = Documents.choose(target.config, given, target.max_length(dist.get_world_size()), first)
+    planner = make_evaluation_planner(trainer)
+    degrees = [degree for step in documents.steps(planner, trainer.mesh) for degree in step.plan.degrees]
+    report = evaluate(documents, trainer.look, planner, trainer.mesh).as_json()
+    return {**report, "degrees": degrees, "notes": target.notes}
+
+
+def right_cells(name: str, settings: Sequence[str], grid: Grid) -> list[int]:
+    _, trainer = opened(name, settings)
+    tokenizer = Tokenizer.bytes()
+    planner = make_evaluation_planner(trainer)
+    return [cell.right for cell in retrieve(grid, tokenizer, trainer.look, planner, trainer.mesh, 3000)]
+
+
+def right_questions(name: str, settings: Sequence[str], questions: Sequence[Question]) -> list[int]:
+    _, trainer = opened(name, settings)
+    found: list[int] = _right(questions, trainer.look, make_evaluation_planner(trainer), trainer.mesh).tolist()
+    return found
+
+
+def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, np.ndarray]]:
+    """Of every document of a store, cut to pieces: length, and -log p of all tokens but the first, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    given, found = Store.open(store), []
+    for document, length in enumerate(given.lengths.tolist()):
+        for start in range(0, length, max_length):
+            stop = min(length, start + max_length)
+            tokens = torch.from_numpy(given.read(document, start, stop)[0])
+            with torch.no_grad():
+                logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            found.append((stop - start, F.cross_entropy(logits, tokens[1:], reduction="none").numpy()))
+    return found
+
+
+def greedy_questions(folder: Path, lengths: Sequence[int]) -> list[Question]:
+    """Documents whose last three tokens are what the model would write, by transformers alone; of every other one a token is
+    another."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    questions = []
+    for number, length in enumerate(lengths):
+        ids = torch.randint(0, 256, (1, length - 3), generator=generator)
+        for _ in range(3):
+            with torch.no_grad():
+                best = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
+            ids = torch.cat([ids, best.view(1, 1)], dim=1)
+        tokens = ids[0].numpy().copy()
+        if number % 2:
+            tokens[-1 - number % 3] = (tokens[-1 - number % 3] + 1) % 256
+        questions.append(Question(tokens, 3))
+    return questions

@@ -1,0 +1,278 @@
+"""Evaluation: the numbers of one process on any number of ranks, equal to plain ones; facts are where they should be."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from longctx.cli import main
+from longctx.data.store import Store
+from longctx.data.tokenizer import Tokenizer
+from longctx.evaluation.loss import Part
+from longctx.evaluation.picture import save_grid
+from longctx.evaluation.retrieval import KEYS, Cell, Grid, RetrievalError, Writer, ask, task_documents
+from tests.evaluation_cases import (
+    FOR_CHECKPOINTS,
+    greedy_questions,
+    losses,
+    plain_losses,
+    right_cells,
+    right_questions,
+    save_checkpoint,
+)
+from tests.training_cases import make_store, train_then_save
+from tests.workers import Workers
+
+LENGTHS = (250, 500, 1475, 90, 40, 375)
+WHOLE = ["batch.tokens_per_rank=1500"]
+SPLITS = {
+    "two ranks": (2, ["batch.tokens_per_rank=750"]),
+    "three ranks": (3, ["batch.tokens_per_rank=500"]),
+    "static": (3, ["batch.tokens_per_rank=500", "context.mode=static", "context.degree=3"]),
+}
+NATIVE_SPLITS = {
+    **SPLITS,
+    "tensor": (2, ["batch.tokens_per_rank=1500", "parallel.tensor_parallel_size=2"]),
+    "pipeline": (2, ["batch.tokens_per_rank=1500", "parallel.pipeline_parallel_size=2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"), LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def run(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps with a checkpoint, on two ranks."""
+    folder = tmp_path_factory.mktemp("run")
+    workers.run(train_then_save, 2, store, folder, ["batch.tokens_per_rank=750"], 2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, run: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    of_run = workers.run(losses, 1, str(run), store, WHOLE)[0]
+    return {"run": of_run, "checkpoint": workers.run(losses, 1, str(checkpoint), store, [*FOR_CHECKPOINTS, *WHOLE])[0]}
+
+
+def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
+    for key in ("by_length", "by_position"):
+        assert len(found[key]) == len(reference[key]) >= 3
+    flat = [[report["overall"], *report["by_length"], *report["by_position"]] for report in (found, reference)]
+    for mine, theirs in zip(*flat, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
+
+
+@pytest.mark.parametrize("name", NATIVE_SPLITS)
+def test_a_run_is_worth_the_same_on_any_number_of_ranks(
+    workers: Workers, store: Path, run: Path, alone: dict[str, dict[str, Any]], name: str
+) -> None:
+    ranks, settings = NATIVE_SPLITS[name]
+    results = workers.run(losses, ranks, str(run), store, settings)
+    assert all(result == results[0] for result in results), "every rank has the same result"
+    assert_equal(results[0], alone["run"])
+    assert max(results[0]["degrees"]) > 1 or name in ("tensor", "pipeline")
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_checkpoint_of_transformers_is_worth_the_same(
+    workers: Workers, store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], name: str
+) -> None:
+    ranks, settings = SPLITS[name]
+    found = workers.run(losses, ranks, str(checkpoint), store, [*FOR_CHECKPOINTS, *settings])[0]
+    assert_equal(found, alone["checkpoint"])
+    assert max(found["degrees"]) > 1
+
+
+def test_the_losses_are_those_of_a_plain_loop(store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]) -> None:
+    """Counted by numpy from the token losses of transformers, document after document."""
+    plain = plain_losses(checkpoint, store, 1500)
+    everything = np.concatenate([values for _, values in plain])
+    found = alone["checkpoint"]
+    assert found["overall"]["loss"] == pytest.approx(everything.mean(), rel=1e-5)
+    assert found["overall"]["perplexity"] == pytest.approx(math.exp(everything.mean()), rel=1e-4)
+    assert found["overall"]["tokens"] == len(everything)
+    for part in found["by_length"]:
+        inside = [values for length, values in plain if part["first"] <= length <= part["last"]]
+        assert part["documents"] == len(inside)
+        assert part["loss"] == pytest.approx(np.concatenate(inside).mean(), rel=1e-5)
+    seen = np.concatenate([np.arange(1, length) for length, _ in plain])
+    for part in found["by_position"]:
+        inside = (part["first"] <= seen) & (seen <= part["last"])
+        assert part["tokens"] == inside.sum()
+        assert part["loss"] == pytest.approx(everything[inside].mean(), rel=1e-5)
+    assert sum(part["tokens"] for part in found["by_length"]) == sum(part["tokens"] for part in found["by_position"])
+
+
+def test_long_documents_are_cut_as_in_training(workers: Workers, store: Path, checkpoint: Path) -> None:
+    settings = [*FOR_CHECKPOINTS, *WHOLE, "data.max_length=200"]
+    plain = np.concatenate([values for _, values in plain_losses(checkpoint, store, 200)])
+    split = workers.run(losses, 2, str(checkpoint), store, settings)[0]
+    assert split["overall"]["loss"] == pytest.approx(plain.mean(), rel=1e-5)
+    assert split["overall"]["documents"] == len(Store.open(store))
+    dropped = workers.run(losses, 1, str(checkpoint), store, [*settings, "data.long_documents=drop"])[0]
+    assert dropped["overall"]["documents"] == int((Store.open(store).lengths <= 200).sum())
+
+
+def test_ranks_without_a_token(workers: Workers, store: Path, checkpoint: Path, run: Path) -> None:
+    """The first document has 250 tokens, which are not worth a ring."""
+    for name, settings in ((str(checkpoint), FOR_CHECKPOINTS), (str(run), [])):
+        one = workers.run(losses, 1, name, store, [*settings, *WHOLE], 1)[0]
+        three = workers.run(losses, 3, name, store, [*settings, *WHOLE, "context.mode=static", "context.degree=1"], 1)[0]
+        assert three["overall"]["documents"] == 1 and three["degrees"] == [1]
+        assert three["overall"]["loss"] == pytest.approx(one["overall"]["loss"], rel=1e-6)
+
+
+def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Path, run: Path, alone: dict[str, Any]) -> None:
+    scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=64"]
+    found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
+    assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
+    assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
+    with pytest.raises(AssertionError, match=r"holds another model: hidden_size is 16, was 32"):
+        workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), Tokenizer.train(task_documents(200, 60), 700)], ids=["bytes", "BPE"])
+def test_documents_of_a_grid(tokenizer: Tokenizer) -> None:
+    grid = Grid((150, 1000), (0.0, 0.4, 1.0), keys=3)
+    writer = Writer(tokenizer, grid)
+    for cell in grid.cells:
+        question = writer.write(cell, 0)
+        assert len(question.tokens) == cell.length
+        assert writer.write(cell, 0).tokens.tolist() == question.tokens.tolist()
+        assert writer.write(cell, 1).tokens.tolist() != question.tokens.tolist()
+        labels = question.labels
+        text = tokenizer.decode(question.tokens)
+        value = tokenizer.decode(labels[labels >= 0])
+        asked = text[text.rindex(ask("")) :].removesuffix(value)
+        assert (labels[: -question.answered] == -100).all() and 10 <= int(value) < 100
+        assert text.count(ask("")) == 4, "three facts, and the question"
+        assert text.count(asked) == 2 and text.count(f"{asked}{value}") == 2
+        place = len(tokenizer.encode(text[: text.index(asked)])) / cell.length
+        assert cell.length == 150 or place == pytest.approx(cell.depth, abs=0.08)
+        keys = {key for key in KEYS if ask(key) + " " in text}
+        assert len(keys) == 3
+
+
+def test_a_grid_is_refused() -> None:
+    for wrong in ({"lengths": ()}, {"depths": (1.5,)}, {"keys": 0}, {"keys": 1000}, {"samples": 0}, {"lengths": (0,)}):
+        with pytest.raises(RetrievalError, match=r"give one or more|there are 1 to|1 or more"):
+            Grid(**{"lengths": (100,), "depths": (0.5,), **wrong})
+    with pytest.raises(RetrievalError, match=r"20 tokens has no room for 4 facts: they and the question need"):
+        Writer(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_answers_are_those_of_greedy_decoding(workers: Workers, checkpoint: Path, ranks: int) -> None:
+    """Of every other document a token of the answer is not what the model would write."""
+    questions = greedy_questions(checkpoint, (40, 700, 90, 300, 1400, 55, 61))
+    settings = [*FOR_CHECKPOINTS, f"batch.tokens_per_rank={1500 // ranks}"]
+    for found in workers.run(right_questions, ranks, str(checkpoint), settings, questions):
+        assert found == [1, 0, 1, 0, 1, 0, 1]
+
+
+def test_a_grid_is_the_same_on_any_number_of_ranks(workers: Workers, run: Path) -> None:
+    grid = Grid((200, 1000), (0.0, 1.0), samples=3)
+    alone = workers.run(right_cells, 1, str(run), WHOLE, grid)[0]
+    split = workers.run(right_cells, 3, str(run), ["batch.tokens_per_rank=500"], grid)
+    assert split == [alone] * 3
+
+
+def test_the_picture_shows_the_shares(tmp_path: Path) -> None:
+    grid = Grid((128, 256), (0.0, 1.0), samples=4)
+    cells = [Cell(cell.length, cell.depth, 4, right) for cell, right in zip(grid.cells, (4, 4, 0, 2), strict=True)]
+    save_grid(grid, cells, "a run at step 3", 128, tmp_path / "grid.svg")
+    drawn = (tmp_path / "grid.svg").read_text()
+    assert drawn.count("<image") == 1
+    save_grid(grid, cells, "a run at step 3", None, tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").stat().st_size > 10_000
+
+
+def command(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *launcher, "-m", "longctx", "eval", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_writes_into_the_run(store: Path, run: Path, alone: dict[str, dict[str, Any]]) -> None:
+    process = command(2, str(run), "--store", str(store), "--json", "--batch.tokens_per_rank=750")
+    assert process.returncode == 0, process.stderr
+    printed = json.loads(process.stdout)
+    assert json.loads((run / "eval.json").read_text()) == printed
+    assert printed["ranks"] == 2 and printed["step"] == 2
+    assert_equal(printed, alone["run"])
+    process = command(
+        1, str(run), "--needle", "--lengths=100,1500", "--depths=0,1", "--samples=2", *["--batch.tokens_per_rank=1500"]
+    )
+    assert process.returncode == 0, process.stderr
+    assert "of 8 answers right (one fact, 2 documents a cell)" in process.stdout
+    assert [cell["samples"] for cell in json.loads((run / "needle.json").read_text())["cells"]] == [2] * 4
+    assert (run / "needle.png").stat().st_size > 10_000
+
+
+def test_the_table_of_a_checkpoint(store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]) -> None:
+    before = sorted(checkpoint.iterdir())
+    settings = [f"--{setting}" for setting in [*FOR_CHECKPOINTS, *WHOLE]]
+    process = command(1, str(checkpoint), "--store", str(store), *settings)
+    assert process.returncode == 0, process.stderr
+    overall = alone["checkpoint"]["overall"]
+    assert f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over {overall['tokens']:,}" in process.stdout
+    assert "1,024 to 2,047" in process.stdout
+    assert sorted(checkpoint.iterdir()) == before, "a checkpoint is left as it is"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{run}"], "sets no documents apart (eval.store, data.held_out): say which with --store"),
+        (["{checkpoint}"], "sets no documents apart"),
+        (["{folder}"], "has no config.yaml and no config.json"),
+        (["{folder}/none", "--store={store}"], "there is no folder"),
+        (["{run}", "--store={store}", "--keys=2"], "--keys are of the grid of --needle"),
+        (["{run}", "--store={store}", "--documents=0"], "--documents is 0"),
+        (["{run}", "--needle", "--documents=3"], "--needle makes its own"),
+        (["{run}", "--needle", "--lengths=a"], "--lengths is 'a'"),
+        (["{run}", "--needle", "--lengths=99999"], "hold documents of up to 1,500: raise --batch.tokens_per_rank"),
+        (["{run}", "--needle", "--lengths=10"], "has no room for 1 facts"),
+        (["{run}", "--store={store}", "--png={folder}/no/such.png"], "are of the grid of --needle"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(
+    store: Path,
+    run: Path,
+    checkpoint: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    words: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    filled = [text.format(run=run, store=store, checkpoint=checkpoint, folder=tmp_path) for text in arguments]
+    assert main(["eval", *filled, "--batch.tokens_per_rank=1500"]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_run_without_a_checkpoint_is_refused(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    assert main(["eval", str(tmp_path), "--store", str(store)]) == 2
+    assert "has no complete checkpoint: there is nothing to evaluate" in capfd.readouterr().err
+
+
+def test_perplexity_of_a_hopeless_model_is_no_error() -> None:
+    assert Part(1, None, None, 3, 1e4).perplexity == math.inf

@@ -1,0 +1,190 @@
+"""Validation: the loss of documents that are set apart, the same on any number of ranks, and without a trace in training."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from longctx.attention import RingAttention
+from longctx.cli import main
+from longctx.data.sampler import Sampler, held_out
+from longctx.data.store import Store
+from longctx.planning.layout import Placement
+from longctx.training.loss import greedy_choices
+from longctx.training.metrics import MetricsLog, StepMetrics
+from tests.data_cases import placed_plan
+from tests.training_cases import SMALL, make_store, start
+from tests.workers import Workers
+
+SHARE = 0.3
+EVERY_TWO = ["eval.every=2", f"data.held_out={SHARE}", "train.steps=3", "checkpoint.every=null", "optimizer.warmup_steps=1"]
+SPLITS = {
+    "alone": (1, ["batch.tokens_per_rank=1500"]),
+    "two ranks": (2, ["batch.tokens_per_rank=750"]),
+    "three ranks": (3, ["batch.tokens_per_rank=500"]),
+    "gathered all step": (2, ["batch.tokens_per_rank=750", "parallel.reshard_after=step"]),
+    "reduced after each micro-batch": (2, ["batch.tokens_per_rank=750", "parallel.reduce_after=micro_batch"]),
+    "recompute": (2, ["batch.tokens_per_rank=750", "train.recompute=selective"]),
+    "two tensor ranks": (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750"]),
+    "a pipeline": (4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
+    "a pipeline in chunks": (
+        2,
+        [
+            *("parallel.pipeline_parallel_size=2", "parallel.pipeline_chunks=2", "parallel.pipeline_schedule=interleaved"),
+            *("model.num_hidden_layers=4", "batch.tokens_per_rank=1500"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+Rows = list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rows]:
+    """One process, by the number of layers."""
+    folder = tmp_path_factory.mktemp("alone")
+    sizes = {layers: ["batch.tokens_per_rank=1500", f"model.num_hidden_layers={layers}"] for layers in (2, 4)}
+    return {layers: workers.run(run, 1, store, folder / str(layers), settings)[0] for layers, settings in sizes.items()}
+
+
+def run(store: Path, folder: Path, settings: list[str]) -> Rows:
+    """The rows of metrics.jsonl of a whole run."""
+    trainer = start(store, folder, [*EVERY_TWO, *settings])
+    trainer.train()
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_it_is_that_of_one_process_and_does_not_disturb_training(
+    workers: Workers, store: Path, alone: dict[int, Rows], tmp_path: Path, name: str
+) -> None:
+    ranks, settings = SPLITS[name]
+    reference_rows = alone[4 if "model.num_hidden_layers=4" in settings else 2]
+    rows = workers.run(run, ranks, store, tmp_path / "with", settings)[0]
+    assert [row["validation_loss"] is None for row in rows] == [True, False, False], "after step 2, and at the end"
+    for row, reference in zip(rows[1:], reference_rows[1:], strict=True):
+        assert row["validation_loss"] == pytest.approx(reference["validation_loss"], rel=1e-5)
+        assert row["validation_tokens"] == reference["validation_tokens"]
+    without = workers.run(run, ranks, store, tmp_path / "without", [*settings, "eval.every=null"])[0]
+    for key in ("loss", "grad_norm", "documents", "degrees"):
+        assert [row[key] for row in rows] == [row[key] for row in without], f"{key} is not bit by bit that without validation"
+    assert all(row["validation_loss"] is None for row in without)
+
+
+def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, float, list[str]]:
+    """The validation loss, the mean loss of its documents by plain steps over each, and the names of the documents."""
+    trainer = start(store, folder, [*EVERY_TWO, *settings])
+    with trainer.loader:
+        found = trainer.validate()
+        opened = Store.open(store)
+        total, targets = 0.0, 0
+        apart = np.flatnonzero(held_out(opened.names, SHARE))
+        for document in apart:
+            tokens, labels = (torch.from_numpy(a) for a in opened.read(document, 0, int(opened.lengths[document])))
+            plan = placed_plan([len(tokens)], 1, [[Placement(0, 0, 1)]])
+            attention = RingAttention(plan.layout(0, 0))
+            with torch.no_grad():
+                logits = trainer.model(tokens, torch.arange(len(tokens)), attention, None)
+            total += F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum").item()
+            targets += int((labels != -100).sum())
+        assert targets == found.validation_tokens
+    return found.validation_loss, total / targets, [opened.name(document) for document in apart]
+
+
+def test_it_is_the_mean_over_the_documents_set_apart(workers: Workers, store: Path, tmp_path: Path) -> None:
+    found, wanted, names = workers.run(forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
+    assert 2 <= len(names) < 26
+    assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def test_another_store_and_the_first_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
+    settings = ["data.held_out=0", f"eval.store={store}", "batch.tokens_per_rank=1500"]
+    whole = workers.run(run, 1, store, tmp_path / "all", settings)[0][-1]
+    some = workers.run(run, 1, store, tmp_path / "some", [*settings, "eval.documents=3"])[0][-1]
+    assert whole["validation_tokens"] == int(Store.open(store).trained_tokens.sum())
+    assert some["validation_tokens"] == int(Store.open(store).trained_tokens[:3].sum())
+
+
+def test_documents_that_are_held_out_are_never_trained_on(store: Path) -> None:
+    opened = Store.open(store)
+    apart = held_out(opened.names, SHARE)
+    settings = {"global_tokens": 1, "seed": 3, "max_length": 700}
+    sampler = Sampler(opened.lengths, left_out=apart, **settings)
+    taken = {piece.document for cursor in range(2 * sampler.pieces) for piece in sampler.step(cursor)[0]}
+    assert taken == set(np.flatnonzero(~apart).tolist())
+    evaluated = Sampler(opened.lengths, left_out=~apart, **settings).in_order()
+    assert {piece.document for piece in evaluated} == set(np.flatnonzero(apart).tolist())
+    assert sum(piece.length for piece in evaluated) == opened.lengths[apart].sum()
+
+
+def test_the_held_out_share_goes_by_names_alone() -> None:
+    names = [f"document {number}" for number in range(20_000)]
+    apart = held_out(names, 0.1)
+    assert apart.mean() == pytest.approx(0.1, abs=0.01)
+    assert (held_out(names[::-1], 0.1) == apart[::-1]).all()
+    assert (apart <= held_out(names, 0.2)).all(), "a greater share keeps those of a smaller one"
+    assert not held_out(names, 0.0).any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["--eval.every=2"], "there are no documents to validate on"),
+        (["--eval.store=stores/other", "--data.held_out=0.1"], "nobody would look at these"),
+        (["--eval.every=2", "--data.held_out=0.0001"], "sets none of the 52 documents"),
+        (["--data.held_out=0.9999"], "there are no documents"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    store: Path, tmp_path: Path, settings: list[str], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = [f"--{one}" for one in [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path}", "batch.tokens_per_rank=1500"]]
+    assert main(["train", *small, *settings]) == 2
+    assert words in capfd.readouterr().err
+
+
+def test_a_run_goes_on_only_with_the_same_share(workers: Workers, store: Path, tmp_path: Path) -> None:
+    workers.run(run, 1, store, tmp_path, ["checkpoint.every=1"])
+    with pytest.raises(AssertionError, match=r"held_out is 0\.0, and was 0\.3: set data\.held_out to the run's"):
+        workers.run(resume, 1, store, tmp_path, ["data.held_out=0"])
+
+
+def resume(store: Path, folder: Path, settings: list[str]) -> None:
+    start(store, folder, settings, resume=True)
+
+
+def test_tensorboard_and_console_show_it(
+    workers: Workers, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = workers.run(run, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
+    (tmp_path / "log").mkdir()
+    log = MetricsLog(tmp_path / "log", after_step=0, tensorboard=True)
+    seen: dict[str, float] = {}
+    monkeypatch.setattr(log.events, "add_scalar", lambda name, value, step: seen.update({name: value}))
+    log.write(StepMetrics(**rows[-1]))
+    log.close()
+    assert seen["validation_loss"] == rows[-1]["validation_loss"]
+    assert f"validation loss {rows[-1]['validation_loss']:.3f} on " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_greedy_choices_are_those_of_argmax(chunk: int, softcap: float) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randint(-2, 3, (50, 3)).float(), torch.randint(-1, 2, (7, 3)).float()  # many logits are equal
+    best = (hidden @ weight.T).argmax(-1)
+    labels = torch.where(torch.rand(50) < 0.5, best, torch.randint(0, 7, (50,)))
+    labels[::5] = -100
+    found = greedy_choices(hidden, weight, labels, chunk, softcap=softcap)
+    assert found.tolist() == (best == labels).float().tolist()
+    assert greedy_choices(hidden, lambda rows: rows @ weight.T, labels, chunk).tolist() == found.tolist()
+    assert 10 < found.sum() < 40
