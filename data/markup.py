@@ -90,11 +90,12 @@ class Markup:
             return learnt, 0
         edges = [edge for span in spans for edge in span]
         if b"".join(map(self._pieces.__getitem__, ids)) == text.encode():
-            stops = self._bytes[tokens].cumsum()
-            starts = stops - self._bytes[tokens]
+            lengths = self._bytes[tokens]
+            stops = lengths.cumsum()
+            starts = stops - lengths
             if not text.isascii():
-                lengths = [len(text[a:b].encode()) for a, b in zip([0, *edges], edges, strict=False)]
-                edges = np.cumsum(lengths).tolist()
+                between = [len(text[a:b].encode()) for a, b in zip([0, *edges], edges, strict=False)]
+                edges = np.cumsum(between).tolist()
         else:
             (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
             starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T

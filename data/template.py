@@ -107,10 +107,16 @@ class Template:
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
 
+        compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
-            (text,), spans = render_jinja_template(
+            if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
+                # What render_jinja_template does for JSON without reasoning, less its copy of everything: half the time.
+                template = compiled(self._texts[bool(tools)])
+                given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+                return template.render(**{**given, **self._variables}), []
+            (text,), spans = chat_template_utils.render_jinja_template(
                 conversations=[list(messages)],
                 tools=tools,
                 chat_template=self._texts[bool(tools)],

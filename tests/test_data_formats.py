@@ -1,0 +1,245 @@
+"""Records of every format become the same conversations, and what is malformed is named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from longctx.cli import main
+from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.formats import Document
+from longctx.data.loader import Loader
+from longctx.data.packing import StepBatch
+from longctx.data.prepare import prepare
+from longctx.data.store import Store
+from longctx.training.objective import TokenMean
+from tests.data_cases import placed_plan, text_of, write_jsonl
+from tests.template_cases import TOOLS, call
+
+ASKED, ANSWERED = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}
+RECORDS: dict[str, list[dict[str, Any]]] = {
+    "messages": [
+        {"messages": [ASKED, ANSWERED]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "Hi."}]},
+            ]
+        },
+        {"messages": json.dumps([ASKED, ANSWERED]), "text": "of both, the conversation is read"},
+        {"messages": [{**ASKED, "tool_calls": None, "content": "Hello"}, ANSWERED], "conversations": None},
+    ],
+    "conversations": [
+        {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi."}]},
+        {"conversations": [ASKED, ANSWERED]},
+    ],
+    "prompt-completion": [
+        {"prompt": "Hello", "completion": "Hi."},
+        {"prompt": "Hello", "response": "Hi."},
+        {"prompt": [ASKED], "completion": [ANSWERED]},
+    ],
+    "instruction-output": [
+        {"instruction": "Hello", "output": "Hi."},
+        {"instruction": "Hello", "input": "", "output": "Hi.", "text": "Hello Hi."},
+        {"instruction": "Hello", "response": "Hi."},
+    ],
+}
+
+
+def documents(source: Path, **options: Any) -> list[Document]:
+    return list(open_corpus(str(source), **options).documents())
+
+
+@pytest.mark.parametrize(("kind", "record"), [(kind, record) for kind, records in RECORDS.items() for record in records])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "dataset"])
+def test_every_format_is_the_same_conversation(tmp_path: Path, kind: str, record: dict[str, Any], suffix: str) -> None:
+    import datasets
+
+    if suffix == "jsonl":
+        write_jsonl(tmp_path / "s", [record]).rename(tmp_path / "s.jsonl")
+    elif suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "s.parquet")
+    else:
+        datasets.Dataset.from_list([record]).save_to_disk(str(tmp_path / "s.dataset"))
+    (document,) = documents(tmp_path / f"s.{suffix}")
+    assert (document.format, document.text, list(document.messages)) == (kind, None, [ASKED, ANSWERED])
+    assert document.first_trained == (1 if isinstance(record.get("prompt"), list) else 0)
+
+
+def test_systems_tools_and_inputs_are_kept(tmp_path: Path) -> None:
+    said = [
+        {"from": "human", "value": "2 + 3?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": "{\\"a\\": 2}"}'},
+    ]
+    said += [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5."}]
+    records = [
+        {"conversations": said, "system": "Calculate.", "tools": json.dumps(TOOLS)},
+        {"instruction": "Add", "input": "2 + 3", "output": "5", "system": "Calculate."},
+        {"messages": [ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}]},
+        {"prompt": [ASKED], "completion": [ANSWERED], "system": "Brief."},
+    ]
+    first, second, third, fourth = documents(write_jsonl(tmp_path / "s.jsonl", records))
+    assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert first.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    assert first.tools == TOOLS and second.tools is None
+    assert [message["content"] for message in second.messages] == ["Calculate.", "Add\n\n2 + 3", "5"]
+    assert third.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    assert (fourth.messages[0]["content"], fourth.first_trained) == ("Brief.", 2)
+
+
+def test_tables_give_tool_calls_without_the_members_of_others(tmp_path: Path) -> None:
+    calls = [
+        {"role": "assistant", "tool_calls": [call("add", a=1)]},
+        {"role": "assistant", "tool_calls": [call("say", word="x")]},
+    ]
+    records = [{"messages": [ASKED, one]} for one in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "s.parquet")
+    assert [document.messages[1] for document in documents(tmp_path / "s.parquet")] == calls
+
+
+def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": "plain", "messages": [ASKED, ANSWERED]}])
+    assert [document.text for document in documents(source)] == [None]
+    assert [document.text for document in documents(source, text_column="text")] == ["plain"]
+    assert open_corpus(str(source)).fingerprint() != open_corpus(str(source), text_column="text").fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"text": "x", "weight": -1}, "`weight` is -1: it must be a positive number"),
+        ({"text": "x", "weight": 0}, "`weight` is 0: it must be a positive number"),
+        ({"text": "x", "weight": float("nan")}, "`weight` is nan: it must be a positive number"),
+        ({"text": "x", "weight": float("inf")}, "`weight` is inf"),
+        ({"text": "x", "weight": "2"}, "`weight` is '2'"),
+        ({"text": "x", "weight": True}, "`weight` is True"),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 0 is from 'bot': it must be one of human, user, gpt"),
+        ({"conversations": [{"from": "human", "value": 3}]}, "message 0 has a value of type int"),
+        ({"conversations": [{"from": "function_call", "value": "add(2)"}]}, "`value` of message 0 is not JSON"),
+        ({"conversations": []}, "at least one message"),
+        ({"messages": "[{"}, "`messages` is not JSON"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0 has a part of type 'image'"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "of the assistant's messages only"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "message 0, tool call 0 must be an object like"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}, "tool call 0 is not JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "arguments of type list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [call("f", a="\ud800")]}]}, "surrogate"),
+        ({"messages": [ASKED, ANSWERED], "tools": "{}x"}, "`tools` is not JSON"),
+        ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, "`tools` must be a list of objects"),
+        ({"prompt": "x", "completion": 3}, "message 0 has role None|must be a list"),
+        ({"instruction": "x", "output": 3}, "'output' is of type int: it must be text"),
+        ({"prompt": "x"}, "has neither 'text' nor messages, conversations, prompt and completion, .* only prompt"),
+    ],
+)
+def test_malformed_records_are_named(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    source = write_jsonl(tmp_path / "s.jsonl", [{"text": "fine"}, record])
+    with pytest.raises(CorpusError, match=rf"s\.jsonl:2: .*({says})"):
+        documents(source)
+
+
+# --- weights
+
+
+def weighted_store(folder: Path) -> Store:
+    records: list[dict[str, Any]] = [{"text": text_of(9, seed), "weight": weight} for seed, weight in enumerate([0.5, 3, None])]
+    prepare(open_corpus(str(write_jsonl(folder / "s.jsonl", records))), folder / "out", tokenizer="bytes")
+    return Store.open(folder / "out")
+
+
+def test_weights_are_stored(tmp_path: Path) -> None:
+    store = weighted_store(tmp_path)
+    assert store.weights.tolist() == [0.5, 3.0, 1.0]
+    assert (store.manifest.lightest, store.manifest.heaviest) == (0.5, 3.0)
+    recorded = Store.open(Path(__file__).parent / "recorded_run" / "store")  # made before there were weights
+    assert recorded.weights.tolist() == [1.0] * len(recorded)
+
+
+def test_weights_reach_the_loss(tmp_path: Path) -> None:
+    """A weight counts like so many copies of the document."""
+    from longctx.planning.layout import Placement
+
+    def plan(lengths: Any) -> Any:
+        return placed_plan(lengths, 1, [[Placement(document, 0, 1) for document in range(len(lengths))]])
+
+    def step(store: Store) -> StepBatch:
+        options: dict[str, Any] = {"rank": 0, "ranks": 1, "planner": plan, "global_tokens": 30, "seed": 0, "max_length": 10}
+        with Loader(store, **options) as loader:
+            return next(loader)
+
+    store = weighted_store(tmp_path)
+    batch = step(store)
+    by_name = dict(zip(batch.documents, batch.weights, strict=True))
+    assert by_name == {"s.jsonl:1": 0.5, "s.jsonl:2": 3.0, "s.jsonl:3": 1.0}
+    assert batch.target_tokens == 27 and batch.target_weight == pytest.approx(9 * 4.5)
+    weights = TokenMean().weights(batch)
+    assert weights.divisor == pytest.approx(9 * 4.5) and weights.tokens is not None
+    assert weights.tokens[0].tolist() == [weight for weight in batch.weights for _ in range(10)]
+    assert weights.tokens[0].dtype == torch.float32
+    plain = write_jsonl(tmp_path / "p.jsonl", [{"text": text_of(9, seed)} for seed in range(3)])
+    prepare(open_corpus(str(plain)), tmp_path / "plain", tokenizer="bytes")
+    batch = step(Store.open(tmp_path / "plain"))
+    assert batch.weights == () and batch.target_weight == batch.target_tokens
+    assert TokenMean().weights(batch).tokens is None
+
+
+# --- the command
+
+
+def test_the_command_shows_what_is_learnt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    records = [record for records in RECORDS.values() for record in records]
+    records += [{"text": "b" * 300}, {"messages": [ASKED, {**ANSWERED, "content": "a" * 900}], "weight": 2}]
+    records.append({"messages": [ASKED, {**ANSWERED, "content": "nearly last " * 30}], "weight": 0.25})
+    write_jsonl(tmp_path / "my chats.jsonl", records)
+    command = ["prepare", "--source", "my chats.jsonl", "--tokenizer", "bytes", "--max-length", "500"]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("stores/my chats: made in")
+    for line in (
+        "formats    2 conversations, 3 instruction-output, 6 messages, 3 prompt-completion, 1 text",
+        "template   ChatML, as the tokenizer brings none",
+        "learnt     the assistant's turns of conversations",
+        "weights    0.25 to 1",
+        "left out   1 conversations of more than 500 tokens",
+        "≤ 512          2",
+        "examples, what is learnt stands between ⟦ and ⟧",
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>⟧\n<|endoftext|>",
+    ):
+        assert line in out, line
+    assert "my chats.jsonl:1: " in out and "my chats.jsonl:15: " in out and out.count(" tokens, ") == 3
+    assert "… 187 tokens …" in out and "\x1b" not in out
+    assert main([*command, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["out"], summary["dropped_documents"], summary["max_length"]) == ("stores/my chats", 1, 500)
+
+
+def test_examples_are_coloured_on_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "s.jsonl", [{"messages": [ASKED, ANSWERED]}])
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert main(["prepare", "--source", str(tmp_path / "s.jsonl"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b[1;32mHi.<|im_end|>\x1b[0m" in out and "⟦" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--max-length", "1"], "--max-length is 1: a conversation has at least 2 tokens"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja needs the special tokens of a checkpoint"),
+        (["--tokenizer", "../nowhere/to/be"], "neither a file, nor a folder, nor a name on the hub"),
+    ],
+)
+def test_the_command_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    source = write_jsonl(tmp_path / "s.jsonl", [{"messages": [ASKED, ANSWERED]}])
+    assert main(["prepare", "--source", str(source), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
