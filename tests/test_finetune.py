@@ -63,7 +63,8 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and any(len(row["degrees"]) > 1 for row in rows)
     before, after = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (checkpoint, out / "export")
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (checkpoint, out / "export")
     )
     assert (logits(after) - logits(before)).abs().max() > 0.01
     assert transformers.AutoTokenizer.from_pretrained(out / "export").chat_template

@@ -69,7 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(_told(config, store, ranks), flush=True)
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
-    return subprocess.run([sys.executable, *train], env={**os.environ, "OMP_NUM_THREADS": threads}, check=False).returncode
+    ended = subprocess.run([sys.executable, *train], env={**os.environ, "OMP_NUM_THREADS": threads}, check=False).returncode
+    if ended == 0 and config.checkpoint.export is not None:
+        print(_next(config, config.checkpoint.export))
+    return ended
 
 
 def _defaults(arguments: argparse.Namespace, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
@@ -102,6 +105,14 @@ def _defaults(arguments: argparse.Namespace, store: "Store", ranks: int, out: Pa
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     return values
+
+
+def _next(config: Config, export: Path) -> str:
+    """What to type now."""
+    if config.lora.rank is None:
+        return f"try it: longctx generate {export} --chat 'your question'"
+    merged = export.with_name("merged")
+    return f"try it: longctx export {config.train.run_dir} {merged} --merge && longctx generate {merged} --chat 'your question'"
 
 
 def _told(config: Config, store: "Store", ranks: int) -> str:
