@@ -45,7 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_transformers(checkpoints: dict[str, Path], name: str) -> None:
     tokens = torch.randint(0, BASE["vocab_size"], (61,), generator=torch.Generator().manual_seed(1))
-    source = pretrained(str(checkpoints[name]), "native", False)
+    source = pretrained(str(checkpoints[name]), (), "native", False)
     assert source.said == "the native decoder runs it, as model.implementation says"
     ours = source.build()
     ours.initialize(0)
@@ -137,10 +137,10 @@ def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, change: str) -
     transformers.AutoConfig.for_model(kind, **{**BASE, **settings}).save_pretrained(tmp_path)
     (tmp_path / "tensors.json").write_text("{}")
     with pytest.raises(PretrainedError, match=message) as refusal:
-        pretrained(str(tmp_path), "native", False)
+        pretrained(str(tmp_path), (), "native", False)
     assert str(refusal.value).endswith("; choose model.implementation transformers")
     with pytest.raises(PretrainedError, match=r"set parallel\.tensor_parallel_size and parallel\.pipeline_parallel_size to 1"):
-        pretrained(str(tmp_path), "auto", True)
+        pretrained(str(tmp_path), (), "auto", True)
 
 
 def test_every_field_of_a_config_is_known_or_refused() -> None:

@@ -24,6 +24,7 @@ from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.source import Lora
+from longctx.parallel.host_memory import returned_when_freed
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, SavedWeights
 from longctx.training.model_folder import FOLDER, beside_weights
@@ -103,8 +104,9 @@ def export(
         planned = list(_plan(model, saved, source, dtype))
         _refuse_full(partial, sum(tensor.bytes for tensor in planned))
         writer = CheckpointWriter(partial, planned, max_shard_bytes)
-        for group in model.groups():
-            writer.write(model.to_checkpoint(_read(model, saved, group)))
+        with returned_when_freed():
+            for group in model.groups():
+                writer.write(model.to_checkpoint(_read(model, saved, group)))
         writer.close()
         architecture = _write_beside(partial, model, source, found, kept, dtype)
         _replace(out, partial)

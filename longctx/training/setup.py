@@ -19,6 +19,7 @@ from longctx.model.protocol import MakeAttention, Model
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.host_memory import returned_when_freed
 from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
@@ -68,10 +69,11 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
-    initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
-    model.finish(mesh.device, dtype)
-    for module in sharded_modules(model):
-        module.reshard()  # it may have run: the optimizer is to have the shards
+    with returned_when_freed():
+        initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
+        model.finish(mesh.device, dtype)
+        for module in sharded_modules(model):
+            module.reshard()  # it may have run: the optimizer is to have the shards
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
 
