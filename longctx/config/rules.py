@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
 from longctx.errors import UserError
+from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
-from longctx.model.source import ALL_LINEAR, LoraError
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import longest_document

@@ -7,9 +7,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem, plain
+from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.source import Lora, ModelSource, NewDecoder, adapted, pretrained
+from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
 

@@ -5,29 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longctx.errors import UserError
+from longctx.model.adapters import Lora
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles
     from longctx.model.protocol import Model
-
-
-ALL_LINEAR = "all-linear"
-
-
-class LoraError(UserError):
-    """Adapters that a model cannot have."""
-
-
-@dataclass(frozen=True)
-class Lora:
-    """Trained matrices of this rank beside frozen linear layers, scaled by alpha / rank; targets: "all-linear", or names."""
-
-    rank: int
-    alpha: float
-    target_modules: str | tuple[str, ...] = ALL_LINEAR
 
 
 class ModelSource(Protocol):

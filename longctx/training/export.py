@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from longctx.errors import UserError
+from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
@@ -23,7 +24,6 @@ from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapte
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
-from longctx.model.source import Lora
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, SavedWeights
