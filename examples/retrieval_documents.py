@@ -1,11 +1,7 @@
-"""Writes documents of facts and filler, in which every fact is asked for later: a task that a small model can learn.
+"""Writes documents of filler and facts, each told three times: a task of the form that `longctx eval --needle` asks for.
 
 python examples/retrieval_documents.py task.jsonl [COUNT [WORDS]]
 longctx prepare --source task.jsonl --vocab-size 1024 --out stores/retrieval
-torchrun --standalone --nproc-per-node 2 -m longctx train examples/retrieval.yaml
-longctx eval runs/retrieval --needle --keys 4 --lengths 32,64,96,128,192,256
-
-`longctx eval --needle` asks for facts of the same form.
 """
 
 import json
