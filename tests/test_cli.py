@@ -86,7 +86,7 @@ def test_without_a_command_the_help_is_an_error(capsys: pytest.CaptureFixture[st
     ("argv", "message"),
     [
         (["trian"], "no command 'trian': did you mean train?"),
-        (["zzz"], "no command 'zzz': choose one of prepare, train, eval"),
+        (["zzz"], "no command 'zzz': choose one of prepare, train, finetune"),
         (["--verbose"], "unrecognized arguments: --verbose"),
     ],
 )

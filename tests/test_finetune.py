@@ -22,7 +22,7 @@ SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learni
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer and a chat template, all its weights in bfloat16."""
-    folder = FAMILIES["smollm2"].save(tmp_path_factory.mktemp("checkpoint"))
+    folder = FAMILIES["SmolLM2"].save(tmp_path_factory.mktemp("checkpoint"))
     entries = len(transformers.AutoTokenizer.from_pretrained(folder))
     build_model("llama", "eager", vocab_size=entries).to(torch.bfloat16).save_pretrained(folder)
     return folder

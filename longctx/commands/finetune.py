@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from longctx.commands import prepare
     from longctx.data.store import Store
+    from longctx.parallel.mesh import environment_of_ranks
 
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be more than 0")
@@ -53,13 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out or Path("runs", Path(arguments.data).stem)
     store_folder, settings_file = out / "store", out / "finetune.yaml"
     # What is wrong with the model is said before the data are read.
-    load(arguments.config, [f"model.from_pretrained={arguments.model}", *arguments.overrides]).model_source()
+    first = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
+    given = load(arguments.config, arguments.overrides, defaults=first)
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     source = ["--source", arguments.data, "--out", str(store_folder), "--tokenizer", arguments.model]
     prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on]))
     store = Store.open(store_folder)
-    defaults = _defaults(arguments, store, ranks, out, on_gpu=torch.cuda.is_available())
+    defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     settings_file.write_text(config.to_yaml(), "utf-8")
     train = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "longctx", "train"]
@@ -68,19 +70,23 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"to train: {' '.join(['python', *train])}")
         return 0
     print(_told(config, store, ranks), flush=True)
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
-    ended = subprocess.run([sys.executable, *train], env={**os.environ, "OMP_NUM_THREADS": threads}, check=False).returncode
+    ended = subprocess.run([sys.executable, *train], env=environment_of_ranks(ranks), check=False).returncode
     if ended == 0 and config.checkpoint.export is not None:
         print(_next(config, config.checkpoint.export))
     return ended
 
 
-def _defaults(arguments: argparse.Namespace, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
-    """Settings by section that suit fine-tuning on this store: every document fits, and an epoch has some steps."""
+def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
+    """Settings by section that suit fine-tuning on this store: every document fits, and an epoch has some steps.
+
+    They go with the size and the number of steps, if these are `given`.
+    """
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     total = math.ceil(arguments.epochs * tokens)
     step = max(longest, min(65536, total // FEWEST_STEPS))
-    steps = max(1, round(total / step))
+    if "global_tokens" in given.batch.model_fields_set:
+        step = given.batch.global_tokens
+    steps = given.train.steps if "steps" in given.train.model_fields_set else max(1, round(total / step))
     per_rank = max(2048, math.ceil(longest / ranks))
     while longest_document(ranks, per_rank) < longest:
         per_rank += 1

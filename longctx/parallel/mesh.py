@@ -43,6 +43,11 @@ class Launch:
         return cls(*map(int, values.values()))
 
 
+def environment_of_ranks(ranks: int) -> dict[str, str]:
+    """For torchrun on this machine: the cores are shared out among so many processes, unless OMP_NUM_THREADS says how."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The process groups of a run, from the view of one rank.

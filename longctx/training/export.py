@@ -167,12 +167,12 @@ def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
     """The model of a checkpoint without values, and the checkpoint of transformers that it began with, if with any."""
     described = found.state["model"]
     source = CheckpointFiles.open(str(kept)) if (kept / DESCRIBED).is_file() else None
+    if source is not None and "lora" in described:
+        return _adapted(described), source
     with torch.device("meta"):
         if "transformers" in described:
             if source is None:
                 raise ExportError(f"{kept} is missing, which has the config of the model: put config.json and {DESCRIBED} back")
-            if "lora" in described:
-                return _adapted(described), source
             return TransformersSource(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
@@ -197,7 +197,8 @@ def _adapted(described: dict[str, Any]) -> Model:
         raise ExportError(f"the frozen weights are not in {values['base']} any more ({error}): put them back there") from error
     if fingerprint(base) != values["base_fingerprint"]:
         raise ExportError(f"{values['base']} holds other weights than those that the adapters were trained for: put them back")
-    return AdaptedModel(base, lora, torch.float32)
+    with torch.device("meta"):
+        return AdaptedModel(base, lora, torch.float32)
 
 
 def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
