@@ -22,7 +22,7 @@ from longctx.attention import operator
 from longctx.attention.exchange import Exchange
 from longctx.attention.inputs import AttentionInputError, InputCheck
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.schedule import Schedule
+from longctx.attention.ring_schedule import Schedule
 from longctx.planning.layout import Layout
 
 

@@ -13,7 +13,7 @@ from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseli
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.baselines.flexsp import _even_cuts
 from longctx.comparison.baselines.groups import best_fit
-from longctx.comparison.baselines.megatron_main import unsynchronised_s
+from longctx.comparison.baselines.megatron_main_branch import unsynchronised_s
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile

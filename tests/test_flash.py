@@ -16,7 +16,7 @@ from longctx.attention.kernels.contract import Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
 from longctx.attention.masks import Mask
-from longctx.attention.schedule import Schedule
+from longctx.attention.ring_schedule import Schedule
 from longctx.attention.segments import Segment, packed_causal
 from longctx.errors import UserError
 from longctx.planning.layout import Placement

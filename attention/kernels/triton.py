@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longctx.attention.device import copy_to
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError

@@ -1,4 +1,4 @@
-"""Planner: from lengths to a checked plan, in one of the modes of `planners/modes.py`, all scored by the same cost.
+"""Planner: from lengths to a checked plan, in one of the modes of `planners/by_mode.py`, all scored by the same cost.
 
 `static` gives every document the same degree, `bins` takes degrees from a table, `auto` searches over degrees and also scores
 the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
@@ -17,7 +17,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.modes import MODES
+from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 

@@ -9,7 +9,7 @@ from html import escape
 from importlib.resources import files
 
 from longctx.comparison.baselines import BASELINES
-from longctx.comparison.baselines.megatron_main import unsynchronised_s
+from longctx.comparison.baselines.megatron_main_branch import unsynchronised_s
 from longctx.comparison.modelled import SPEEDUPS, TITLES, Row, degree_of, gibibytes, most_speedup, over_fixed_without_barriers
 from longctx.comparison.page import figures
 from longctx.comparison.page.parts import Comparison, degree_words, figure, mean_words, plan_cells, times, title_of
