@@ -143,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents in every way, and prints the modelled times."""
-    from longctx.comparison.modelled import mean_rows, static_curve, sweep_budgets, sweep_longest
+    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
@@ -162,8 +162,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
     if arguments.html:
-        from longctx.comparison.page.html import render
-        from longctx.comparison.page.parts import Comparison
+        from longctx.comparison.page.html import Comparison, render
 
         comparison = Comparison(
             source=title,
@@ -174,7 +173,6 @@ def compare_plans(arguments: argparse.Namespace) -> int:
             steps=len(here),
             rows=means,
             plans=plans,
-            static_curve=static_curve(here[0], profile),
             about=_about(),
             model=arguments.model,
             changed="; ".join(changed),
@@ -188,7 +186,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
 
         from longctx.comparison.table import print_comparison
 
-        print_comparison(means, detailed, "; ".join([title, *changed]), Console())
+        print_comparison(means, detailed, "; ".join([title, *changed]), arguments.model, Console())
     return 0
 
 

@@ -133,7 +133,7 @@ def compare_case(
 
     Raises PlanError if the documents fit no degree at all.
     """
-    request = _request(case, profile)
+    request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     started("auto")
     plans = {"auto": make_plan(case.lengths, **request)}
     notes: dict[str, str] = {}
@@ -172,20 +172,6 @@ def compare_case(
     return ComparedCase(rows, plans)
 
 
-def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:
-    """(degree, makespan in seconds, or None if a document does not fit) for degrees 2^k, 3·2^k and N."""
-    curve: list[tuple[int, float | None]] = []
-    coarse = {d << i for d in (1, 3) for i in range(case.ranks.bit_length()) if d << i <= case.ranks} | {case.ranks}
-    for degree in sorted(coarse):
-        try:
-            plan = make_plan(case.lengths, **_request(case, profile), mode="static", degree=degree)
-        except PlanError:
-            curve.append((degree, None))
-        else:
-            curve.append((degree, plan.makespan_s))
-    return curve
-
-
 def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     """Documents with those longer than `longest` split into pieces of that many tokens and a rest, as training does."""
     pieces: list[int] = []
@@ -194,10 +180,6 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
         if length % longest:
             pieces.append(length % longest)
     return tuple(pieces)
-
-
-def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
-    return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
 
 
 def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
@@ -306,11 +288,6 @@ def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
 def degree_of(row: Row) -> str:
     """`static:8` → `8`; empty for a plan of several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
-
-
-def gibibytes(count: int | None) -> str:
-    """`1.25 GiB`; empty for None."""
-    return "" if count is None else f"{count / (1 << 30):.2f} GiB"
 
 
 def sweep_budgets(tokens_per_rank: int) -> list[int]:
