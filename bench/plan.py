@@ -17,7 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--append", action="store_true", help="keep the rows of OUT.csv and plan those that it does not have")
     given = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]
-    profile = HardwareProfile.load(PROFILE, given.exchange_levels)
+    profile = replace(HardwareProfile.load(PROFILE), exchange_levels=given.exchange_levels)
     wanted = [
         setting
         for setting in settings(given.mixes.split(","))

@@ -24,9 +24,7 @@ from longctx.commands.plan import (
     DEFAULT_PROFILE,
     LENGTHS_HELP,
     PROFILE_HELP,
-    add_exchange_levels,
     read_lengths,
-    with_levels,
 )
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
@@ -79,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that holds the longest document)",
     )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
-    add_exchange_levels(parser)
     parser.add_argument(
         "--model",
         choices=PRESETS,
@@ -149,15 +146,14 @@ def compare_plans(arguments: argparse.Namespace) -> int:
 
     check_folders(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
-    profile = with_levels(named.profile, arguments.exchange_levels)
-    source, cases, changed = _cases(arguments, profile)
+    source, cases, changed = _cases(arguments, named.profile)
     title = f"{source.words}; {steps_drawn(cases)}"
     detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
     here = [case for case in cases if case.ranks == detailed]
     if arguments.html:
         budget = here[0].tokens_per_rank
         cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
-    rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
+    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -167,7 +163,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
         comparison = Comparison(
             source=title,
             profile_name=named.name,
-            profile=profile,
+            profile=named.profile,
             ranks=detailed,
             tokens_per_rank=here[0].tokens_per_rank,
             steps=len(here),

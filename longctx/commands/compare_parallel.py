@@ -2,16 +2,13 @@
 
 import argparse
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
-from longctx.commands.plan import with_levels
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.steps import Source
     from longctx.model.spec import ModelSpec
 
@@ -56,6 +53,7 @@ def refuse(arguments: argparse.Namespace) -> None:
 
 def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     """Searches, and prints the best splits with the settings that make them."""
+    from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.layouts.search import BUDGETS, search
     from longctx.comparison.layouts.table import counts, print_splits, row
     from longctx.planning.validation import check_settings
@@ -64,7 +62,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     check_folders(arguments.csv)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
-    machine, spec = _machine(arguments), _spec(arguments)
+    machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
     with progress_bar() as (bar, task):  # mostly it ends early: the rest cannot be faster
@@ -99,14 +97,6 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     )
     print_splits(title, outcome, common, Console())
     return 0
-
-
-def _machine(arguments: argparse.Namespace) -> "Machine":
-    """The GPUs by the profile, with the levels of exchange that were asked for."""
-    from longctx.comparison.layouts.cost import Machine
-
-    machine = Machine.load(arguments.profile, arguments.peak_tflops, arguments.memory_gb)
-    return replace(machine, profile=with_levels(machine.profile, arguments.exchange_levels))
 
 
 def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:

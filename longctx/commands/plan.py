@@ -3,13 +3,13 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from longctx.commands.output import given_options
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.hardware_profile import shipped_profiles
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
@@ -24,29 +24,12 @@ DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
 
 
-def add_exchange_levels(parser: argparse.ArgumentParser) -> None:
-    """The option that `plan` and `compare` share."""
-    parser.add_argument(
-        "--exchange-levels",
-        type=int,
-        choices=(1, 2),
-        help="2: K and V cross the network once for each node, as training does with context.two_level_exchange; 1: straight "
-        "to every rank (default: the profile's, 2 in those that are shipped)",
-    )
-
-
-def with_levels(profile: HardwareProfile, levels: int | None) -> HardwareProfile:
-    """The profile with what --exchange-levels says, if anything."""
-    return profile if levels is None else replace(profile, exchange_levels=levels)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=Path, required=True, metavar="FILE|STORE", help=LENGTHS_HELP)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
-    add_exchange_levels(parser)
     parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
     parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
     parser.add_argument(
@@ -96,12 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
     lengths, source = _lengths(arguments)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
     planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
-    profile = with_levels(planned.profile, arguments.exchange_levels)
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
-        profile=profile,
+        profile=planned.profile,
         mode=arguments.mode,
         degree=arguments.degree,
         bins=arguments.bins,
@@ -110,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     bins = None
     if plan.mode == "bins":
-        bins = fill_bins(plan, arguments.bins or derived_bins(profile, plan.ranks, plan.tokens_per_rank))
+        bins = fill_bins(plan, arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
         from longctx.plots.picture import save_plan
 
