@@ -7,7 +7,7 @@ tries every degree, evens out packs and lets equals run side by side.
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, best_fit, powers_of_two, stand_in_rows, too_long
+from longctx.comparison.baselines.groups import Group, packs, powers_of_two, stand_in_rows, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
@@ -20,9 +20,9 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         tokens = largest_shards(lengths, np.full_like(lengths, degree))
         if int(tokens.max()) > tokens_per_rank:
             continue
-        packs = best_fit(list(range(len(lengths))), tokens.tolist(), tokens_per_rank)
+        packed = [Group(degree, documents=pack) for pack in packs(np.arange(len(lengths)), tokens, tokens_per_rank)]
         groups = ranks // degree
-        rows = [[Group(degree, documents=pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
+        rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
         plan = stand_in_rows(rows, lengths)
         makespan = score(profile, lengths, plan, ranks).makespan_ns
         if best is None or makespan < best[0]:
