@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
+from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
@@ -144,7 +144,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
-    check_folders(arguments.html, arguments.csv)
+    check_writable(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     source, cases, changed = _cases(arguments, named.profile)
     title = f"{source.words}; {steps_drawn(cases)}"

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
+from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
 from longctx.config import load
 from longctx.errors import UserError
 
@@ -59,7 +59,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     from longctx.planning.validation import check_settings
 
     gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
-    check_folders(arguments.csv)
+    check_writable(arguments.csv)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
     machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)

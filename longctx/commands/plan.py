@@ -161,20 +161,11 @@ def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
 
 def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
     """The documents of the first step that training on this store would take."""
-    from longctx.data.sampler import Sampler
-    from longctx.data.store import Store
+    from longctx.comparison.steps import store_source
     from longctx.planning.layout import longest_document
 
-    capacity = arguments.ranks * arguments.tokens_per_rank
-    seed = arguments.seed or 0
-    store = Store.open(arguments.lengths)
-    sampler = Sampler(
-        store.lengths,
-        global_tokens=DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens,
-        seed=seed,
-        max_length=longest_document(arguments.ranks, arguments.tokens_per_rank) or capacity,
-        long_documents=arguments.long_documents or "split",
-        name=store.name,
-    )
-    pieces, _ = sampler.step(0)
-    return [piece.length for piece in pieces], f"the first step of {arguments.lengths}, {len(store):,} documents (seed {seed})"
+    ranks, capacity = arguments.ranks, arguments.ranks * arguments.tokens_per_rank
+    tokens = DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens
+    source = store_source(arguments.lengths, lambda _: tokens, arguments.seed or 0, 1, arguments.long_documents or "split")
+    (lengths,), _ = source.draw(ranks, longest_document(ranks, arguments.tokens_per_rank) or capacity)
+    return lengths, source.words

@@ -83,7 +83,9 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         )
         return _first_steps(sampler, steps), ""
 
-    return Source(f"the first steps of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths)
+    return Source(
+        f"the first step{'s' * (steps > 1)} of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths
+    )
 
 
 def make_cases(

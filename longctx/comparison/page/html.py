@@ -125,32 +125,20 @@ def _at_reference(c: Comparison) -> Iterator[str]:
 
 def _speedup_bars(rows: Sequence[Row]) -> Iterator[str]:
     """A figure of speedups over each static plan that there is, fixed static first."""
-    about = {
-        "fixed-static": (
-            "Speedup of every way of planning over fixed static",
-            "Fixed static takes one degree for all steps, the smallest power of two that holds the longest document of the "
-            "data set unless one was named, and packs documents in the order in which they are drawn: what trainers without "
-            "dynamic degrees run.",
-        ),
-        "static": (
-            "Speedup over the best static degree of every step",
-            "The best static plan is the fastest of all degrees, not of powers of two alone, and of two ways of packing, "
-            "sought anew for every step: an oracle, which no trainer has.",
-        ),
-    }
-    for speedup, planner in SPEEDUPS.items():
-        baseline = next((row for row in rows if row.planner == planner and row.makespan_s), None)
-        if baseline is None:
-            continue
-        title, words = about[planner]
-        bound = most_speedup(rows, speedup) or 0.0
-        yield _figure(
-            figures.speedup_bars(rows, speedup, bound),
-            title,
-            f"Each bar is the time of {TITLES[planner]} (degree {degree_of(baseline)}), {baseline.makespan_s:.3g} s, divided "
-            f"by the time of this plan, for the same documents and the same cost model. {words} The dashed line is the tight "
-            "bound at the end of this page: it is proven that no plan passes it.",
-        )
+    titles = (
+        "Speedup of every way of planning over fixed static",
+        "Speedup over the best static degree of every step",
+    )
+    for title, (speedup, planner) in zip(titles, SPEEDUPS.items(), strict=True):
+        baseline = next(row for row in rows if row.planner == planner)
+        if baseline.makespan_s is not None:
+            yield _figure(
+                figures.speedup_bars(rows, speedup, most_speedup(rows, speedup) or 0.0),
+                title,
+                f"Each bar is the time of {TITLES[planner]} (degree {degree_of(baseline)}), {baseline.makespan_s:.3g} s, "
+                "divided by the time of this plan, for the same documents and the same cost model. No plan passes the dashed "
+                "line, the tight bound: that is proven. The end of this page says what the planners do.",
+            )
 
 
 def _timelines(c: Comparison) -> str:
@@ -236,12 +224,13 @@ tight      = fixed + launch · fewest micro-batches + the least M that does for 
 <p>Not modelled: pipeline bubbles, jitter, stragglers, the data loader, and what other systems gain or lose by their own kernels
 and exchange. So this page compares planning, not whole systems. Modelled times are as good as the profile: measure your own
 machine before you trust seconds; ratios are less sensitive.</p>
-<p><b>Fixed static</b>: one degree for all steps. Unless one was named, it is the smallest power of two that divides the ranks
-and holds the longest document of the data set, of a mix of the steps shown (all ranks, where none does). Documents are packed
-next-fit in the order in which they are drawn, and the last packs are split until every group has one in every micro-batch, as
-dp_balanced does, the baseline of the dynamic context parallelism benchmark of Megatron. <b>Best static</b>: the best of all
-degrees, documents packed best-fit by tokens, or emptiest group first where that is faster; groups with most work run first.
-<b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses degree, ranks and
+<p><b>Fixed static</b>: one degree for all steps, what trainers without dynamic degrees run. Unless one was named, it is the
+smallest power of two that divides the ranks and holds the longest document of the data set, of a mix of the steps shown (all
+ranks, where none does). Documents are packed next-fit in the order in which they are drawn, and the last packs are split until
+every group has one in every micro-batch, as dp_balanced does, the baseline of the dynamic context parallelism benchmark of
+Megatron. <b>Best static</b>: the best of all degrees, not of powers of two alone, sought anew for every step: an oracle, which
+no trainer has. Documents are packed best-fit by tokens, or emptiest group first where that is faster; groups with most work run
+first. <b>Bins</b>: degrees from a table by length, derived from the profile. <b>Auto</b>: the planner chooses degree, ranks and
 micro-batch of every document; it also scores static and bins, and so is never worse.</p>
 <ul>{baselines}</ul>
 <details><summary>Constants of the hardware profile {escape(c.profile_name)}</summary>
