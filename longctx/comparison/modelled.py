@@ -16,7 +16,7 @@ import numpy as np
 
 from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
-from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_ranks
+from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, score
@@ -193,7 +193,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
     fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
-    own, remote = _tokens(lengths, assignment, shape)
+    own, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
@@ -214,15 +214,6 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
         "micro_batches": shape[0],
         "planning_ms": plan.planning_ms,
     }
-
-
-def _tokens(lengths: Integers, a: Assignment, shape: tuple[int, int]) -> tuple[int, int]:
-    """Most tokens of its own, and most tokens of its ring mates, that a rank has to do with in a micro-batch."""
-    rings = a.degree > 1
-    whole = spread(lengths * rings, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
-    own = tokens_on_ranks(lengths, a, shape)
-    alone = np.bincount(a.micro_batch * shape[1] + a.first_rank, lengths * ~rings, shape[0] * shape[1])
-    return int(own.max()), int((whole - (own - alone.reshape(shape))).max())
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, least_degrees, spread, tokens_on_ranks
+from longctx.planning.assignment import Assignment, Integers, least_degrees, remote_tokens
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
@@ -135,12 +135,7 @@ def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_to
     shape = (assignment.micro_batches, ranks)
     if max_remote_tokens is None:
         return (1,) * shape[0]
-    rings = np.flatnonzero(assignment.degree > 1)
-    a = Assignment(
-        assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings], assignment.reversed[rings]
-    )
-    whole = spread(lengths[rings], a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
-    remote = (whole - tokens_on_ranks(lengths[rings], a, shape)).max(axis=1)
+    remote = remote_tokens(lengths, assignment, shape).max(axis=1)
     most = np.ones(shape[0], dtype=np.int64)
-    np.maximum.at(most, a.micro_batch, a.degree - 1)
+    np.maximum.at(most, assignment.micro_batch, assignment.degree - 1)
     return tuple(np.clip(-(-remote // max_remote_tokens), 1, most).tolist())
