@@ -21,6 +21,7 @@ import torch
 from longctx.config import Config, ConfigError, check
 from longctx.data.store import Store
 from longctx.errors import UserError
+from longctx.memory.advisor import changed
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.training.setup import build_loader
 from longctx.training.trainer import Trainer
@@ -209,12 +210,10 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
     for mode in modes:
         name, _, degree = mode.partition(":")
         bins = config.context.bins if name == "bins" else None
-        change = {"mode": name, "degree": int(degree) if degree else None, "bins": bins}
-        train = config.train.model_copy(update={"steps": max(config.train.steps, steps)})
-        configs.append(config.model_copy(update={"context": config.context.model_copy(update=change), "train": train}))
+        own = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
+        configs.append(changed(config, {**own, "train.steps": max(config.train.steps, steps)}.items()))
     longest = min(each.max_length(world_size) for each in configs)
-    data = config.data.model_copy(update={"max_length": longest})
-    configs = [each.model_copy(update={"data": data}) for each in configs]
+    configs = [changed(each, [("data.max_length", longest)]) for each in configs]
     for mode, each in zip(modes, configs, strict=True):
         try:
             check(each, world_size=world_size)

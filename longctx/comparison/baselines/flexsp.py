@@ -28,8 +28,8 @@ PRECISION = 0.01
 def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """Where every document stands. Raises PlanError if a document needs more ranks than a power of two provides."""
     degrees = powers_of_two(ranks)
-    shards = np.array(shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank))
-    times = np.stack([alone_ns(profile, lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
+    shards = shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank)
+    times = alone_ns(profile, *np.broadcast_arrays(lengths[:, None], np.array(degrees)))
     times = np.where(shards <= tokens_per_rank, times, 0)
     choices: list[Choice] = list(zip(times.tolist(), shards.tolist(), strict=True))
     order = np.argsort(-lengths, kind="stable")

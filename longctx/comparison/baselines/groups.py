@@ -48,17 +48,16 @@ def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
     return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
 
 
-def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> list[list[int]]:
-    """Tokens of each document on the fullest rank of each degree, [documents][degrees].
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
+    """Tokens of each document on the fullest rank of each degree, [documents, degrees].
 
     Raises PlanError in the name of the system if the largest degree does not hold a document.
     """
-    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
+    shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
     unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
     if len(unfit):
         raise too_long(system, int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
-    result: list[list[int]] = shards.tolist()
-    return result
+    return shards
 
 
 def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:
