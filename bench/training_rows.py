@@ -4,8 +4,6 @@ Memory is that of `longctx estimate`, and what the attention kernel needs beside
 """
 
 import math
-import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +62,6 @@ CHECKPOINTING = Option("gradient checkpointing")  # of the peer
 class Gpu:
     """Where rows run: its memory in bytes, operations a second, and what kernel auto comes to on it."""
 
-    name: str
     memory: float
     peak: float
     attention: str
@@ -73,12 +70,11 @@ class Gpu:
     def here(cls) -> "Gpu":
         """The GPU of this machine. A CPU is taken to hold everything."""
         if not torch.cuda.is_available():
-            return cls(f"CPU, {platform.machine()}, {os.cpu_count()} cores", math.inf, math.inf, "cpu")
-        name = torch.cuda.get_device_name()
+            return cls(math.inf, math.inf, "cpu")
         library = Flash().library(Request("cuda", torch.bfloat16, 128, 128))
         attention = "triton" if isinstance(library, str) else library.name
-        peak = peak_flops(name, "bfloat16") or math.nan
-        return cls(name, torch.cuda.get_device_properties(0).total_memory, peak, attention)
+        peak = peak_flops(torch.cuda.get_device_name(), "bfloat16") or math.nan
+        return cls(torch.cuda.get_device_properties(0).total_memory, peak, attention)
 
     def kernel(self, option: Option) -> str:
         return str(option.settings.get("context.kernel", self.attention))

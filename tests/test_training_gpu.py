@@ -55,7 +55,7 @@ def rows(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def h100(gib: float) -> training_rows.Gpu:
-    return training_rows.Gpu("H100", gib * 2**30, 989e12, "torch's flash operators")
+    return training_rows.Gpu(gib * 2**30, 989e12, "torch's flash operators")
 
 
 def finished(steps: int) -> str:

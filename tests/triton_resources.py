@@ -3,7 +3,7 @@
     python tests/triton_resources.py --heads 64:64 128:128 256:256    # Hopper; --gpus 80 89 for others, --softcap for soft caps
 
 Writes a line of CSV for each program in bfloat16: registers a thread, bytes a thread keeps in memory since registers do not
-hold them (`spilled`), and bytes of shared memory. A script of its own, since what Triton interprets in a process it cannot compile.
+hold them (`spilled`), and bytes of shared memory. It is a script, since a process in which Triton interprets cannot compile.
 """
 
 import argparse
