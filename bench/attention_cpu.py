@@ -7,7 +7,6 @@ One thread a process. CPU time (all threads, the communication's too) and not wa
 of some repetitions, ring and single in turn. Prints JSON, and writes it with --out.
 """
 
-import argparse
 import json
 import os
 import time
@@ -23,8 +22,9 @@ from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import cpu
 from longctx.attention.segments import packed_causal
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.planner import make_plan
+from longctx.planning.layout import Layout, Placement
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 
 class Counting(Exchange):
@@ -40,41 +40,36 @@ class Counting(Exchange):
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    report = times(given)
+    report = measure(given.tokens, given.repeat)
     if dist.get_rank() == 0:
         about = facts("torch")
         load = f"load {os.getloadavg()[0]:.1f}"
         report |= {"date": about["date"], "torch": about["torch"], "machine": f"{about['machine']}, {load}"}
-        print(json.dumps(report, indent=1))
+        text = json.dumps(report, indent=1)
+        print(text)
         if given.out:
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            given.out.write_text(text + "\n", encoding="utf-8")
     dist.destroy_process_group()
 
 
-def times(given: argparse.Namespace) -> dict[str, Any]:
+def measure(tokens: int, repeat: int) -> dict[str, Any]:
     """CPU seconds of forward and backward, of all ranks and of rank 0 alone; and the bytes sent."""
-    rank, ranks, tokens = dist.get_rank(), dist.get_world_size(), given.tokens
-    profile = HardwareProfile.load("cpu-2core")
-    plan = make_plan([tokens], ranks=ranks, tokens_per_rank=tokens, profile=profile, mode="static", degree=ranks)
-    layout = plan.layout(0, rank)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout = Layout.of([Placement(0, 0, ranks)], [tokens], 0, rank, 1)
     attention = RingAttention(layout, exchange=Counting)
 
     def inputs(tokens: int) -> list[torch.Tensor]:
-        heads = given.heads, given.kv_heads, given.kv_heads, given.heads
-        return [torch.randn(tokens, count, given.head_dim) for count in heads]
+        return [torch.randn(tokens, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
 
     *leaves, dout = inputs(layout.tokens)
     for x in leaves:
         x.requires_grad_()
-    whole, segments, scale = inputs(tokens if rank == 0 else 0), packed_causal([tokens]), given.head_dim**-0.5
+    whole, segments, scale = inputs(tokens if rank == 0 else 0), packed_causal([tokens]), HEAD_DIM**-0.5
 
     def ring() -> None:
         torch.autograd.grad(attention(*leaves), leaves, dout)
@@ -88,14 +83,15 @@ def times(given: argparse.Namespace) -> dict[str, Any]:
     ring()
     bytes_sent = torch.tensor(float(Counting.sent))
     dist.all_reduce(bytes_sent)
-    together, alone = (
-        min(column) for column in zip(*((summed(ring), summed(single)) for _ in range(given.repeat)), strict=True)
-    )
-    chunk = tokens // (2 * ranks) * 2 * given.kv_heads * given.head_dim * 4
+    together, alone = (min(column) for column in zip(*((summed(ring), summed(single)) for _ in range(repeat)), strict=True))
+    chunk = tokens // (2 * ranks) * 2 * KV_HEADS * HEAD_DIM * 4
     passes = 3 * chunk * sum((ranks - 1 - r) + 2 * r for r in range(ranks))
     return {
         "ranks": ranks,
-        **{name: getattr(given, name) for name in ("tokens", "heads", "kv_heads", "head_dim")},
+        "tokens": tokens,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
         "ring_cpu_s": round(together, 3),
         "single_cpu_s": round(alone, 3),
         "ratio": round(together / alone, 3),

@@ -2,7 +2,6 @@
 
     python bench/attention_gpu.py                     # everything, in about 25 minutes at most
     python bench/attention_gpu.py --minutes 9         # what fits in so many: every kernel gets its share of them
-    python bench/attention_gpu.py --quick             # fewer sizes
     python bench/attention_gpu.py --kernels triton    # one kernel, in a process that takes no other with it
     python bench/attention_gpu.py --append            # what the files do not have yet
     python bench/attention_gpu.py --smoke             # tiny, on any machine: that the script works; its times mean nothing
@@ -30,7 +29,7 @@ import torch.distributed as dist
 
 import attention_checks
 import attention_times
-from attention_times import GPU_SMOKE, QUICK, SMOKE, Sizes
+from attention_times import GPU_SMOKE, SMOKE, Sizes
 from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
@@ -48,9 +47,7 @@ class Tables(NamedTuple):
 
 def main() -> None:
     parser = options(__doc__, "attention_gpu", minutes=25.0)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="fewer sizes")
-    size.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
     parser.add_argument("--kernels", help="only these, such as triton,reference (default: all that run here)")
     parser.add_argument("--layers", type=int, default=32, help="layers of the model that efficiency tables are for")
     parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure those that it does not have")
@@ -60,7 +57,7 @@ def main() -> None:
     if device.type == "cpu" and not given.smoke:
         parser.error("there is no GPU here: --smoke tries the script on a CPU")
     smoke = GPU_SMOKE if device.type == "cuda" else SMOKE
-    sizes = smoke if given.smoke else QUICK if given.quick else Sizes()
+    sizes = smoke if given.smoke else Sizes()
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
