@@ -4,14 +4,13 @@
     torchrun --nproc-per-node 4 bench/attention_cpu.py --tokens 4096
 
 One thread a process. CPU time (all threads, the communication's too) and not wall clock, because ranks share cores; the least
-of some repetitions, ring and single in turn. Prints JSON, and writes it with --out.
+of some repetitions, ring and single in turn. Prints JSON.
 """
 
 import json
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from longctx.attention.segments import packed_causal
 from longctx.planning.layout import Layout, Placement
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
+REPEAT = 3
 
 
 class Counting(Exchange):
@@ -40,24 +40,19 @@ class Counting(Exchange):
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    tokens = parser.parse_args().tokens
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    report = measure(given.tokens, given.repeat)
+    report = measure(tokens)
     if dist.get_rank() == 0:
         about = facts("torch")
         load = f"load {os.getloadavg()[0]:.1f}"
         report |= {"date": about["date"], "torch": about["torch"], "machine": f"{about['machine']}, {load}"}
-        text = json.dumps(report, indent=1)
-        print(text)
-        if given.out:
-            given.out.write_text(text + "\n", encoding="utf-8")
+        print(json.dumps(report, indent=1))
     dist.destroy_process_group()
 
 
-def measure(tokens: int, repeat: int) -> dict[str, Any]:
+def measure(tokens: int) -> dict[str, Any]:
     """CPU seconds of forward and backward, of all ranks and of rank 0 alone; and the bytes sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = Layout.of([Placement(0, 0, ranks)], [tokens], 0, rank, 1)
@@ -83,7 +78,7 @@ def measure(tokens: int, repeat: int) -> dict[str, Any]:
     ring()
     bytes_sent = torch.tensor(float(Counting.sent))
     dist.all_reduce(bytes_sent)
-    together, alone = (min(column) for column in zip(*((summed(ring), summed(single)) for _ in range(repeat)), strict=True))
+    together, alone = (min(column) for column in zip(*((summed(ring), summed(single)) for _ in range(REPEAT)), strict=True))
     chunk = tokens // (2 * ranks) * 2 * KV_HEADS * HEAD_DIM * 4
     passes = 3 * chunk * sum((ranks - 1 - r) + 2 * r for r in range(ranks))
     return {

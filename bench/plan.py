@@ -1,7 +1,7 @@
 """Benchmark of planning: auto, bins, static degrees and other systems on every length mix, by the cost model alone.
 
     python bench/plan.py      # both tables: some minutes
-    python bench/plan.py --tables speedups --mixes wlb_128k --ranks 64 --seeds 2 --out /tmp/plan
+    python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
     python bench/plan.py --append --out /tmp/plan    # goes on where an earlier run stopped
 
 Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, that
@@ -14,6 +14,7 @@ them within one run, on a machine that does nothing else (its load before the ru
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -44,6 +45,11 @@ class Setting:
     longest: int | None = None
 
     @property
+    def label(self) -> str:
+        stretched = f" stretched to {self.longest}" if self.longest else ""
+        return f"{self.table} {self.mix} {self.ranks} ranks {self.documents} documents a rank{stretched}"
+
+    @property
     def columns(self) -> dict[str, object]:
         """What tells its rows from others."""
         here = {"table": self.table, "mix": self.mix, "documents_a_rank": self.documents}
@@ -62,23 +68,14 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
 
 def main() -> None:
     parser = options(__doc__, "plan", minutes=math.inf)
-    parser.add_argument("--tables", default="speedups,gaps")
-    parser.add_argument("--mixes", default=",".join(mix_names()))
-    parser.add_argument("--ranks", help="only rows with these ranks, such as 8,64")
-    parser.add_argument("--documents", help="only cells with so many documents a rank, such as 1,4")
+    parser.add_argument("--only", default="", metavar="REGEX", help="settings that have it in their label")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--exchange-levels", type=int, choices=(1, 2), default=2, help="2: one copy for each node, as training")
     parser.add_argument("--append", action="store_true", help="keep the rows of OUT.csv and plan those that it does not have")
     given = parser.parse_args()
     began, load = time.monotonic(), os.getloadavg()[0]
     profile = HardwareProfile.load(PROFILE, given.exchange_levels)
-    wanted = [
-        setting
-        for setting in settings(given.mixes.split(","))
-        if setting.table in given.tables.split(",")
-        and (given.ranks is None or str(setting.ranks) in given.ranks.split(","))
-        and (given.documents is None or str(setting.documents) in given.documents.split(","))
-    ]
+    wanted = [setting for setting in settings(mix_names()) if re.search(given.only, setting.label)]
     about = {
         **facts("longctx", "numpy", "megatron-core"),
         "profile": PROFILE,
@@ -99,12 +96,12 @@ def main() -> None:
             about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
             if float(about["minutes"]) > given.minutes:
                 continue
-            print(f"{number} of {len(wanted)}: {setting}", file=sys.stderr)
+            print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
             for row in measure(setting, given.seeds, profile):
                 table.append({**asdict(row), **setting.columns})
         results.append((setting, [read(row) for row in table.find(**same)]))
     if not results:
-        sys.exit("nothing was planned: no time, or no row that all options name")
+        sys.exit(f"nothing was planned: no time is left, or no label such as {settings(mix_names())[0].label!r} has --only")
     text = page(results, {name: table.rows[-1][name] for name in about})
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)

@@ -52,7 +52,7 @@ COLUMNS = (
 def main() -> None:
     parser = options(__doc__, "training_gpu", minutes=25.0)
     parser.add_argument("--steps", type=int, default=7, help="of a row at most, those to warm up included")
-    parser.add_argument("--only", default="", metavar="TEXT", help='rows with it in labels such as "longctx 1b 32768 none"')
+    parser.add_argument("--only", default="", metavar="TEXT", help='rows with it in their label ("longctx 1b 32768 none")')
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.smoke:

@@ -31,7 +31,7 @@ def test_its_tables_are_those_of_its_rows(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan"
-    options = ["--mixes", "wlb_128k", "--ranks", "6,8", "--documents", "4", "--seeds", "1", "--out", str(out)]
+    options = ["--only", "wlb_128k (6|8) ranks 4 documents", "--seeds", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options])
     bench.main()
     with out.with_suffix(".csv").open(newline="") as file:
