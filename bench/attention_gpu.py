@@ -10,9 +10,9 @@ A kernel (of flash, every library that is installed) is checked first (attention
 (attention_times.py): one GPU measures every degree, since one rank is measured. A kernel that fails in what is timed is not
 timed; the others are. The script's status is 1 if any check failed.
 
-Writes OUT.csv (times), OUT-checks.csv and OUT-elementwise.csv; prints a hardware profile's efficiency table by kernel. Rows are
-appended as they come, and one that cannot be measured says why. A process that has lost the GPU to an error ends: the
-same command with --append goes on behind the row at fault. Not measured here: messages, and whether they hide behind the calls.
+Writes OUT.csv (times) and OUT-checks.csv; prints a hardware profile's efficiency table by kernel. Rows are appended as they
+come, and one that cannot be measured says why. A process that has lost the GPU to an error ends: the same command with
+--append goes on behind the row at fault. Not measured here: messages, and whether they hide behind the calls.
 """
 
 import gc
@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,19 +29,11 @@ import torch.distributed as dist
 import attention_checks
 import attention_times
 from attention_times import GPU_SMOKE, SMOKE, Sizes
-from harness import Table, command, device_facts, facts, median_s, options
+from harness import Table, command, device_facts, facts, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.planning.calibration.fit import AttentionTime, fit_attention
-
-PIECE_COLUMNS = ["piece", "gb_per_s", "share_of_copy", "failed"]
-
-
-class Tables(NamedTuple):
-    times: Table
-    checks: Table
-    pieces: Table
 
 
 def main() -> None:
@@ -61,64 +52,60 @@ def main() -> None:
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
-    columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS, "-elementwise": PIECE_COLUMNS}
+    columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS}
     files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
-    tables = Tables(*(Table(path, names, about, anew=not given.append) for path, names in files))
-    names = [name for name in kernel_names(given.kernels) if runs(name, sizes, device)]
+    times, checks = (Table(path, names, about, anew=not given.append) for path, names in files)
+    names = kernels_here(given.kernels, sizes, device)
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     for number, name in enumerate(names):
         share_s = (deadline - time.monotonic()) / (len(names) - number)
-        measure_kernel(name, sizes, device, tables, time.monotonic() + share_s)
-        print(efficiency(tables.times.find(kernel=name, failed=""), sizes, given.layers))
-    if not tables.pieces.rows:
-        measure_pieces(sizes, device, tables.pieces)
-    checks = tables.checks.rows
-    failed = [check for check in checks if check["right"] != "True"]
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed: {', '.join(names)}")
-    if failed or not checks:
+        measure_kernel(name, sizes, device, times, checks, time.monotonic() + share_s)
+        print(efficiency(times.find(kernel=name, failed=""), sizes, given.layers))
+    failed = [check for check in checks.rows if check["right"] != "True"]
+    print(f"{len(checks.rows) - len(failed)} of {len(checks.rows)} checks passed: {', '.join(names)}")
+    if not checks.rows:
+        sys.exit("no kernel was checked")
+    if failed:
         told = ["; ".join(f"{name} {check[name]}" for name in attention_checks.COLUMNS) for check in failed]
         sys.exit("\n".join(["these checks failed; a kernel with one among what is timed was not timed:", *told]))
 
 
-def kernel_names(wanted: str | None) -> list[str]:
-    """Kernels to measure; every library of flash attention becomes a kernel of its own name."""
+def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list[str]:
+    """Kernels that can do what is timed, of those wanted; every library of flash attention is a kernel of its own name.
+
+    Says why of those that cannot.
+    """
     KERNELS.update({library.name: Flash([library]) for library in LIBRARIES})
     names = wanted.split(",") if wanted else [name for name in KERNELS if name not in ("flash", "reference")]
-    unknown = set(names) - set(KERNELS)
-    if unknown:
-        sys.exit(f"--kernels names {', '.join(sorted(unknown))}: choose from {', '.join(KERNELS)}")
-    return names
+    found = []
+    for name in names:
+        try:
+            choose_kernel(name, sizes.request(device))
+            found.append(name)
+        except KernelError as error:
+            print(f"not measured: {error}")
+    return found
 
 
-def runs(name: str, sizes: Sizes, device: torch.device) -> bool:
-    """Whether the kernel can do what is timed; says why if it cannot."""
-    try:
-        choose_kernel(name, sizes.request(device))
-    except KernelError as error:
-        print(f"not measured: {error}")
-        return False
-    return True
-
-
-def measure_kernel(name: str, sizes: Sizes, device: torch.device, tables: Tables, deadline: float) -> None:
+def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, checks: Table, deadline: float) -> None:
     """Appends checks and, if what is timed is right, times, until time is over. What tables have already is left out."""
-    for case in tables.checks.missing(attention_checks.check_cases(name, sizes, device), deadline):
-        with failures(tables.checks, device, **case, right=False):
+    for case in checks.missing(attention_checks.check_cases(name, sizes, device), deadline):
+        with failures(checks, device, **case, right=False):
             for row in attention_checks.check_kernel(case, sizes, device):
-                tables.checks.append(row)
-    checked = tables.checks.find(kernel=name, dtype=sizes.dtype, head_dim=sizes.head_dim)
+                checks.append(row)
+    checked = checks.find(kernel=name, dtype=sizes.dtype, head_dim=sizes.head_dim)
     checked = [row for row in checked if row["mask"] in attention_checks.TIMED_MASKS]
-    if any(row["right"] != "True" for row in checked) and not tables.times.find(kernel=name):
-        tables.times.append({"kernel": name, "failed": "not timed: wrong"})
-    if not checked or tables.times.find(kernel=name, failed="not timed: wrong"):
+    if any(row["right"] != "True" for row in checked) and not times.find(kernel=name):
+        times.append({"kernel": name, "failed": "not timed: wrong"})
+    if not checked or times.find(kernel=name, failed="not timed: wrong"):
         return
     columns = "kernel", "tokens", "degree", "documents"
     cells = product([name], sizes.tokens, sizes.degrees, sizes.documents)
-    for cell in tables.times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline):
-        with failures(tables.times, device, **cell):
+    for cell in times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline):
+        with failures(times, device, **cell):
             row = attention_times.measure_cell(cell, sizes, device)
-            tables.times.append(row)
+            times.append(row)
             for way in ("forward", "backward"):
                 shares = f"{row[f'{way}_ring_share']:.0%} of single, calls alone {row[f'{way}_calls_share']:.0%}"
                 print(f"{cell}: {way} {row[f'{way}_ring_tflops']:.3g} TFLOP/s, {shares}", flush=True)
@@ -142,17 +129,6 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             torch.cuda.empty_cache()
         except Exception:  # an error that stays, such as an illegal address
             sys.exit("this process has lost the GPU: the same command with --append goes on behind this row")
-
-
-def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:
-    """Memory-bound pieces beside a copy, which is the first of them."""
-    copied = 0.0
-    for name, (run, moved) in attention_times.pieces(sizes, device).items():
-        with failures(table, device, piece=name):
-            rate = moved / median_s(run, device, sizes.longest_s) / 1e9
-            copied = copied or rate
-            table.append({"piece": name, "gb_per_s": rate, "share_of_copy": rate / copied})
-            print(f"{name}: {rate:.0f} GB/s, {rate / copied:.0%} of a copy")
 
 
 def efficiency(rows: Sequence[dict[str, str]], sizes: Sizes, layers: int) -> str:

@@ -71,8 +71,6 @@ def test_smoke_on_the_cpu(
                 assert float(row[f"{direction}_{what}_tflops"]) == pytest.approx(rate, rel=1e-4)
         assert row["torch"] == torch.__version__ and row["date"]
 
-    pieces = {row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")}
-    assert pieces["copy"] == 1 and all(share > 0 for share in pieces.values())
     printed = capsys.readouterr().out
     assert "attention_s_per_token2: " in printed and "attention_efficiency: [[" in printed
 
@@ -226,7 +224,7 @@ def test_every_kernel_is_right_on_a_gpu(script: ModuleType, tmp_path: Path, monk
     """In bfloat16 and with heads of 64 and 128 also those that take nothing else."""
     run(script, monkeypatch, tmp_path / "a", "--smoke")
     checks, times = table(tmp_path / "a-checks.csv"), table(tmp_path / "a.csv")
-    names = [name for name in script.kernel_names(None) if script.runs(name, script.GPU_SMOKE, torch.device("cuda"))]
+    names = script.kernels_here(None, script.GPU_SMOKE, torch.device("cuda"))
     assert {"triton", "torch's flash operators"} <= set(names) == {row["kernel"] for row in checks}
     assert all(row["right"] == "True" for row in checks)
     assert {row["kernel"] for row in times if not row["failed"]} == set(names)
