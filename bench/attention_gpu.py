@@ -61,7 +61,8 @@ def main() -> None:
     for number, name in enumerate(names):
         share_s = (deadline - time.monotonic()) / (len(names) - number)
         measure_kernel(name, sizes, device, times, checks, time.monotonic() + share_s)
-        print(efficiency(times.find(kernel=name, failed=""), sizes, given.layers))
+        print(f"# {name}, {given.layers} layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype}")
+        print(efficiency(times.find(kernel=name, failed=""), given.layers))
     failed = [check for check in checks.rows if check["right"] != "True"]
     print(f"{len(checks.rows) - len(failed)} of {len(checks.rows)} checks passed: {', '.join(names)}")
     if not checks.rows:
@@ -131,8 +132,8 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             sys.exit("this process has lost the GPU: the same command with --append goes on behind this row")
 
 
-def efficiency(rows: Sequence[dict[str, str]], sizes: Sizes, layers: int) -> str:
-    """Constants for a hardware profile: forward and backward of one kernel, merging included."""
+def efficiency(rows: Sequence[dict[str, str]], layers: int) -> str:
+    """Constants for a hardware profile: forward and backward of one kernel in so many layers, merging included."""
     times = []
     for row in rows:
         degree, documents = int(row["degree"]), int(row["documents"])
@@ -141,12 +142,9 @@ def efficiency(rows: Sequence[dict[str, str]], sizes: Sizes, layers: int) -> str
     if not any(time.degree == 1 for time in times):
         return "# no efficiency table: whole documents were not measured"
     fit = fit_attention(times)
-    table = ", ".join(f"[{length}, {share:.3f}]" for length, share in fit.efficiency)
+    table = [[length, round(share, 3)] for length, share in fit.efficiency]
     penalty = "" if fit.split_penalty is None else f"\nattention_split_penalty: {fit.split_penalty:.3g}"
-    return (
-        f"# {rows[0]['kernel']}, {layers} layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype}\n"
-        f"attention_s_per_token2: {fit.s_per_token2:.4g}\nattention_efficiency: [{table}]{penalty}"
-    )
+    return f"attention_s_per_token2: {fit.s_per_token2:.4g}\nattention_efficiency: {table}{penalty}"
 
 
 if __name__ == "__main__":

@@ -72,19 +72,12 @@ def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
 
 def remove_groups(top: Path) -> None:
     for group in [*top.glob("rank-*"), top]:
-        for _ in range(50):
+        for _ in range(50):  # what was killed in it takes a moment to go
             with suppress(OSError):
-                kill((group / "cgroup.procs").read_text().split())
                 group.rmdir()
             if not group.exists():
                 break
             time.sleep(0.1)
-
-
-def kill(numbers: Sequence[str]) -> None:
-    for number in numbers:
-        with suppress(ProcessLookupError):
-            os.kill(int(number), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -170,12 +163,12 @@ def limit(namespace: str, device: str, bytes_per_s: float) -> None:
 
 def kill_inside(namespace: str) -> None:
     """Kills what runs in a namespace that we made, so only what we started."""
-    with suppress(ClusterError):
-        kill(command("ip", "netns", "pids", namespace).split())
+    for number in command("ip", "netns", "pids", namespace).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)
 
 
 def remove_namespace(name: str) -> None:
     """Removes a namespace and, with it, its devices; none of that name is fine."""
     if Path(f"/run/netns/{name}").exists():
-        kill_inside(name)
         command("ip", "netns", "delete", name)
