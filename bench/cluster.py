@@ -145,11 +145,9 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "batch": {"global_tokens": given.global_tokens, "tokens_per_rank": given.tokens_per_rank},
         "train": {"device": "cpu", "timeout_s": 300.0},
     }
-    config, profile, measured = folder / "run.yaml", folder / "profile.yaml", folder / "measured.json"
+    config, profile, measured = folder / "run.yaml", given.profile or folder / "profile.yaml", folder / "measured.json"
     config.write_text(yaml.safe_dump(settings), "utf-8")
-    if given.profile:
-        shutil.copyfile(given.profile, profile)
-    else:
+    if not given.profile:
         cluster.torchrun(["profile", str(config), "--out", str(profile)], per_node, groups, given.timeout)
     speeds.append(measure_flops(groups, given.tokens_per_rank))
     words = ["compare", "--measure", str(config), "--modes", modes, "--steps", str(given.steps)]
