@@ -45,10 +45,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     report = measure(tokens)
     if dist.get_rank() == 0:
-        about = facts("torch")
-        load = f"load {os.getloadavg()[0]:.1f}"
-        report |= {"date": about["date"], "torch": about["torch"], "machine": f"{about['machine']}, {load}"}
-        print(json.dumps(report, indent=1))
+        print(json.dumps(report | facts("torch") | {"load": round(os.getloadavg()[0], 1)}, indent=1))
     dist.destroy_process_group()
 
 

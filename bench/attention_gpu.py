@@ -47,14 +47,12 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not given.smoke:
         parser.error("there is no GPU here: --smoke tries the script on a CPU")
-    smoke = GPU_SMOKE if device.type == "cuda" else SMOKE
-    sizes = smoke if given.smoke else Sizes()
+    sizes = Sizes() if not given.smoke else GPU_SMOKE if device.type == "cuda" else SMOKE
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
-    columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS}
-    files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
-    times, checks = (Table(path, names, about, anew=not given.append) for path, names in files)
+    times = Table(given.out.with_suffix(".csv"), attention_times.COLUMNS, about, anew=not given.append)
+    checks = Table(given.out.with_name(f"{given.out.name}-checks.csv"), attention_checks.COLUMNS, about, anew=not given.append)
     names = kernels_here(given.kernels, sizes, device)
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -58,10 +58,6 @@ class Case:
     common: Settings
     split: Settings
 
-    @property
-    def compiled(self) -> bool:
-        return bool((self.common | self.split)["train.compile"])
-
     def refused(self) -> bool:
         """Whether its settings break a rule, or the trainer itself refuses them before the start."""
         try:
@@ -191,9 +187,9 @@ def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict
         print(failure, flush=True)
     if result != "equal":
         print(f"--seed {seed} --only {number}: {result}\n    lengths {case.lengths}; {case.text()}", flush=True)
-    row = {"seed": seed, "case": number, "world": case.world, "result": result}
-    row |= {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
-    row["seconds"] = f"{time.perf_counter() - began:.1f}"
+    found = {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
+    found["seconds"] = f"{time.perf_counter() - began:.1f}"
+    row = {"seed": seed, "case": number, "world": case.world, "result": result, **found}
     print(row, flush=True)
     return {**row, "lengths": " ".join(map(str, case.lengths)), "settings": case.text()}
 
@@ -238,12 +234,9 @@ def main() -> int:
         about = {name: value for name, value in facts("torch").items() if name in COLUMNS}
         table = Table(given.out.with_suffix(".csv"), COLUMNS, about | {"cores": str(os.cpu_count())})
         table.rows = [row for row in table.rows if row["result"] == "equal"]  # others run again
-        # Compiled cases, which take a minute or more, come last.
-        numbers = sorted(range(given.cases), key=lambda number: draw(given.seed, number).compiled)
-        for case in table.missing([{"seed": given.seed, "case": number} for number in numbers], deadline):
+        table.write()
+        for case in table.missing([{"seed": given.seed, "case": number} for number in range(given.cases)], deadline):
             table.append(run_case(case["seed"], case["case"], workers, given.timeout))
-            table.rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
-            table.write()
             given.out.with_suffix(".md").write_text("\n".join(page(table.rows)) + "\n")
     finally:
         workers.stop()

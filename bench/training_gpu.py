@@ -91,7 +91,7 @@ def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> No
     for option in fitting:
         if run.bytes(option, gpu) > enough:
             continue
-        found = row | attempt(run, option, gpu, steps, min(ROW_S, deadline - time.monotonic()))
+        found = row | attempt(run, option, gpu, steps, min(time.monotonic() + ROW_S, deadline))
         table.append(found)
         print(json.dumps({name: value for name, value in found.items() if value and name != "settings"}), flush=True)
         if "out of memory" not in found["failed"].lower():
@@ -99,13 +99,12 @@ def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> No
         enough = 0.9 * run.bytes(option, gpu)
 
 
-def attempt(run: Run, option: Option, gpu: Gpu, steps: int, limit: float) -> dict[str, Any]:
+def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dict[str, Any]:
     """One trial: what its metrics say, and why it ended early, if it did. Its folder is gone afterwards."""
     row: dict[str, Any] = {"options": option.name}
     if run.system == "longctx":
         row |= {"attention": gpu.kernel(option), "settings": shlex.join(run.arguments(option, steps))}
         row["estimate_gib"] = round(run.bytes(option, gpu) / 2**30, 2)
-    until = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="training_gpu-") as name:
         folder = Path(name)
         try:
