@@ -88,14 +88,6 @@ def test_what_the_machine_cannot_do(change: dict[str, Any], message: str, monkey
         cluster.refuse_impossible(Namespace(nodes=2, ranks_per_node=2, share=change.get("share", 0.01)))
 
 
-def test_only_what_dead_processes_left_is_left_over() -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    assert namespaces.is_left_over(f"{namespaces.PREFIX}{ended.pid}-node0")
-    assert not namespaces.is_left_over(f"{namespaces.PREFIX}{os.getpid()}-node0")
-    assert not namespaces.is_left_over(f"other-{ended.pid}-node0")
-
-
 def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
     modes = [
         {

@@ -63,7 +63,7 @@ BLOCKS = {
 }
 """For bfloat16 and float16 where shared memory is roomy, by program and head size rounded up.
 
-Chosen by what Triton compiles for Hopper (`bench/triton_resources.py`), not by timing: the largest blocks whose accumulators
+Chosen by what Triton compiles for Hopper (`tests/triton_resources.py`), not by timing: the largest blocks whose accumulators
 stay in registers, with as many stages as shared memory holds. They are fixed, since timing them anew would end determinism.
 """
 
