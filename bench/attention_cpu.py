@@ -20,7 +20,7 @@ from harness import facts, options
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import cpu
-from longctx.attention.segments import packed_causal
+from longctx.attention.segments import Segment
 from longctx.planning.layout import Layout, Placement
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
@@ -61,7 +61,7 @@ def measure(tokens: int) -> dict[str, Any]:
     *leaves, dout = inputs(layout.tokens)
     for x in leaves:
         x.requires_grad_()
-    whole, segments, scale = inputs(tokens if rank == 0 else 0), packed_causal([tokens]), HEAD_DIM**-0.5
+    whole, segments, scale = inputs(tokens if rank == 0 else 0), [Segment(0, tokens, 0, tokens, hi=0)], HEAD_DIM**-0.5
 
     def ring() -> None:
         torch.autograd.grad(attention(*leaves), leaves, dout)

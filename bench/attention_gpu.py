@@ -10,9 +10,10 @@ A kernel (of flash, every library that is installed) is checked first (attention
 (attention_times.py): one GPU measures every degree, since one rank is measured. A kernel that fails in what is timed is not
 timed; the others are. The script's status is 1 if any check failed.
 
-Writes OUT.csv (times) and OUT-checks.csv; prints a hardware profile's efficiency table by kernel. Rows are appended as they
-come, and one that cannot be measured says why. A process that has lost the GPU to an error ends: the same command with
---append goes on behind the row at fault. Not measured here: messages, and whether they hide behind the calls.
+Writes OUT.csv (times), OUT.png (throughput), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step beside a
+copy); prints a hardware profile's efficiency table by kernel. Rows are appended as they come, and one that cannot be measured
+says why. A process that has lost the GPU to an error ends: the same command with --append goes on behind the row at fault. Not
+measured here: messages, and whether they hide behind the calls.
 """
 
 import gc
@@ -22,18 +23,23 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 import attention_checks
 import attention_times
 from attention_times import GPU_SMOKE, SMOKE, Sizes
-from harness import Table, command, device_facts, facts, options
+from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.planning.calibration.fit import AttentionTime, fit_attention
+
+PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 
 
 def main() -> None:
@@ -51,8 +57,9 @@ def main() -> None:
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
-    times = Table(given.out.with_suffix(".csv"), attention_times.COLUMNS, about, anew=not given.append)
-    checks = Table(given.out.with_name(f"{given.out.name}-checks.csv"), attention_checks.COLUMNS, about, anew=not given.append)
+    columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS, "-elementwise": PIECE_COLUMNS}
+    files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
+    times, checks, pieces = (Table(path, names, about, anew=not given.append) for path, names in files)
     names = kernels_here(given.kernels, sizes, device)
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -61,6 +68,9 @@ def main() -> None:
         measure_kernel(name, sizes, device, times, checks, time.monotonic() + share_s)
         print(f"# {name}, {given.layers} layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype}")
         print(efficiency(times.find(kernel=name, failed=""), given.layers))
+    plot(times.find(failed=""), given.out.with_suffix(".png"))
+    if not pieces.rows:
+        measure_pieces(sizes, device, pieces)
     failed = [check for check in checks.rows if check["right"] != "True"]
     print(f"{len(checks.rows) - len(failed)} of {len(checks.rows)} checks passed: {', '.join(names)}")
     if not checks.rows:
@@ -128,6 +138,40 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             torch.cuda.empty_cache()
         except Exception:  # an error that stays, such as an illegal address
             sys.exit("this process has lost the GPU: the same command with --append goes on behind this row")
+
+
+def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:
+    """Memory-bound pieces beside a copy, which is the first of them."""
+    copied = 0.0
+    for name, (run, moved) in attention_times.pieces(sizes, device).items():
+        with failures(table, device, piece=name):
+            rate = moved / median_s(run, device, sizes.longest_s) / 1e9
+            copied = copied or rate
+            table.append({"piece": name, "gb_per_s": rate, "share_of_copy": rate / copied})
+            print(f"{name}: {rate:.0f} GB/s, {rate / copied:.0%} of a copy")
+
+
+def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
+    """Throughput by tokens a rank: a column for every kernel and number of documents, a line for each degree."""
+    kinds = list(dict.fromkeys((row["kernel"], row["documents"]) for row in rows))
+    degrees = sorted({int(row["degree"]) for row in rows})
+    figure = Figure((2 + 3 * len(kinds), 6), layout="constrained")
+    axes = figure.subplots(2, max(1, len(kinds)), sharey="row", squeeze=False)
+    for (way, line), (column, (kernel, documents)) in product(
+        zip(("forward", "backward"), axes, strict=True), enumerate(kinds)
+    ):
+        for number, degree in enumerate(degrees):
+            same = {"kernel": kernel, "documents": documents, "degree": str(degree)}
+            chosen = sorted((row for row in rows if same.items() <= row.items()), key=lambda row: int(row["tokens"]))
+            colour, tokens = colormaps["viridis"](0.9 * number / len(degrees)), [int(row["tokens"]) for row in chosen]
+            ring, single = ([float(row[f"{way}_{what}_tflops"]) for row in chosen] for what in ("ring", "single"))
+            line[column].plot(tokens, ring, "o-", color=colour, markersize=4, label=f"degree {degree}")
+            line[column].plot(tokens, single, "--", color=colour)
+        line[column].set(title=f"{kernel}, documents: {documents}", xlabel="tokens a rank", ylabel=f"{way}, TFLOP/s")
+        line[column].set_xscale("log", base=2)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    figure.suptitle("One rank of a ring (solid), and one call on as much work (dashed)")
+    figure.savefig(path, dpi=110)
 
 
 def efficiency(rows: Sequence[dict[str, str]], layers: int) -> str:

@@ -3,7 +3,8 @@
 `calls` are the kernel calls alone; `ring` is RingAttention as in training, with merging, picking out keys and summing of
 gradients, less the time of the copies that stand for its messages, so that `ring` less `calls` is what those cost; `single` is
 one call of the same kernel on as many whole documents and as much work: length / √degree instead of length. Forward counts 4
-FLOP a visible pair, head and number of a head, backward 2.5 times as many.
+FLOP a visible pair, head and number of a head, backward 2.5 times as many. Memory-bound pieces of a step are compared with a
+copy.
 """
 
 import math
@@ -13,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from harness import median_s
 from longctx.attention import RingAttention
@@ -20,7 +22,8 @@ from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.kernels import Request, choose_kernel
 from longctx.attention.operator import NO_LAYER
 from longctx.attention.operator import forward as ring_forward
-from longctx.attention.segments import Segment, Segments, packed_causal, visible
+from longctx.attention.segments import Segment, Segments
+from longctx.model.rope import Rope, rotate
 from longctx.planning.layout import Layout, Placement
 
 MOST_REMOTE_TOKENS = 1 << 18  # received tokens that a stage may hold: beyond, a ring gets more stages
@@ -119,7 +122,8 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
             lambda: [kernel.backward(dout, q, a, b, final, lse, segments, scale) for a, b, segments in calls]
         )
 
-        single = packed_causal([round(length / degree**0.5)] * documents)
+        each = round(length / degree**0.5)
+        single = [Segment(i * each, (i + 1) * each, i * each, (i + 1) * each, hi=0) for i in range(documents)]
         q, k, v, dout = random(single[-1].q_stop, sizes, device)
         row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
         final, lse = kernel.forward(q, k, v, single, scale)
@@ -153,10 +157,21 @@ def random(tokens: int, sizes: Sizes, device: torch.device) -> tuple[torch.Tenso
 
 
 def pairs(segment: Segment) -> int:
-    """Visible pairs of a query and a key."""
+    """Visible pairs of a query and a key; there is no window, and the last query sees all keys."""
     queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
-    if segment.dense:
-        return queries * keys
-    if segment.causal:
-        return queries * (queries + 1) // 2
-    return int(visible(segment, torch.device("cpu")).sum())
+    hidden = 0 if segment.hi is None else keys - 1 - segment.hi  # from the first query; one fewer from every other
+    return queries * keys - hidden * (hidden + 1) // 2
+
+
+def pieces(sizes: Sizes, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
+    """Memory-bound pieces of a step, a copy first, and their bytes: every tensor that must be read or written counts once."""
+    tokens, width = max(sizes.tokens), sizes.heads * sizes.head_dim
+    x, y = (torch.randn(tokens, sizes.heads, sizes.head_dim, dtype=sizes.dtype, device=device) for _ in range(2))
+    cos, sin = Rope(sizes.head_dim, 10000.0).tables(torch.arange(tokens, device=device))
+    flat, weight = x.flatten(1), torch.ones(width, dtype=sizes.dtype, device=device)
+    return {
+        "copy": (lambda: y.copy_(x), 2 * x.nbytes),
+        "rotary embedding": (lambda: rotate(x, cos, sin), 2 * x.nbytes + 2 * cos.nbytes),
+        "RMSNorm": (lambda: F.rms_norm(flat, (width,), weight), 2 * x.nbytes),
+        "SwiGLU": (lambda: F.silu(x) * y, 3 * x.nbytes),
+    }

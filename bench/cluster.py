@@ -85,7 +85,7 @@ def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--network", default="hardware", help="hardware, workload, or bytes/s a rank")
+    parser.add_argument("--network", choices=("hardware", "workload"), default="hardware")
     parser.add_argument("--share", type=float, default=0.25, help="of a core, for every rank")
     parser.add_argument("--mix", default="wlb_128k")
     parser.add_argument("--scale", type=int, default=16, help="lengths of the mix are divided by this")
@@ -136,12 +136,12 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     rate, arithmetic = network_rate(given.network, speeds[0])
     print("; ".join(f"{name} {value:,.4g}" for name, value in arithmetic.items()), flush=True)
     cluster = stack.enter_context(linked_namespaces(nodes, rate * per_node))
-    longest = make_store(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank), folder)
-    holding = [f"static:{d}" for d in range(1, ranks + 1) if longest_document(d, given.tokens_per_rank) >= longest]
+    lengths = make_lengths(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank))
+    holding = [f"static:{d}" for d in range(1, ranks + 1) if longest_document(d, given.tokens_per_rank) >= max(lengths)]
     modes = given.modes or ",".join(["auto", "static", *holding])
     settings = {
         "model": MODEL,
-        "data": {"store": str(folder / "store")},
+        "data": {"store": str(harness.make_store(lengths, folder))},
         "batch": {"global_tokens": given.global_tokens, "tokens_per_rank": given.tokens_per_rank},
         "train": {"device": "cpu", "timeout_s": 300.0},
     }
@@ -168,7 +168,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             "share_of_a_core": given.share,
             **arithmetic,
             "flops_at_start_before_and_after_comparison": speeds,
-            "longest": longest,
+            "longest": max(lengths),
         },
         "profile": yaml.safe_load(profile.read_text("utf-8")),
         "measured": json.loads(measured.read_text("utf-8")),
@@ -211,20 +211,13 @@ def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
     flop_per_number = 6 * shape.spec.parameters / numbers
     hardware = flops / (H100_FLOPS / H100_BYTES_PER_S * 2) * 4
     rates = {"hardware": hardware, "workload": hardware * LLAMA_8B_FLOP_PER_NUMBER / flop_per_number}
-    try:
-        rate = rates[network] if network in rates else float(network)
-    except ValueError:
-        raise ClusterError(f"--network is {network!r}: give hardware, workload or bytes/s") from None
-    found = {"flops_of_a_rank": flops, "flop_per_kv_number": flop_per_number}
-    found |= {f"{name}_bytes_per_s": value for name, value in rates.items()}
-    return rate, {**found, "bytes_per_s_of_a_rank": rate}
+    found = {"flops_of_a_rank": flops, "flop_per_kv_number": flop_per_number, "bytes_per_s_of_a_rank": rates[network]}
+    return rates[network], found | {f"{name}_bytes_per_s": value for name, value in rates.items()}
 
 
-def make_store(mix: str, scale: int, longest: int, folder: Path) -> int:
-    """A store of documents with the lengths of a mix over `scale`, at most `longest`. Returns the longest there is."""
-    lengths = [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
-    harness.make_store(lengths, folder)
-    return max(lengths)
+def make_lengths(mix: str, scale: int, longest: int) -> list[int]:
+    """Lengths of documents: those of a mix over `scale`, at most `longest`."""
+    return [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:

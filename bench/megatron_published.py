@@ -1,6 +1,6 @@
 """A published measurement through our cost model: Megatron's own benchmark of dynamic context parallelism, on 4 to 64 GPUs.
 
-    python bench/megatron_published.py      # minutes; `pip install 'longctx[bench]'` for the class of the wheel
+    python bench/megatron_published.py      # minutes; needs the wheel's class: pip install 'longctx[bench]'
 
 Published (examples/dynamic_context_parallel in the dev branch of NVIDIA/Megatron-LM, README.md and benchmark_dcp.sh at commit
 10ce7bc; one run each, June 9, 2026): the time of an iteration under `dp_balanced`, which is fixed static of degree 4, and
@@ -15,7 +15,6 @@ either side of it: the class of the megatron-core wheel, before packing, and our
 The prediction is by the shipped profile scaled to that model: nothing that they measured enters.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from harness import markdown, options
-from longctx.comparison.baselines import MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import plan_baseline, plan_fixed_static
 from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -84,19 +83,15 @@ def scaled_profile(gpus: int) -> HardwareProfile:
 
 
 def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[str, list[Plan]]:
-    """Every step's plan under each planner; without the wheel, none of Megatron main."""
+    """Every step's plan under each planner."""
     drawn = lengths[: RUNS * STEPS * MICRO_BATCHES * gpus // DEGREE].reshape(RUNS * STEPS, -1).tolist()
     request: dict[str, Any] = {"ranks": gpus, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
-    plans = {
+    theirs = ("megatron-main", "megatron-dev")
+    return {
         "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
+        **{planner: [plan_baseline(planner, step, **request) for step in drawn] for planner in theirs},
         "auto": [make_plan(step, **request) for step in drawn],
     }
-    for planner in ("megatron-main", "megatron-dev"):
-        try:
-            plans[planner] = [plan_baseline(planner, step, **request) for step in drawn]
-        except MissingBaseline as error:
-            print(error, file=sys.stderr)
-    return plans
 
 
 def trimmed_ms(plans: Sequence[Plan]) -> float:
@@ -117,11 +112,8 @@ def table(plans: dict[int, dict[str, list[Plan]]]) -> list[str]:
         base, dynamic = MEASURED_MS[gpus]
         line = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
         for planner in ("megatron-main", "megatron-dev", "auto"):
-            if planner in by:
-                of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
-                line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")
-            else:
-                line.append("—")
+            of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
+            line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")
         lines.append(line)
     return markdown(head, lines, 0)
 

@@ -148,7 +148,8 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
         yield Cluster(names, addresses)
     finally:
         for name in (*names, hub):
-            remove_namespace(name)
+            if Path(f"/run/netns/{name}").exists():  # devices go with it
+                command("ip", "netns", "delete", name)
 
 
 def limit(namespace: str, device: str, bytes_per_s: float) -> None:
@@ -166,9 +167,3 @@ def kill_inside(namespace: str) -> None:
     for number in command("ip", "netns", "pids", namespace).split():
         with suppress(ProcessLookupError):
             os.kill(int(number), signal.SIGKILL)
-
-
-def remove_namespace(name: str) -> None:
-    """Removes a namespace and, with it, its devices; none of that name is fine."""
-    if Path(f"/run/netns/{name}").exists():
-        command("ip", "netns", "delete", name)

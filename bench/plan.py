@@ -2,7 +2,6 @@
 
     python bench/plan.py      # both tables: some minutes
     python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
-    python bench/plan.py --append --out /tmp/plan    # goes on where an earlier run stopped
 
 Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, that
 of their longest document), and auto also over the best static degree of every step; `gaps` has auto's distance to the lower
@@ -12,13 +11,12 @@ Where documents do not fit (few ranks), they are split as in training. Planning 
 them within one run, on a machine that does nothing else (its load before the run is noted).
 """
 
-import math
 import os
 import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
@@ -36,24 +34,18 @@ FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length
 
 @dataclass(frozen=True)
 class Setting:
-    """Steps of `documents` a rank from a mix; `longest` stretches them until the longest of a step has so many tokens."""
+    """Steps of so many documents a rank from a mix, stretched until the longest of a step has so many tokens (None: not)."""
 
     table: str
     mix: str
     ranks: int
-    documents: int
-    longest: int | None = None
+    documents_a_rank: int
+    stretched_to: int | None = None
 
     @property
     def label(self) -> str:
-        stretched = f" stretched to {self.longest}" if self.longest else ""
-        return f"{self.table} {self.mix} {self.ranks} ranks {self.documents} documents a rank{stretched}"
-
-    @property
-    def columns(self) -> dict[str, object]:
-        """What tells its rows from others."""
-        here = {"table": self.table, "mix": self.mix, "documents_a_rank": self.documents}
-        return {**here, "stretched_to": self.longest, "ranks": self.ranks}
+        stretched = f" stretched to {self.stretched_to}" if self.stretched_to else ""
+        return f"{self.table} {self.mix} {self.ranks} ranks {self.documents_a_rank} documents a rank{stretched}"
 
 
 Result = tuple[Setting, list[Row]]
@@ -67,42 +59,28 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
 
 
 def main() -> None:
-    parser = options(__doc__, "plan", minutes=math.inf)
+    parser = options(__doc__, "plan")
     parser.add_argument("--only", default="", metavar="REGEX", help="settings that have it in their label")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--exchange-levels", type=int, choices=(1, 2), default=2, help="2: one copy for each node, as training")
-    parser.add_argument("--append", action="store_true", help="keep the rows of OUT.csv and plan those that it does not have")
     given = parser.parse_args()
-    began, load = time.monotonic(), os.getloadavg()[0]
-    profile = replace(HardwareProfile.load(PROFILE), exchange_levels=given.exchange_levels)
+    began = time.monotonic()
+    profile = HardwareProfile.load(PROFILE)
     wanted = [setting for setting in settings(mix_names()) if re.search(given.only, setting.label)]
-    about = {
-        **facts("longctx", "numpy", "megatron-core"),
-        "profile": PROFILE,
-        "exchange levels": str(given.exchange_levels),
-        "seeds": str(given.seeds),
-        "load before": f"{load:.1f}",
-        "minutes": "0.0",
-        "command": command(),
-    }
+    about = facts("longctx", "numpy", "megatron-core") | {"profile": PROFILE, "seeds": str(given.seeds)}
+    about |= {"load before": f"{os.getloadavg()[0]:.1f}", "command": command()}
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
-    table = Table(given.out.with_suffix(".csv"), columns, about, anew=not given.append)
+    table = Table(given.out.with_suffix(".csv"), columns, about, anew=True)
     # One small step first, so that imports and first calls are not counted as planning.
     modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
-        same = {**setting.columns, "seeds": given.seeds, "exchange levels": given.exchange_levels}
-        if not table.find(**same):
-            about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
-            if float(about["minutes"]) > given.minutes:
-                continue
-            print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
-            for row in measure(setting, given.seeds, profile):
-                table.append({**asdict(row), **setting.columns})
-        results.append((setting, [read(row) for row in table.find(**same)]))
+        print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
+        results.append((setting, measure(setting, given.seeds, profile)))
+        for row in results[-1][1]:
+            table.append(asdict(row) | asdict(setting))
     if not results:
-        sys.exit(f"nothing was planned: no time is left, or no label such as {settings(mix_names())[0].label!r} has --only")
-    text = page(results, {name: table.rows[-1][name] for name in about})
+        sys.exit(f"nothing was planned: no label such as {settings(mix_names())[0].label!r} has {given.only!r} (--only)")
+    text = page(results, about | {"minutes": f"{(time.monotonic() - began) / 60:.1f}"})
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -112,8 +90,8 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     rows: list[Row] = []
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    drawn = [load_mix(setting.mix).draw(setting.documents * setting.ranks, seed) for seed in range(seeds)]
-    steps = [modelled.cut(stretch(lengths, setting.longest), fits) for lengths in drawn]
+    drawn = [load_mix(setting.mix).draw(setting.documents_a_rank * setting.ranks, seed) for seed in range(seeds)]
+    steps = [modelled.cut(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
         rows += modelled.compare_case(case, profile, planners).rows
@@ -123,18 +101,6 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
 def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
     """All lengths times one factor, so that the longest becomes `longest`; as they are if it is None."""
     return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
-
-
-def read(texts: dict[str, str]) -> Row:
-    """A line of OUT.csv."""
-
-    def value(name: str) -> str | float | None:
-        text = texts.get(name, "")
-        if name in ("planner", "winner", "note"):
-            return text
-        return int(text) if text.isdecimal() else float(text) if text else None
-
-    return Row(**{name: value(name) for name in COLUMNS})
 
 
 def page(results: Sequence[Result], about: dict[str, str]) -> str:
@@ -159,7 +125,7 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
     for setting, rows in results:
         by = {row.planner: row for row in rows}
         auto, fixed = by["auto"], modelled.degree_of(by["fixed-static"]) or "none fits"
-        line = [setting.mix, f"{auto.ranks:,}", str(setting.documents), fixed, f"**{times(auto.speedup_over_fixed)}**"]
+        line = [setting.mix, f"{auto.ranks:,}", str(setting.documents_a_rank), fixed, f"**{times(auto.speedup_over_fixed)}**"]
         line += [times(modelled.over_fixed_without_barriers(rows)), times(auto.speedup_over_best_static)]
         for planner in others:
             speedup = by[planner].speedup_over_fixed
@@ -184,12 +150,12 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
 
 def gap_table(results: Sequence[Result]) -> list[str]:
     """Settings that differ only in the documents a rank share a line."""
-    counts = sorted({setting.documents for setting, _ in results})
+    counts = sorted({setting.documents_a_rank for setting, _ in results})
     gaps: dict[tuple[str, int, int | None], dict[int, str]] = {}
     for setting, rows in results:
         auto = next(row for row in rows if row.planner == "auto")
-        line = gaps.setdefault((setting.mix, setting.ranks, setting.longest), {})
-        line[setting.documents] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
+        line = gaps.setdefault((setting.mix, setting.ranks, setting.stretched_to), {})
+        line[setting.documents_a_rank] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
     lines = []
     for (mix, ranks, longest), line in gaps.items():
         length = "that of the mix" if longest is None else f"all stretched to {longest:,}"

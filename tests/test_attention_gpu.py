@@ -71,6 +71,10 @@ def test_smoke_on_the_cpu(
                 assert float(row[f"{direction}_{what}_tflops"]) == pytest.approx(rate, rel=1e-4)
         assert row["torch"] == torch.__version__ and row["date"]
 
+    pieces = {row["piece"]: float(row["share_of_copy"]) for row in table(tmp_path / "a-elementwise.csv")}
+    assert list(pieces) == ["copy", "rotary embedding", "RMSNorm", "SwiGLU"]
+    assert pieces["copy"] == 1 and all(share > 0 for share in pieces.values())
+    assert (tmp_path / "a.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert "attention_s_per_token2: " in printed and "attention_efficiency: [[" in printed
 
