@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from longctx.commands.output import given_options
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.hardware_profile import shipped_profiles
@@ -38,9 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LENGTH:DEGREE,..",
         help='for mode bins, as in "8192:1,32768:4" (default: derived from the profile)',
     )
-    parser.add_argument(
-        "--max-remote-tokens", type=int, metavar="R", help="most tokens of other ranks held at once; gives the exchange stages"
-    )
     pipeline = parser.add_argument_group(
         "in a pipeline",
         "--ranks is the domain; a profile that names its model is scaled to the slowest rank's layers, another one "
@@ -49,15 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
-    store = parser.add_argument_group("with a store")
-    store.add_argument(
-        "--global-tokens", type=int, help=f"tokens of the step (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)"
-    )
-    store.add_argument("--seed", type=int, help="which step: the first one that training with this seed takes (default: 0)")
-    store.add_argument(
-        "--long-documents",
-        choices=("split", "drop", "error"),
-        help="documents longer than ranks × tokens per rank (default: split)",
+    parser.add_argument(
+        "--global-tokens",
+        type=int,
+        help=f"tokens of the step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the plan as JSON, with the tight bound, and the bins of mode bins"
@@ -87,7 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
         mode=arguments.mode,
         degree=arguments.degree,
         bins=arguments.bins,
-        max_remote_tokens=arguments.max_remote_tokens,
         pipeline=pipeline,
     )
     bins = None
@@ -154,8 +144,8 @@ def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
     path: Path = arguments.lengths
     if path.is_dir():
         return _first_step(arguments)
-    if given := given_options(arguments, "global_tokens", "seed", "long_documents"):
-        raise UserError(f"{given[0]} belongs to a store, and {path} is a file, of which every line is planned: leave it out")
+    if arguments.global_tokens is not None:
+        raise UserError(f"--global-tokens belongs to a store, and {path} is a file, all of which is planned: leave it out")
     return read_lengths(path), str(path)
 
 
@@ -166,6 +156,6 @@ def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
 
     ranks, capacity = arguments.ranks, arguments.ranks * arguments.tokens_per_rank
     tokens = DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens
-    source = store_source(arguments.lengths, lambda _: tokens, arguments.seed or 0, 1, arguments.long_documents or "split")
+    source = store_source(arguments.lengths, lambda _: tokens, seed=0, steps=1, long_documents="split")
     (lengths,), _ = source.draw(ranks, longest_document(ranks, arguments.tokens_per_rank) or capacity)
     return lengths, source.words
