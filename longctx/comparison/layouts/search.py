@@ -50,9 +50,7 @@ class Found:
         step_s: mean time of a step.
         tokens_per_s_per_gpu: tokens of all documents.
         mfu: operations of the model, as a share of what the GPUs could do at their peak.
-        bubble_share, exposed_share: mean share of a step in which a pipeline fills and drains, and in which the slowest ranks
-            wait for K and V.
-        micro_batches: mean of the steps.
+        bubble_share: mean share of a step in which a pipeline fills and drains.
         memory: of a rank that holds all the tokens that it may hold, of a ring of the longest document.
     """
 
@@ -61,8 +59,6 @@ class Found:
     tokens_per_s_per_gpu: float
     mfu: float
     bubble_share: float
-    exposed_share: float
-    micro_batches: float
     memory: Memory
 
 
@@ -217,8 +213,6 @@ def _plan(
         tokens_per_s_per_gpu=fmean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,
         mfu=flops / (step_s * split.gpus * machine.peak_flops_per_s),
         bubble_share=fmean([plan.bubble_share for plan in plans]),
-        exposed_share=fmean([plan.exposed_share for plan in plans]),
-        micro_batches=fmean([len(plan.micro_batches) for plan in plans]),
         memory=memory,
     )
 
