@@ -119,6 +119,14 @@ class Sampler:
             cursor += 1
         return tuple(pieces), cursor
 
+    def first_lengths(self, steps: int) -> list[list[int]]:
+        """Tokens of the pieces of the first steps."""
+        found, cursor = [], 0
+        for _ in range(steps):
+            pieces, cursor = self.step(cursor)
+            found.append([piece.length for piece in pieces])
+        return found
+
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""
         return cursor // self.pieces

@@ -28,11 +28,7 @@ def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[l
         long_documents=config.data.long_documents,
         name=store.name,
     )
-    found, cursor = [], 0
-    for _ in range(steps):
-        pieces, cursor = sampler.step(cursor)
-        found.append([piece.length for piece in pieces])
-    return found
+    return sampler.first_lengths(steps)
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
