@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="about how long one measurement may take; more gives longer segments and steadier figures",
     )
-    parser.add_argument("--json", action="store_true", help="print profile and single measurements as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile and where its constants are from as JSON")
     parser.epilog = (
         "no store is needed: tokens are drawn at random, from a vocabulary of model.vocab_size "
         f"({VOCABULARY} if not set).\nThe profile is that of the model, dtype, recomputation and tokens per rank given, so "
