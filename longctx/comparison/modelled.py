@@ -23,7 +23,6 @@ from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 
-OURS = ("auto", "bins")
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()
 }

@@ -33,23 +33,19 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
     times = np.where(shards <= tokens_per_rank, times, 0)
     choices: list[Choice] = list(zip(times.tolist(), shards.tolist(), strict=True))
     order = np.argsort(-lengths, kind="stable")
-    best: tuple[int, Assignment] | None = None
-    tried, number = 0, max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    while tried < NUMBERS_TRIED and number <= len(lengths):
+    plans: list[Assignment] = []
+    number = max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
+    while len(plans) < NUMBERS_TRIED and number <= len(lengths):
         parts = _even_cuts(order, lengths, number)
         number += 1
         rows = list(itertools.takewhile(bool, (_fastest(part, choices, degrees, tokens_per_rank, ranks) for part in parts)))
         if len(rows) < len(parts):
             number += number // 16  # far from holding them: do not creep
             continue
-        tried += 1
-        plan = stand_in_rows(rows, lengths)
-        makespan = score(profile, lengths, plan, ranks).makespan_ns
-        if best is None or makespan < best[0]:
-            best = makespan, plan
-    if best is None:
+        plans.append(stand_in_rows(rows, lengths))
+    if not plans:
         raise PlanError("FlexSP-like packing found no micro-batches that hold these documents")
-    return best[1]
+    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
 
 
 def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:

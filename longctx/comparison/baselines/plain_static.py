@@ -15,7 +15,7 @@ from longctx.planning.cost.model import score
 
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """The best power-of-two degree's plan. Raises PlanError if the largest does not hold every document."""
-    best: tuple[int, Assignment] | None = None
+    plans: list[Assignment] = []
     for degree in powers_of_two(ranks):
         tokens = largest_shards(lengths, np.full_like(lengths, degree))
         if int(tokens.max()) > tokens_per_rank:
@@ -23,10 +23,7 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         packed = [Group(degree, documents=pack) for pack in packs(np.arange(len(lengths)), tokens, tokens_per_rank)]
         groups = ranks // degree
         rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
-        plan = stand_in_rows(rows, lengths)
-        makespan = score(profile, lengths, plan, ranks).makespan_ns
-        if best is None or makespan < best[0]:
-            best = makespan, plan
-    if best is None:
+        plans.append(stand_in_rows(rows, lengths))
+    if not plans:
         raise too_long("Plain static", int(lengths.argmax()), lengths, powers_of_two(ranks)[-1], tokens_per_rank)
-    return best[1]
+    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
