@@ -14,7 +14,7 @@ from longctx.attention.exchange import ExchangeError
 from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
-from longctx.attention.schedule import Schedule
+from longctx.attention.ring_schedule import Schedule
 from longctx.attention.ulysses import OPERATORS, HybridAttention, packed_attention
 
 __all__ = [

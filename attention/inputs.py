@@ -11,8 +11,8 @@ class AttentionInputError(UserError):
     """Tensors, layout, group and device that do not belong together."""
 
 
-class InputCheck:
-    """Checks for one micro-batch; made, it has checked layout and group."""
+class CheckedAttention:
+    """Attention of one micro-batch: made, it has checked layout and group; called, it checks the tensors and then attends."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self.layout, self.device = layout, torch.device(device)
@@ -27,7 +27,25 @@ class InputCheck:
                 "take plan.layout(micro_batch, dist.get_rank(group))"
             )
 
-    def tensors(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int | None = None,
+        *,
+        sink_logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._check(q, k, v, sink_logits)
+        return self.attend(q, k, v, layer, sink_logits)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A call with tensors that fit."""
+        raise NotImplementedError
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         """Raises AttentionInputError for tensors that do not fit each other or the layout."""
         if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
             raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")

@@ -8,24 +8,10 @@ TILE_FIELDS = tl.constexpr(8)
 
 @triton.jit
 def merge_kernel(
-    out,
-    lse,
-    part,
-    part_lse,
-    tiles,
-    out_row,
-    out_head,
-    lse_row,
-    lse_head,
-    part_row,
-    part_head,
-    part_lse_row,
-    part_lse_head,
-    heads,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-):
+    out, lse, part, part_lse, tiles,
+    out_row, out_head, lse_row, lse_head, part_row, part_head, part_lse_row, part_lse_head, heads,
+    DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
     """Merges the rows of one tile (`longctx.attention.kernels.triton_device`) of one head. Grid: tiles · heads."""
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     tile = tiles + tl.program_id(0) // heads * TILE_FIELDS

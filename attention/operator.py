@@ -19,7 +19,7 @@ from torch import Tensor
 from longctx.attention.exchange import Exchange
 from longctx.attention.kernels import Kernel, Request, choose_kernel
 from longctx.attention.merge import merge_
-from longctx.attention.schedule import ExchangeStage, Hop, Schedule
+from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
 from longctx.attention.segment_builder import Call
 
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
-from longctx.attention.inputs import AttentionInputError, InputCheck
+from longctx.attention.inputs import AttentionInputError, CheckedAttention
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.schedule import Schedule
+from longctx.attention.ring_schedule import Schedule
 from longctx.planning.layout import Layout
 
 
@@ -78,7 +78,7 @@ def ring_attention(
     return attention(q, k, v, sink_logits=sink_logits)
 
 
-class RingAttention:
+class RingAttention(CheckedAttention):
     """`ring_attention` for one micro-batch, its schedule made once for all layers; called as `attention(q, k, v, layer)`.
 
     Under torch.compile, whoever calls it has to hold it until backward is done.
@@ -108,7 +108,7 @@ class RingAttention:
             raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for none")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
-        self.check = InputCheck(layout, group, device)
+        super().__init__(layout, group, device)
         self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
@@ -116,22 +116,9 @@ class RingAttention:
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int | None = None,
-        *,
-        sink_logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self.check.tensors(q, k, v, sink_logits)
-        return self.unchecked(q, k, v, layer, sink_logits)
-
-    def unchecked(
+    def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        """A call with tensors that are known to fit."""
         layer = operator.NO_LAYER if layer is None else layer
         out: torch.Tensor = operator.forward(q, k, v, sink_logits, self.number, layer)[0]
         return out

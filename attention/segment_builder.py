@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from longctx.attention.device import copy_to
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.segments import Segment
 
 

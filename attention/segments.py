@@ -82,12 +82,3 @@ def visible(segment: Segment, device: torch.device) -> torch.Tensor:
     if segment.hi is not None:
         mask &= keys - queries <= segment.hi
     return mask
-
-
-def packed_causal(lengths: Sequence[int]) -> list[Segment]:
-    """One causal segment a document, for documents that lie one after the other in one buffer."""
-    segments, start = [], 0
-    for length in lengths:
-        segments.append(Segment(start, start + length, start, start + length, hi=0))
-        start += length
-    return [s for s in segments if s.q_stop > s.q_start]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
-from longctx.attention.inputs import AttentionInputError, InputCheck
+from longctx.attention.inputs import AttentionInputError, CheckedAttention
 from longctx.attention.ring import RingAttention
 from longctx.attention.segment_builder import row_index
 from longctx.planning.cost.ulysses import swaps_heads
@@ -27,7 +27,7 @@ def packed_attention(layout: Layout, ulysses_degree: int = 1, **options: Any) ->
     return HybridAttention(layout, ulysses_degree, **options) if ulysses_degree > 1 else RingAttention(layout, **options)
 
 
-class HybridAttention:
+class HybridAttention(CheckedAttention):
     """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; called in the same way."""
 
     def __init__(
@@ -41,8 +41,8 @@ class HybridAttention:
         **options: Any,
     ) -> None:
         """`options` are those of `RingAttention`."""
-        self.ulysses_degree, self.layout = ulysses_degree, layout
-        self.check = InputCheck(layout, group, device)
+        super().__init__(layout, group, device)
+        self.ulysses_degree = ulysses_degree
         swapped: list[Shard] = []
         others: list[Shard] = []
         for shard in layout.shards:
@@ -59,23 +59,16 @@ class HybridAttention:
         """Layer and pass that this rank entered last, for error messages."""
         return self.wide.last if self.swap else self.plain.last
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int | None = None,
-        *,
-        sink_logits: torch.Tensor | None = None,
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        self.check.tensors(q, k, v, sink_logits)
         if k.shape[1] % self.ulysses_degree:
             raise AttentionInputError(
                 f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads of a rank: take "
                 "a divisor"
             )
         if self.swap is None:
-            return self.plain.unchecked(q, k, v, layer, sink_logits)
+            return self.plain.attend(q, k, v, layer, sink_logits)
         u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
         layer = operator.NO_LAYER if layer is None else layer
@@ -84,9 +77,9 @@ class HybridAttention:
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out: torch.Tensor = self.wide.unchecked(wide_q, wide_k, wide_v, layer, mine)
+        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, mine)
         out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain.unchecked(q, k, v, layer, sink_logits) if self.mixed else out
+        return out + self.plain.attend(q, k, v, layer, sink_logits) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:

@@ -54,7 +54,9 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
     generator = torch.Generator().manual_seed(head_dim)
     shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
     inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    truth = in_float64(inputs, lengths, mask)
+    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
+    out = reference_attention(q, k, v, lengths, mask=mask)
+    truth = out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
     single = play(kernel, inputs, lengths, alone, 1, mask)
     ring, again = (play(kernel, inputs, lengths, rings, 4, mask) for _ in range(2))
     rounding = torch.finfo(dtype).eps
@@ -66,13 +68,6 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
         most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
         right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
         yield {**case, "tensor": tensor, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
-
-
-def in_float64(inputs: Sequence[torch.Tensor], lengths: Sequence[int], mask: Mask) -> Tensors:
-    """out, dq, dk, dv of q, k, v, dout by plain autograd."""
-    q, k, v = (x.double().requires_grad_() for x in inputs[:3])
-    out = reference_attention(q, k, v, lengths, mask=mask)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
 
 
 def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) -> torch.Tensor:

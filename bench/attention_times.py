@@ -1,9 +1,10 @@
 """How fast is one rank's part of a ring (ring index degree / 2), with random tensors for what other ranks would send?
 
 `calls` are the kernel calls alone; `ring` is RingAttention as in training, with merging, picking out keys and summing of
-gradients, less the time of the copies that stand for its messages; `single` is one call of the same kernel on as many whole
-documents and as much work: length / √degree instead of length. Forward counts 4 FLOP a visible pair, head and number of a
-head, backward 2.5 times as many. Memory-bound pieces are compared with a copy of the same number of bytes.
+gradients, less the time of the copies that stand for its messages, so that `ring` less `calls` is what those cost; `single` is
+one call of the same kernel on as many whole documents and as much work: length / √degree instead of length. Forward counts 4
+FLOP a visible pair, head and number of a head, backward 2.5 times as many. Memory-bound pieces of a step are compared with a
+copy.
 """
 
 import math
@@ -19,10 +20,9 @@ from harness import median_s
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.kernels import Request, choose_kernel
-from longctx.attention.merge import merge_
 from longctx.attention.operator import NO_LAYER
 from longctx.attention.operator import forward as ring_forward
-from longctx.attention.segments import Segment, Segments, packed_causal, visible
+from longctx.attention.segments import Segment, Segments
 from longctx.model.rope import Rope, rotate
 from longctx.planning.layout import Layout, Placement
 
@@ -37,10 +37,13 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: tokens a rank, degrees, documents a rank; and the heads, of an 8B model unless it is a smoke test."""
+    """What is measured: tokens a rank, degrees, documents a rank; and the heads, of an 8B model unless it is a smoke test.
 
-    tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
-    degrees: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    Most telling first, so that what has little time has them.
+    """
+
+    tokens: tuple[int, ...] = (8192, 1024, 32768, 4096, 2048, 16384)
+    degrees: tuple[int, ...] = (1, 4, 16, 64, 2, 8, 32)
     documents: tuple[int, ...] = (1, 8)
     heads: int = 32
     kv_heads: int = 8
@@ -50,7 +53,6 @@ class Sizes:
     checked_head_dims: tuple[int, ...] = (64, 128, 256)
     checked_lengths: tuple[int, ...] = (2500, 900, 513, 130, 1)
     checked_window: int = 100
-    elementwise_tokens: int = 16384
     longest_s: float = 0.3
 
     def request(self, device: torch.device) -> Request:
@@ -58,7 +60,6 @@ class Sizes:
         return Request(device.type, self.dtype, self.head_dim, self.head_dim)
 
 
-QUICK = Sizes(tokens=(1024, 8192), degrees=(1, 4, 16))
 SMOKE = Sizes(
     tokens=(64, 128),
     degrees=(1, 2, 4),
@@ -71,7 +72,6 @@ SMOKE = Sizes(
     checked_head_dims=(16,),
     checked_lengths=(90, 33, 17, 5, 1),
     checked_window=12,
-    elementwise_tokens=256,
     longest_s=0.005,
 )
 # What libraries of flash attention take.
@@ -122,7 +122,8 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
             lambda: [kernel.backward(dout, q, a, b, final, lse, segments, scale) for a, b, segments in calls]
         )
 
-        single = packed_causal([round(length / degree**0.5)] * documents)
+        each = round(length / degree**0.5)
+        single = [Segment(i * each, (i + 1) * each, i * each, (i + 1) * each, hi=0) for i in range(documents)]
         q, k, v, dout = random(single[-1].q_stop, sizes, device)
         row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
         final, lse = kernel.forward(q, k, v, single, scale)
@@ -156,33 +157,21 @@ def random(tokens: int, sizes: Sizes, device: torch.device) -> tuple[torch.Tenso
 
 
 def pairs(segment: Segment) -> int:
-    """Visible pairs of a query and a key."""
+    """Visible pairs of a query and a key; there is no window, and the last query sees all keys."""
     queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
-    if segment.dense:
-        return queries * keys
-    if segment.causal:
-        return queries * (queries + 1) // 2
-    return int(visible(segment, torch.device("cpu")).sum())
+    hidden = 0 if segment.hi is None else keys - 1 - segment.hi  # from the first query; one fewer from every other
+    return queries * keys - hidden * (hidden + 1) // 2
 
 
 def pieces(sizes: Sizes, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
     """Memory-bound pieces of a step, a copy first, and their bytes: every tensor that must be read or written counts once."""
-    tokens, width = sizes.elementwise_tokens, sizes.heads * sizes.head_dim
-    shape = tokens, sizes.heads, sizes.head_dim
-    x, y = (torch.randn(shape, dtype=sizes.dtype, device=device) for _ in range(2))
-    total, lse, part_lse = torch.randn(shape, device=device), *(torch.randn(shape[:2], device=device) for _ in range(2))
-    rows = torch.arange(tokens // 2, device=device)
+    tokens, width = max(sizes.tokens), sizes.heads * sizes.head_dim
+    x, y = (torch.randn(tokens, sizes.heads, sizes.head_dim, dtype=sizes.dtype, device=device) for _ in range(2))
     cos, sin = Rope(sizes.head_dim, 10000.0).tables(torch.arange(tokens, device=device))
-    weight = torch.ones(width, dtype=sizes.dtype, device=device)
-    flat = x.flatten(1)
-    segments = packed_causal([tokens // 8] * 8)
-    size = x.numel() * x.element_size()
-    merged = 2 * total.numel() * 4 + size + 3 * lse.numel() * 4
+    flat, weight = x.flatten(1), torch.ones(width, dtype=sizes.dtype, device=device)
     return {
-        "copy": (lambda: y.copy_(x), 2 * size),
-        "merging of out and log-sum-exp": (lambda: merge_(total, lse, x, part_lse, segments), merged),
-        "picking of half the rows": (lambda: x.index_select(0, rows), size),
-        "rotary embedding": (lambda: rotate(x, cos, sin), 2 * size + 2 * cos.numel() * 4),
-        "RMSNorm": (lambda: F.rms_norm(flat, (width,), weight), 2 * size),
-        "SwiGLU": (lambda: F.silu(x) * y, 3 * size),
+        "copy": (lambda: y.copy_(x), 2 * x.nbytes),
+        "rotary embedding": (lambda: rotate(x, cos, sin), 2 * x.nbytes + 2 * cos.nbytes),
+        "RMSNorm": (lambda: F.rms_norm(flat, (width,), weight), 2 * x.nbytes),
+        "SwiGLU": (lambda: F.silu(x) * y, 3 * x.nbytes),
     }

@@ -51,7 +51,7 @@ from longctx.comparison.mixes import load_mix
 from longctx.model.presets import ModelShape
 from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.layout import longest_document
-from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces, remove_leftovers
+from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces
 
 H100_FLOPS, H100_BYTES_PER_S = 450e12, 50e9
 LLAMA_8B_FLOP_PER_NUMBER = 6 * 8.03e9 / (32 * 2 * 8 * 128 * 3)
@@ -85,7 +85,7 @@ def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
-    parser.add_argument("--network", default="hardware", help="hardware, workload, or bytes/s a rank")
+    parser.add_argument("--network", choices=("hardware", "workload"), default="hardware")
     parser.add_argument("--share", type=float, default=0.25, help="of a core, for every rank")
     parser.add_argument("--mix", default="wlb_128k")
     parser.add_argument("--scale", type=int, default=16, help="lengths of the mix are divided by this")
@@ -128,7 +128,6 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """The whole measurement; `stack` removes what it made."""
     refuse_impossible(given)
-    remove_leftovers()
     nodes, per_node = given.nodes, given.ranks_per_node
     ranks = nodes * per_node
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
@@ -137,25 +136,23 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     rate, arithmetic = network_rate(given.network, speeds[0])
     print("; ".join(f"{name} {value:,.4g}" for name, value in arithmetic.items()), flush=True)
     cluster = stack.enter_context(linked_namespaces(nodes, rate * per_node))
-    longest = make_store(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank), folder)
-    holding = [f"static:{d}" for d in range(1, ranks + 1) if longest_document(d, given.tokens_per_rank) >= longest]
+    lengths = make_lengths(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank))
+    holding = [f"static:{d}" for d in range(1, ranks + 1) if longest_document(d, given.tokens_per_rank) >= max(lengths)]
     modes = given.modes or ",".join(["auto", "static", *holding])
     settings = {
         "model": MODEL,
-        "data": {"store": str(folder / "store")},
+        "data": {"store": str(harness.make_store(lengths, folder))},
         "batch": {"global_tokens": given.global_tokens, "tokens_per_rank": given.tokens_per_rank},
         "train": {"device": "cpu", "timeout_s": 300.0},
     }
-    config, profile, measured = folder / "run.yaml", folder / "profile.yaml", folder / "measured.json"
+    config, profile, measured = folder / "run.yaml", given.profile or folder / "profile.yaml", folder / "measured.json"
     config.write_text(yaml.safe_dump(settings), "utf-8")
-    if given.profile:
-        shutil.copyfile(given.profile, profile)
-    else:
-        cluster.torchrun(["profile", str(config), "--out", str(profile)], per_node, groups, folder, given.timeout)
+    if not given.profile:
+        cluster.torchrun(["profile", str(config), "--out", str(profile)], per_node, groups, given.timeout)
     speeds.append(measure_flops(groups, given.tokens_per_rank))
     words = ["compare", "--measure", str(config), "--modes", modes, "--steps", str(given.steps)]
     words += ["--warmup", str(given.warmup), "--out", str(measured), f"--context.profile={profile}"]
-    cluster.torchrun(words, per_node, groups, folder, given.timeout)
+    cluster.torchrun(words, per_node, groups, given.timeout)
     speeds.append(measure_flops(groups, given.tokens_per_rank))
     versions = harness.facts("longctx", "torch", "numpy")
     return {
@@ -171,7 +168,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
             "share_of_a_core": given.share,
             **arithmetic,
             "flops_at_start_before_and_after_comparison": speeds,
-            "longest": longest,
+            "longest": max(lengths),
         },
         "profile": yaml.safe_load(profile.read_text("utf-8")),
         "measured": json.loads(measured.read_text("utf-8")),
@@ -214,33 +211,19 @@ def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
     flop_per_number = 6 * shape.spec.parameters / numbers
     hardware = flops / (H100_FLOPS / H100_BYTES_PER_S * 2) * 4
     rates = {"hardware": hardware, "workload": hardware * LLAMA_8B_FLOP_PER_NUMBER / flop_per_number}
-    try:
-        rate = rates[network] if network in rates else float(network)
-    except ValueError:
-        raise ClusterError(f"--network is {network!r}: give hardware, workload or bytes/s") from None
-    found = {"flops_of_a_rank": flops, "flop_per_kv_number": flop_per_number}
-    found |= {f"{name}_bytes_per_s": value for name, value in rates.items()}
-    return rate, {**found, "bytes_per_s_of_a_rank": rate}
+    found = {"flops_of_a_rank": flops, "flop_per_kv_number": flop_per_number, "bytes_per_s_of_a_rank": rates[network]}
+    return rates[network], found | {f"{name}_bytes_per_s": value for name, value in rates.items()}
 
 
-def make_store(mix: str, scale: int, longest: int, folder: Path) -> int:
-    """A store of documents with the lengths of a mix over `scale`, at most `longest`. Returns the longest there is."""
-    lengths = [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
-    harness.make_store(lengths, folder)
-    return max(lengths)
+def make_lengths(mix: str, scale: int, longest: int) -> list[int]:
+    """Lengths of documents: those of a mix over `scale`, at most `longest`."""
+    return [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
     """A row a run, and below how to make them again."""
     head = (
-        *(
-            "nodes × ranks, network",
-            "tokens a rank",
-            "auto, median step",
-            "best static",
-            "**auto over best static**",
-            "in total",
-        ),
+        *("nodes × ranks, network", "auto, median step", "best static", "**auto over best static**", "in total"),
         *("auto over oracle", "in total", "prediction error of auto", "of best static", "losses differ by"),
     )
     lines = []
@@ -254,7 +237,6 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         rate = cluster["bytes_per_s_of_a_rank"] / 1e6
         line = [
             f"{cluster['nodes']} × {cluster['ranks_per_node']}, {cluster['network']}: {rate:.1f} MB/s a rank",
-            f"{cluster['tokens_per_rank']:,}",
             f"{auto['median_s']:.2f} s",
             f"{best['mode']}, {best['median_s']:.2f} s",
             *speedups(best, auto, "**"),
@@ -279,7 +261,7 @@ def told(result: dict[str, Any]) -> str:
     speeds = ", ".join(f"{flops / 1e9:.1f}" for flops in cluster["flops_at_start_before_and_after_comparison"])
     return (
         f"{cluster['mix']} lengths / {cluster['scale']}, longest {cluster['longest']:,} tokens; "
-        f"steps of {cluster['global_tokens']:,} tokens; "
+        f"steps of {cluster['global_tokens']:,} tokens, {cluster['tokens_per_rank']:,} a rank in a micro-batch; "
         f"{cluster['share_of_a_core']} of a core a rank: {speeds} GFLOP/s at the start, before and after the comparison; "
         f"{about['machine']}, load {about['load_average']:.1f} in the end; "
         f"{', '.join(f'{name} {number}' for name, number in about['versions'].items())}; {about['date']}"

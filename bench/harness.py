@@ -6,9 +6,7 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import sysconfig
 import time
@@ -60,14 +58,10 @@ def facts(*packages: str) -> dict[str, str]:
 
 
 def device_facts() -> dict[str, str]:
-    """The GPU, its driver and its CUDA; or that there is none."""
+    """The GPU and the CUDA of torch; or that there is none."""
     if not torch.cuda.is_available():
-        return {"device": f"CPU, {platform.machine()}, {os.cpu_count()} cores", "driver": "", "cuda": ""}
-    program = shutil.which("nvidia-smi")
-    query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout if program else "unknown"
-    name, cuda = torch.cuda.get_device_name(), torch.version.cuda or ""
-    return {"device": name, "driver": driver.partition("\n")[0].strip(), "cuda": cuda}
+        return {"device": f"CPU, {platform.machine()}, {os.cpu_count()} cores", "cuda": ""}
+    return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda or ""}
 
 
 class Table:
@@ -83,15 +77,11 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         if anew or not path.exists():
             self.write()
-        self.read()
-
-    def read(self) -> None:
-        """Takes what the file has, which another process may have added to."""
-        with self.path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             reader = csv.DictReader(file)
             self.rows = list(reader)
         if reader.fieldnames != self.columns:
-            sys.exit(f"{self.path} has other columns than these rows: move it away, or give another --out")
+            sys.exit(f"{path} has other columns than these rows: move it away, or give another --out")
 
     def find(self, **values: object) -> list[dict[str, str]]:
         """The rows with these values."""

@@ -1,6 +1,6 @@
 """A published measurement through our cost model: Megatron's own benchmark of dynamic context parallelism, on 4 to 64 GPUs.
 
-    python bench/megatron_published.py      # minutes; `pip install 'longctx[bench]'` for the class of the wheel
+    python bench/megatron_published.py      # minutes; needs the wheel's class: pip install 'longctx[bench]'
 
 Published (examples/dynamic_context_parallel in the dev branch of NVIDIA/Megatron-LM, README.md and benchmark_dcp.sh at commit
 10ce7bc; one run each, June 9, 2026): the time of an iteration under `dp_balanced`, which is fixed static of degree 4, and
@@ -12,11 +12,9 @@ Not published, so assumed: the kind of GPU (there are four a node; taken as H100
 (taken as drawn; five runs of 20 steps show what it changes). Their scheduler of that day is read in two ways that lie on
 either side of it: the class of the megatron-core wheel, before packing, and our reading of the later dev branch.
 
-Two predictions: by the shipped profile scaled to that model, and with the fixed time of a micro-batch fitted to the measured
-times of the baseline alone. Nothing measured of the dynamic runs enters.
+The prediction is by the shipped profile scaled to that model: nothing that they measured enters.
 """
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from harness import markdown, options
-from longctx.comparison.baselines import MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import plan_baseline, plan_fixed_static
 from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -55,20 +53,16 @@ barrier after every micro-batch, which their runs have not, works the other way:
 def main() -> None:
     out = options(__doc__, "megatron-published").parse_args().out
     lengths = mock_lengths()
-    scaled = {gpus: scaled_profile(gpus) for gpus in MEASURED_MS}
-    plans = {gpus: plan_steps(lengths, gpus, profile) for gpus, profile in scaled.items()}
-    launch_s = fit_launch_s([by["fixed-static"] for by in plans.values()], [base for base, _ in MEASURED_MS.values()])
-    fitted = {gpus: plan_steps(lengths, gpus, replace(scaled[gpus], launch_s=launch_s)) for gpus in scaled}
+    plans = {gpus: plan_steps(lengths, gpus, scaled_profile(gpus)) for gpus in MEASURED_MS}
+    launch_ms = 1e3 * plans[4]["auto"][0].profile.launch_s
     measured = [before / after for before, after in MEASURED_MS.values()]
     off = [ratio(by, "megatron-dev") / found - 1 for by, found in zip(plans.values(), measured, strict=True)]
     lines = [
         "Speedups over fixed static of degree 4 (`dp_balanced`): measured by Megatron's authors, and as our cost model has "
         f"them, in brackets lowest and highest of {RUNS} runs of {STEPS} steps. Their scheduler is read in two ways; auto is",
-        f"ours.\n\nBy {PROFILE}, scaled to their model, {1e3 * scaled[4].launch_s:.0f} ms a micro-batch:\n",
+        f"ours.\n\nBy {PROFILE}, scaled to their model, {launch_ms:.0f} ms a micro-batch:\n",
         *table(plans),
         f"\nBy the reading of the dev branch, the model is {min(off):+.0%} to {max(off):+.0%} off what was measured. {WHY}",
-        f"\nWith {1e3 * launch_s:.0f} ms a micro-batch, fitted to the measured times of the baseline:\n",
-        *table(fitted),
         "\nMade by `python bench/megatron_published.py`, whose head says what is published and what is assumed.\n",
     ]
     out.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
@@ -89,28 +83,15 @@ def scaled_profile(gpus: int) -> HardwareProfile:
 
 
 def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[str, list[Plan]]:
-    """Every step's plan under each planner; without the wheel, none of Megatron main."""
+    """Every step's plan under each planner."""
     drawn = lengths[: RUNS * STEPS * MICRO_BATCHES * gpus // DEGREE].reshape(RUNS * STEPS, -1).tolist()
     request: dict[str, Any] = {"ranks": gpus, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
-    plans = {
+    theirs = ("megatron-main", "megatron-dev")
+    return {
         "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
+        **{planner: [plan_baseline(planner, step, **request) for step in drawn] for planner in theirs},
         "auto": [make_plan(step, **request) for step in drawn],
     }
-    for planner in ("megatron-main", "megatron-dev"):
-        try:
-            plans[planner] = [plan_baseline(planner, step, **request) for step in drawn]
-        except MissingBaseline as error:
-            print(error, file=sys.stderr)
-    return plans
-
-
-def fit_launch_s(baselines: Sequence[list[Plan]], measured_ms: Sequence[float]) -> float:
-    """Seconds of a micro-batch with which the modelled times of the baseline are those measured, mean over numbers of GPUs."""
-    found = []
-    for plans, measured in zip(baselines, measured_ms, strict=True):
-        count = float(np.mean([len(plan.micro_batches) for plan in plans]))
-        found.append(plans[0].profile.launch_s + (measured - trimmed_ms(plans)) / 1e3 / count)
-    return float(np.mean(found))
 
 
 def trimmed_ms(plans: Sequence[Plan]) -> float:
@@ -131,11 +112,8 @@ def table(plans: dict[int, dict[str, list[Plan]]]) -> list[str]:
         base, dynamic = MEASURED_MS[gpus]
         line = [str(gpus), f"{base:.0f} ms", f"{trimmed_ms(by['fixed-static']):.0f} ms", f"**{base / dynamic:.2f}**"]
         for planner in ("megatron-main", "megatron-dev", "auto"):
-            if planner in by:
-                of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
-                line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")
-            else:
-                line.append("—")
+            of_runs = [ratio(by, planner, slice(i * STEPS, (i + 1) * STEPS)) for i in range(RUNS)]
+            line.append(f"{ratio(by, planner):.2f} ({min(of_runs):.2f} to {max(of_runs):.2f})")
         lines.append(line)
     return markdown(head, lines, 0)
 

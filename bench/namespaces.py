@@ -1,8 +1,8 @@
 """Nodes on one machine: network namespaces joined by links of limited rate, and ranks with a share of a core. Linux, as root.
 
 Every node is a network namespace with one link to a bridge, which `tc tbf` limits in both directions; ranks of one node talk
-over its loopback. Every rank has a control group with a quota. All names have this process's number in them; all is removed at
-the end, whatever the end is, and what a killed run left by the next one.
+over its loopback. Every rank has a control group with a quota. All names have this process's number in them, so that runs do
+not meet, and all is removed at the end; a run that is killed outright leaves its own (see `ip netns list` and /sys/fs/cgroup).
 """
 
 import os
@@ -31,24 +31,6 @@ def command(*words: str) -> str:
     if done.returncode:
         raise ClusterError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
-
-
-def all_namespaces() -> list[str]:
-    return [line.split()[0] for line in command("ip", "netns", "list").splitlines()]
-
-
-def remove_leftovers() -> None:
-    """Removes namespaces and control groups of runs that were killed."""
-    for name in filter(is_left_over, all_namespaces()):
-        remove_namespace(name)
-    for folder in group_root().glob(f"{PREFIX}*"):
-        if is_left_over(folder.name):
-            remove_groups(folder)
-
-
-def is_left_over(name: str) -> bool:
-    number = name.removeprefix(PREFIX).split("-")[0]
-    return name.startswith(PREFIX) and number.isdecimal() and not Path(f"/proc/{number}").exists()
 
 
 def group_root() -> Path:
@@ -90,19 +72,12 @@ def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
 
 def remove_groups(top: Path) -> None:
     for group in [*top.glob("rank-*"), top]:
-        for _ in range(50):
+        for _ in range(50):  # what was killed in it takes a moment to go
             with suppress(OSError):
-                kill((group / "cgroup.procs").read_text().split())
                 group.rmdir()
             if not group.exists():
                 break
             time.sleep(0.1)
-
-
-def kill(numbers: Sequence[str]) -> None:
-    for number in numbers:
-        with suppress(ProcessLookupError):
-            os.kill(int(number), signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -112,16 +87,15 @@ class Cluster:
     namespaces: Sequence[str]
     addresses: Sequence[str]
 
-    def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], folder: Path, timeout_s: float) -> None:
-        """Runs `longctx WORDS` on all ranks, node 0's output on ours. Raises ClusterError if it fails or takes too long."""
+    def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], timeout_s: float) -> None:
+        """Runs `longctx WORDS` on all ranks, whose output is ours. Raises ClusterError if it fails or takes too long."""
         program = shlex.join([sys.executable, "-m", "longctx", *words])
         # Every rank enters its group (0 is the writer itself) before Python starts.
         entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && exec {program}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
         started: list[subprocess.Popen[bytes]] = []
-        logs = [folder / f"{words[0]}-{node}.log" for node in range(len(self.namespaces))]
         try:
-            for node, (namespace, log) in enumerate(zip(self.namespaces, logs, strict=True)):
+            for node, namespace in enumerate(self.namespaces):
                 launcher = [
                     # Not `ip netns exec`, which hides the control groups.
                     *("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-m", "torch.distributed.run"),
@@ -129,10 +103,7 @@ class Cluster:
                     *("--rdzv-backend", "static", "--master-addr", self.addresses[0], "--master-port", str(PORT)),
                     *("--no-python", "sh", "-c", entry),
                 ]
-                stream = None if node == 0 else log.open("w", encoding="utf-8")
-                started.append(
-                    subprocess.Popen(launcher, env=environment, stdout=stream, stderr=stream, start_new_session=True)
-                )
+                started.append(subprocess.Popen(launcher, env=environment, start_new_session=True))
             deadline = time.monotonic() + timeout_s
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 if time.monotonic() > deadline:
@@ -151,8 +122,7 @@ class Cluster:
                 process.wait(timeout=10)
         failed = [str(node) for node, process in enumerate(started) if process.returncode]
         if failed:
-            text = "\n".join(log.read_text("utf-8")[-3000:] for log in logs if log.exists())
-            raise ClusterError(f"`longctx {words[0]}` failed on node(s) {', '.join(failed)}\n{text}")
+            raise ClusterError(f"`longctx {words[0]}` failed on node(s) {', '.join(failed)}")
 
 
 @contextmanager
@@ -178,7 +148,8 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
         yield Cluster(names, addresses)
     finally:
         for name in (*names, hub):
-            remove_namespace(name)
+            if Path(f"/run/netns/{name}").exists():  # devices go with it
+                command("ip", "netns", "delete", name)
 
 
 def limit(namespace: str, device: str, bytes_per_s: float) -> None:
@@ -193,12 +164,6 @@ def limit(namespace: str, device: str, bytes_per_s: float) -> None:
 
 def kill_inside(namespace: str) -> None:
     """Kills what runs in a namespace that we made, so only what we started."""
-    with suppress(ClusterError):
-        kill(command("ip", "netns", "pids", namespace).split())
-
-
-def remove_namespace(name: str) -> None:
-    """Removes a namespace and, with it, its devices; none of that name is fine."""
-    if name in all_namespaces():
-        kill_inside(name)
-        command("ip", "netns", "delete", name)
+    for number in command("ip", "netns", "pids", namespace).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(number), signal.SIGKILL)

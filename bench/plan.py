@@ -1,19 +1,18 @@
 """Benchmark of planning: auto, bins, static degrees and other systems on every length mix, by the cost model alone.
 
     python bench/plan.py      # both tables: some minutes
-    python bench/plan.py --tables speedups --mixes wlb_128k --ranks 64 --seeds 2 --out /tmp/plan
-    python bench/plan.py --append --out /tmp/plan    # goes on where an earlier run stopped
+    python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
 
 Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, that
-of their longest document) and over the best static degree of every step; `gaps` has auto's distance to the lower bound, and
-how much of it no plan can avoid, also on numbers of ranks that are no powers of two, and with documents stretched until the
-longest of a step has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds) and OUT.md. Where
-documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare them
-within one run, on a machine that does nothing else (its load before the run is noted).
+of their longest document), and auto also over the best static degree of every step; `gaps` has auto's distance to the lower
+bound, and how much of it no plan can avoid, also on numbers of ranks that are no powers of two, and with documents stretched
+until the longest of a step has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds) and OUT.md.
+Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare
+them within one run, on a machine that does nothing else (its load before the run is noted).
 """
 
-import math
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
 from longctx.comparison.mixes import load_mix, mix_names
-from longctx.comparison.modelled import COLUMNS, PLANNERS, SPEEDUPS, TITLES, Case, Row
+from longctx.comparison.modelled import COLUMNS, PLANNERS, TITLES, Case, Row
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 
@@ -30,25 +29,23 @@ TOKENS_PER_RANK = 16384
 PROFILE = "h100-nvlink-ib"
 STRETCHED = 2 << 20
 """Tokens of the longest document of every step, where documents are stretched."""
-BRACKETS = "In brackets those ahead of auto; no plan passes `limit`."
 FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Steps of `documents` a rank from a mix; `longest` stretches them until the longest of a step has so many tokens."""
+    """Steps of so many documents a rank from a mix, stretched until the longest of a step has so many tokens (None: not)."""
 
     table: str
     mix: str
     ranks: int
-    documents: int
-    longest: int | None = None
+    documents_a_rank: int
+    stretched_to: int | None = None
 
     @property
-    def columns(self) -> dict[str, object]:
-        """What tells its rows from others."""
-        here = {"table": self.table, "mix": self.mix, "documents_a_rank": self.documents}
-        return {**here, "stretched_to": self.longest, "ranks": self.ranks}
+    def label(self) -> str:
+        stretched = f" stretched to {self.stretched_to}" if self.stretched_to else ""
+        return f"{self.table} {self.mix} {self.ranks} ranks {self.documents_a_rank} documents a rank{stretched}"
 
 
 Result = tuple[Setting, list[Row]]
@@ -62,50 +59,28 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
 
 
 def main() -> None:
-    parser = options(__doc__, "plan", minutes=math.inf)
-    parser.add_argument("--tables", default="speedups,gaps")
-    parser.add_argument("--mixes", default=",".join(mix_names()))
-    parser.add_argument("--ranks", help="only rows with these ranks, such as 8,64")
-    parser.add_argument("--documents", help="only cells with so many documents a rank, such as 1,4")
+    parser = options(__doc__, "plan")
+    parser.add_argument("--only", default="", metavar="REGEX", help="settings that have it in their label")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--exchange-levels", type=int, choices=(1, 2), default=2, help="2: one copy for each node, as training")
-    parser.add_argument("--append", action="store_true", help="keep the rows of OUT.csv and plan those that it does not have")
     given = parser.parse_args()
-    began, load = time.monotonic(), os.getloadavg()[0]
-    profile = HardwareProfile.load(PROFILE, given.exchange_levels)
-    wanted = [
-        setting
-        for setting in settings(given.mixes.split(","))
-        if setting.table in given.tables.split(",")
-        and (given.ranks is None or str(setting.ranks) in given.ranks.split(","))
-        and (given.documents is None or str(setting.documents) in given.documents.split(","))
-    ]
-    about = {
-        **facts("longctx", "numpy", "megatron-core"),
-        "profile": PROFILE,
-        "exchange levels": str(given.exchange_levels),
-        "seeds": str(given.seeds),
-        "load before": f"{load:.1f}",
-        "minutes": "0.0",
-        "command": command(),
-    }
+    began = time.monotonic()
+    profile = HardwareProfile.load(PROFILE)
+    wanted = [setting for setting in settings(mix_names()) if re.search(given.only, setting.label)]
+    about = facts("longctx", "numpy", "megatron-core") | {"profile": PROFILE, "seeds": str(given.seeds)}
+    about |= {"load before": f"{os.getloadavg()[0]:.1f}", "command": command()}
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
-    table = Table(given.out.with_suffix(".csv"), columns, about, anew=not given.append)
+    table = Table(given.out.with_suffix(".csv"), columns, about, anew=True)
     # One small step first, so that imports and first calls are not counted as planning.
     modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
-        same = {**setting.columns, "seeds": given.seeds, "exchange levels": given.exchange_levels}
-        if not table.find(**same):
-            about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
-            if float(about["minutes"]) > given.minutes:
-                continue
-            print(f"{number} of {len(wanted)}: {setting}", file=sys.stderr)
-            for row in measure(setting, given.seeds, profile):
-                table.append({**asdict(row), **setting.columns})
-        results.append((setting, [read(row) for row in table.find(**same)]))
-    about["minutes"] = f"{(time.monotonic() - began) / 60:.1f}"
-    text = page(results, about)
+        print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
+        results.append((setting, measure(setting, given.seeds, profile)))
+        for row in results[-1][1]:
+            table.append(asdict(row) | asdict(setting))
+    if not results:
+        sys.exit(f"nothing was planned: no label such as {settings(mix_names())[0].label!r} has {given.only!r} (--only)")
+    text = page(results, about | {"minutes": f"{(time.monotonic() - began) / 60:.1f}"})
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -115,8 +90,8 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     rows: list[Row] = []
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    drawn = [load_mix(setting.mix).draw(setting.documents * setting.ranks, seed) for seed in range(seeds)]
-    steps = [modelled.cut(stretch(lengths, setting.longest), fits) for lengths in drawn]
+    drawn = [load_mix(setting.mix).draw(setting.documents_a_rank * setting.ranks, seed) for seed in range(seeds)]
+    steps = [modelled.cut(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
         rows += modelled.compare_case(case, profile, planners).rows
@@ -128,23 +103,11 @@ def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
     return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
 
 
-def read(texts: dict[str, str]) -> Row:
-    """A line of OUT.csv."""
-
-    def value(name: str) -> str | float | None:
-        text = texts.get(name, "")
-        if name in ("planner", "winner", "note"):
-            return text
-        return int(text) if text.isdecimal() else float(text) if text else None
-
-    return Row(**{name: value(name) for name in COLUMNS})
-
-
 def page(results: Sequence[Result], about: dict[str, str]) -> str:
-    """Both tables in Markdown."""
+    """Both tables in Markdown, and the facts of the run."""
     speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
     gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
-    lines = [*(speedup_tables(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
+    lines = [*(speedup_table(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
         f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. {told}",
@@ -153,62 +116,46 @@ def page(results: Sequence[Result], about: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def speedup_tables(results: Sequence[Result]) -> list[str]:
-    """First over fixed static, then over the best static degree of every step."""
-    lines = [
-        "Speedup over fixed static, modelled: one degree for all steps, the smallest power of two that holds the longest "
-        f"document of all seeds, documents packed as they are drawn. {BRACKETS} The gap is that of auto to the lower bound; "
-        "beside it stands the part that no plan can avoid. `without barriers` is auto's speedup "
-        "where the groups of fixed static wait for each other at the end of the step alone, as every rank keeps all weights.",
-        "",
-        *speedups_over("speedup_over_fixed", "fixed", results),
-        "",
-        "Speedup over the best static degree of every step, an oracle that no trainer has (its commonest degree is named). "
-        f"{BRACKETS}",
-        "",
-        *speedups_over("speedup_over_best_static", "best static", results),
-        "",
-    ]
-    noted = [(setting, row) for setting, rows in results for row in rows if row.note]
-    notes = dict.fromkeys(f"- {TITLES[row.planner]}, {setting.mix}, {row.ranks} ranks: {row.note}" for setting, row in noted)
-    return [*lines, *notes, *([""] if notes else [])]
-
-
-def speedups_over(speedup: str, title: str, results: Sequence[Result]) -> list[str]:
-    baseline = SPEEDUPS[speedup]
-    others = [planner for planner in PLANNERS if planner not in ("auto", baseline)]
-    headline = speedup == "speedup_over_fixed"
-    head = ["mix", "ranks", "docs a rank", title, "**auto**", *(TITLES[planner] for planner in others), "limit"]
-    if headline:
-        head.insert(5, "without barriers")
-        head += ["gap", "unavoidable gap", "auto plans in"]
-    lines = []
+def speedup_table(results: Sequence[Result]) -> list[str]:
+    """All planners over fixed static, and auto over the best static degree of every step."""
+    others = [planner for planner in PLANNERS if planner not in ("auto", "fixed-static")]
+    head = ["mix", "ranks", "docs a rank", "fixed", "**auto**", "without barriers", "over best static"]
+    head += [*(TITLES[planner] for planner in others), "limit", "gap", "unavoidable gap", "auto plans in"]
+    lines, notes = [], []
     for setting, rows in results:
         by = {row.planner: row for row in rows}
-        auto = by["auto"]
-        shown = {planner: times(getattr(row, speedup)) for planner, row in by.items()}
-        cells = [setting.mix, f"{auto.ranks:,}", str(setting.documents), modelled.degree_of(by[baseline]) or "none fits"]
-        cells.append(f"**{shown['auto']}**")
-        if headline:
-            cells.append(times(modelled.over_fixed_without_barriers(rows) or 0))
+        auto, fixed = by["auto"], modelled.degree_of(by["fixed-static"]) or "none fits"
+        line = [setting.mix, f"{auto.ranks:,}", str(setting.documents_a_rank), fixed, f"**{times(auto.speedup_over_fixed)}**"]
+        line += [times(modelled.over_fixed_without_barriers(rows)), times(auto.speedup_over_best_static)]
         for planner in others:
-            ahead = "—" not in (shown[planner], shown["auto"]) and float(shown[planner]) > float(shown["auto"])
-            cells.append(f"[{shown[planner]}]" if ahead else shown[planner])
-        cells.append(times(modelled.most_speedup(rows, speedup)))
-        if headline:
-            cells += [f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}", f"{auto.planning_ms:,.0f} ms"]
-        lines.append(cells)
-    return markdown(head, lines, 1)
+            speedup = by[planner].speedup_over_fixed
+            ahead = speedup and auto.speedup_over_fixed and round(speedup, 2) > round(auto.speedup_over_fixed, 2)
+            line.append(f"[{times(speedup)}]" if ahead else times(speedup))
+        line.append(times(modelled.most_speedup(rows, "speedup_over_fixed")))
+        lines.append([*line, f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}", f"{auto.planning_ms:,.0f} ms"])
+        notes += [f"- {TITLES[row.planner]}, {setting.mix}, {row.ranks} ranks: {row.note}" for row in rows if row.note]
+    return [
+        "Speedup over fixed static, modelled: one degree for all steps, the smallest power of two that holds the longest "
+        "document of all seeds, documents packed as they are drawn. `without barriers` is auto's speedup where the groups of "
+        "fixed static wait for each other at the end of the step alone, as every rank keeps all weights; `over best static` is "
+        "auto's over the best static degree of every step, an oracle that no trainer has. In brackets those ahead of auto; no "
+        "plan passes `limit`. The gap is that of auto to the lower bound; beside it stands the part that no plan can avoid.",
+        "",
+        *markdown(head, lines, 1),
+        "",
+        *dict.fromkeys(notes),
+        *([""] if notes else []),
+    ]
 
 
 def gap_table(results: Sequence[Result]) -> list[str]:
     """Settings that differ only in the documents a rank share a line."""
-    counts = sorted({setting.documents for setting, _ in results})
+    counts = sorted({setting.documents_a_rank for setting, _ in results})
     gaps: dict[tuple[str, int, int | None], dict[int, str]] = {}
     for setting, rows in results:
         auto = next(row for row in rows if row.planner == "auto")
-        line = gaps.setdefault((setting.mix, setting.ranks, setting.longest), {})
-        line[setting.documents] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
+        line = gaps.setdefault((setting.mix, setting.ranks, setting.stretched_to), {})
+        line[setting.documents_a_rank] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
     lines = []
     for (mix, ranks, longest), line in gaps.items():
         length = "that of the mix" if longest is None else f"all stretched to {longest:,}"

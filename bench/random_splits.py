@@ -5,9 +5,9 @@
     python -m bench.random_splits --seed 0 --only 17     # one case again, with all its settings
 
 A case draws a model, documents, up to eight processes (tensor ranks, pipeline, domain), a planning mode with its budget, and
-what is recomputed, resharded, reduced, kept, exchanged and compiled. What the rules on settings refuse is counted and drawn
-anew. The rest trains a few float32 steps; tokens are those of one process, losses to 1e-5 relative and gradient norms to 1e-4.
-Every case depends on seed and number alone. Writes OUT.csv, a row for each case, and OUT.md; exits with 1 if a case failed.
+what is recomputed, resharded, reduced, kept, exchanged and compiled. What the rules on settings refuse is drawn anew. The rest
+trains a few float32 steps; tokens are those of one process, losses to 1e-5 relative and gradient norms to 1e-4. Every case
+depends on seed and number alone. Writes OUT.csv, a row for each case, and OUT.md; exits with 1 if a case failed.
 """
 
 import math
@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from bench.harness import Table, facts, markdown, options
-from longctx.config import ConfigError, load
+from longctx.config import load
 from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.planning.layout import longest_document
@@ -41,7 +41,7 @@ PROCESSES = 8
 BYTES = 257  # entries of the stores' vocabulary
 PROFILE = "h100-nvlink-ib"
 COLUMNS = (
-    *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds", "refused"),
+    *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds"),
     *("torch", "python", "cores", "date", "lengths", "settings"),
 )
 
@@ -58,20 +58,14 @@ class Case:
     common: Settings
     split: Settings
 
-    @property
-    def compiled(self) -> bool:
-        return bool((self.common | self.split)["train.compile"])
-
-    def refused_by(self) -> list[str]:
-        """The settings that break a rule, and what the trainer itself refuses before the start."""
+    def refused(self) -> bool:
+        """Whether its settings break a rule, or the trainer itself refuses them before the start."""
         try:
             config = load(None, [*SMALL, "data.store=store", *overrides(self.common | self.split)], world_size=self.world)
             check_vocabulary(config, config.model.shape(BYTES).spec)
-        except ConfigError as error:
-            return sorted({problem.key for problem in error.problems}) or [str(error)]
         except UserError:
-            return ["model.vocab_size"]
-        return []
+            return True
+        return False
 
     def text(self) -> str:
         return "; ".join(overrides(self.common | self.split | {"ranks_per_node": self.ranks_per_node}))
@@ -81,12 +75,12 @@ def overrides(settings: Settings) -> list[str]:
     return [f"{key}={yaml_text(value)}" for key, value in settings.items()]
 
 
-def draw(seed: int, number: int) -> tuple[Case, Counter[str]]:
-    """The case of this number, and how many before it each rule refused."""
-    rng, refused = random.Random(f"{seed}/{number}"), Counter[str]()
-    while broken := (case := draw_any(rng)).refused_by():
-        refused.update(broken)
-    return case, refused
+def draw(seed: int, number: int) -> Case:
+    """The case of this number: the first drawn that no rule refuses."""
+    rng = random.Random(f"{seed}/{number}")
+    while (case := draw_any(rng)).refused():
+        pass
+    return case
 
 
 def draw_any(rng: random.Random) -> Case:
@@ -183,7 +177,7 @@ def error(split: Iterable[StepMetrics], alone: Iterable[StepMetrics], name: str)
 
 def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict[str, object]:
     """The row of a case; why it failed is printed."""
-    case, refused = draw(seed, number)
+    case = draw(seed, number)
     began, losses, norms = time.perf_counter(), math.nan, math.nan
     try:
         losses, norms = compare(case, workers, timeout_s)
@@ -193,11 +187,10 @@ def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict
         print(failure, flush=True)
     if result != "equal":
         print(f"--seed {seed} --only {number}: {result}\n    lengths {case.lengths}; {case.text()}", flush=True)
-    row = {"seed": seed, "case": number, "world": case.world, "result": result}
-    row |= {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
-    row["seconds"] = f"{time.perf_counter() - began:.1f}"
+    found = {"loss_error": f"{losses:.1e}", "gradient_norm_error": f"{norms:.1e}"}
+    found["seconds"] = f"{time.perf_counter() - began:.1f}"
+    row = {"seed": seed, "case": number, "world": case.world, "result": result, **found}
     print(row, flush=True)
-    row["refused"] = " ".join(f"{key}:{count}" for key, count in sorted(refused.items()))
     return {**row, "lengths": " ".join(map(str, case.lengths)), "settings": case.text()}
 
 
@@ -206,9 +199,8 @@ def page(rows: Sequence[dict[str, str]]) -> list[str]:
     bad = [row for row in rows if row["result"] != "equal"]
     ran = [row for row in rows if row["result"] != "crashed"]
     loss, norm = (max((float(row[name]) for row in ran), default=0.0) for name in ("loss_error", "gradient_norm_error"))
-    refused, values = Counter[str](), dict[str, Counter[str]]()
+    values = dict[str, Counter[str]]()
     for row in rows:
-        refused.update({key: int(count) for key, count in (item.rsplit(":", 1) for item in row["refused"].split())})
         for name, value in (item.split("=", 1) for item in row["settings"].split("; ")):
             values.setdefault(name, Counter()).update([value])
     few = {name: sorted(counts.items()) for name, counts in values.items() if len(counts) <= 8}
@@ -224,34 +216,27 @@ def page(rows: Sequence[dict[str, str]]) -> list[str]:
             ["setting", "its values, and how many cases had them"],
             ([name, ", ".join(f"{value} {count}" for value, count in counts)] for name, counts in few.items()),
         ),
-        "",
-        "Drawn anew, because a rule refused them (a draw may break several):",
-        "",
-        *markdown(["setting refused", "draws"], ([key, str(count)] for key, count in refused.most_common()), 1),
     ]
 
 
 def main() -> int:
-    parser = options(__doc__, "random-splits", minutes=math.inf)
+    parser = options(__doc__, "random-splits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--only", type=int, help="one case, which goes into no table")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a message of a case is lost")
     given = parser.parse_args()
-    workers, deadline = Workers(), time.monotonic() + given.minutes * 60
+    workers = Workers()
     try:
         if given.only is not None:
-            print(draw(given.seed, given.only)[0])
+            print(draw(given.seed, given.only))
             return int(run_case(given.seed, given.only, workers, given.timeout)["result"] != "equal")
         about = {name: value for name, value in facts("torch").items() if name in COLUMNS}
         table = Table(given.out.with_suffix(".csv"), COLUMNS, about | {"cores": str(os.cpu_count())})
         table.rows = [row for row in table.rows if row["result"] == "equal"]  # others run again
-        # Compiled cases, which take a minute or more, come last.
-        numbers = sorted(range(given.cases), key=lambda number: draw(given.seed, number)[0].compiled)
-        for case in table.missing([{"seed": given.seed, "case": number} for number in numbers], deadline):
+        table.write()
+        for case in table.missing([{"seed": given.seed, "case": number} for number in range(given.cases)], math.inf):
             table.append(run_case(case["seed"], case["case"], workers, given.timeout))
-            table.rows.sort(key=lambda row: (int(row["seed"]), int(row["case"])))
-            table.write()
             given.out.with_suffix(".md").write_text("\n".join(page(table.rows)) + "\n")
     finally:
         workers.stop()

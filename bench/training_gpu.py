@@ -1,16 +1,14 @@
 """Training on one GPU: tokens per second, utilisation and memory by document length, what each memory option does, and a peer.
 
-    python bench/training_gpu.py --list                   # the rows, with memory and time that they are expected to take
     python bench/training_gpu.py                          # the most telling rows first, until 25 minutes are over
     python bench/training_gpu.py --minutes 9 --only 1b    # rows of which the label contains "1b"; and so on in further calls
-    python bench/training_gpu.py --quick                  # 1b at 32k alone: memory options, and the peer
     python bench/training_gpu.py --smoke                  # tiny, on a CPU: that the script works, no figures
 
 Every row is a run of `longctx train` (one process, one document of the given length a step) as a user would start it, read
 from its metrics: the median, least and most of the steps that it finished, without those to warm up. Long steps are few, and a
-row that runs out of time keeps the steps that it has. For each length the settings are taken that fit this GPU by `longctx
-estimate` and are expected to be fastest (training_rows.py); where they fail, ones that need less memory, or another kernel,
-are tried, and each trial is a row. The last model is a few layers of an 8B model on one document of 1,048,576 tokens.
+row that runs out of time keeps the steps that it has. For each length the first settings are taken, of a ladder from fast to
+small, that fit this GPU by `longctx estimate` (training_rows.py); where memory runs out all the same, ones further down are
+tried, and each trial is a row. The last model is a few layers of an 8B model on one document of 1,048,576 tokens.
 
 The peer is `transformers` with the fastest attention that it has here (training_peer.py), of the same shape and number of
 weights, on as many tokens, in the same precision, with gradient checkpointing. Vocabularies are so small that the loss weighs
@@ -22,7 +20,6 @@ checkpoints are written, and what a row leaves on the disk is deleted behind it.
 
 import json
 import math
-import os
 import re
 import shlex
 import signal
@@ -39,11 +36,10 @@ import torch
 
 from harness import Table, command, device_facts, facts, make_store, options
 from longctx.training.utilisation import model_flops
-from training_rows import MEMORY_SHARE, STACK_LAYERS, Gpu, Option, Run, runs
+from training_rows import MEMORY_SHARE, Gpu, Option, Run, runs
 
-START_S = 40.0  # until a run is at its first step, generously
-LEAST_LIMIT_S = 180.0  # before a row is ended, however short its steps should be
-TRIALS = 3  # settings that are tried for a row, at most
+START_S = 40.0  # until a run is at its first step, generously: with less no row is begun
+ROW_S = 480.0  # for a row, however long its steps are
 TOO_LONG = "took more than"
 LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 PEER_SIZES = {*LLAMA, "vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"}
@@ -55,35 +51,24 @@ COLUMNS = (
 
 def main() -> None:
     parser = options(__doc__, "training_gpu", minutes=25.0)
-    parser.add_argument("--models", default="1b,3b")
-    parser.add_argument("--lengths", default="32768,131072,524288")
     parser.add_argument("--steps", type=int, default=7, help="of a row at most, those to warm up included")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows of which the label contains this (see --list)")
-    parser.add_argument("--stack-layers", type=int, default=STACK_LAYERS, help="of the 8B model that are trained on 1M tokens")
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help='rows with it in their label ("longctx 1b 32768 none")')
     parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--list", action="store_true", help="print the rows and measure nothing")
-    parser.add_argument("--gib", type=float, help="with --list: memory of the H100 to list for (default: the GPU here)")
     given = parser.parse_args()
-    if not torch.cuda.is_available() and not given.smoke and not (given.list and given.gib):
-        parser.error("there is no GPU here: run this on a machine with one, --smoke to see that it works, or --list --gib 80")
-    models, lengths = given.models.split(","), sorted(int(length) for length in given.lengths.split(","))
-    if given.smoke:
-        models, lengths = ["tiny"], [512]
-    gpu = Gpu.here(given.gib if given.list else None)
-    planned = runs(models, lengths, gpu, quick=given.quick, stack_layers=given.stack_layers)
-    wanted = [run for run in planned if given.only in run.label]
-    if given.list:
-        print("\n".join(run.describe(gpu) for run in wanted))
-        return
+    if not torch.cuda.is_available() and not given.smoke:
+        parser.error("there is no GPU here: run this on a machine with one, or --smoke to see that it works")
+    gpu = Gpu.here()
     about = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn", "transformers") | device_facts()
     about |= {"memory_gib": f"{gpu.memory / 2**30:.1f}", "command": command(given.out)}
     table = Table(given.out.with_suffix(".csv"), COLUMNS, about)
     deadline = time.monotonic() + given.minutes * 60
-    late = [run for run in wanted if not has(table, run) and not measure(run, gpu, table, given.steps, deadline)]
-    if late:
-        print(f"not started, since the rest of {given.minutes:g} minutes would not do; the same command goes on with them:")
-        print("\n".join(run.describe(gpu) for run in late))
+    for run in runs(gpu, smoke=given.smoke):
+        if given.only not in run.label or has(table, run):
+            continue
+        if deadline - time.monotonic() < START_S:
+            print(f"not started, since no time is left; the same command goes on with it: {run.label}")
+        else:
+            measure(run, gpu, table, given.steps, deadline)
 
 
 def has(table: Table, run: Run) -> bool:
@@ -94,50 +79,32 @@ def has(table: Table, run: Run) -> bool:
     return any(run.chosen in (row["chosen"], row["options"]) for row in done)
 
 
-def measure(run: Run, gpu: Gpu, table: Table, most_steps: int, deadline: float) -> bool:
-    """Appends the row, one more for each trial that failed. False if there is no time for it."""
+def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> None:
+    """Appends the row, one more for each trial that ran out of memory."""
     row = {"system": run.system, "model": run.model, "tokens": run.tokens, "chosen": run.chosen}
     row |= {"layers": run.shape.num_hidden_layers, "parameters": run.shape.spec.parameters}
-    left = run.fitting(gpu)
-    if not left:
+    fitting, enough = run.fitting(gpu), math.inf
+    if not fitting:
         least = min(run.bytes(option, gpu) for option in run.options) / 2**30
         counted = MEMORY_SHARE * gpu.memory / 2**30
         table.append({**row, "failed": f"not started: needs {least:.1f} GiB by estimate, of {counted:.1f} that are counted on"})
-    for trial in range(TRIALS):
-        if not left:
-            break
-        option = left[0]
-        left_s, step_s = deadline - time.monotonic(), run.step_s(option, gpu)
-        if left_s < START_S + 1.2 * step_s:
-            return trial > 0
-        steps = run.steps(option, gpu, most_steps)
-        limit = min(left_s, max(LEAST_LIMIT_S, START_S + 3 * steps * step_s))
-        found = row | attempt(run, option, gpu, steps, limit)
+    for option in fitting:
+        if run.bytes(option, gpu) > enough:
+            continue
+        found = row | attempt(run, option, gpu, steps, min(time.monotonic() + ROW_S, deadline))
         table.append(found)
         print(json.dumps({name: value for name, value in found.items() if value and name != "settings"}), flush=True)
-        why = found["failed"]
-        if not why or why.startswith(TOO_LONG):
-            break
-        left = less_demanding(run, left, gpu, out_of_memory="out of memory" in why.lower())
-    return True
+        if "out of memory" not in found["failed"].lower():
+            return
+        enough = 0.9 * run.bytes(option, gpu)
 
 
-def less_demanding(run: Run, options: Sequence[Option], gpu: Gpu, *, out_of_memory: bool) -> list[Option]:
-    """What is worth a trial when the first of the options has failed."""
-    failed = options[0]
-    if out_of_memory:
-        enough = run.bytes(failed, gpu) * 0.9
-        return [option for option in options[1:] if run.bytes(option, gpu) <= enough]
-    return [option for option in options[1:] if gpu.kernel(option) != gpu.kernel(failed)]
-
-
-def attempt(run: Run, option: Option, gpu: Gpu, steps: int, limit: float) -> dict[str, Any]:
+def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dict[str, Any]:
     """One trial: what its metrics say, and why it ended early, if it did. Its folder is gone afterwards."""
     row: dict[str, Any] = {"options": option.name}
     if run.system == "longctx":
         row |= {"attention": gpu.kernel(option), "settings": shlex.join(run.arguments(option, steps))}
         row["estimate_gib"] = round(run.bytes(option, gpu) / 2**30, 2)
-    until = time.monotonic() + limit
     with tempfile.TemporaryDirectory(prefix="training_gpu-") as name:
         folder = Path(name)
         try:
@@ -166,18 +133,12 @@ def command_of(run: Run, option: Option, steps: int, folder: Path) -> list[str]:
 
 
 def finish(words: Sequence[str], log: Path, seconds: float) -> str:
-    """Runs a process to its end: why it failed, in a line, or "". It is killed, with what it started, when time is over."""
+    """Runs a process to its end, or kills it when time is over: why it failed, in a line, or ""."""
     with log.open("w", encoding="utf-8") as stream:
-        # A group of its own, in this session: what ends the session ends it as well.
-        process = subprocess.Popen(words, stdout=stream, stderr=subprocess.STDOUT, process_group=0)
         try:
-            code = process.wait(max(0.0, seconds))
+            code = subprocess.run(words, stdout=stream, stderr=subprocess.STDOUT, timeout=max(0.0, seconds)).returncode
         except subprocess.TimeoutExpired:
             return f"{TOO_LONG} {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if code == 0:
         return ""
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no message"]

@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import import_utils
 
-CUDNN_FIRST = "sdpa, cuDNN first"
+CUDNN_FIRST = "sdpa, cuDNN first"  # torch's own default asks it last
+CUDNN_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 MOST_TRIED_TOKENS = 32768  # on which the choice among attentions is made: on more it would take minutes
 
 
@@ -78,7 +79,8 @@ def train(shape: dict[str, Any], tokens: int, steps: int, attention: str, device
     for _ in range(steps):
         ids = torch.randint(256, (1, tokens), device=device)  # bytes, as longctx gets them
         began = time.perf_counter()
-        with kernels(attention):  # around backward as well, which repeats forward
+        # Around backward as well, which repeats forward.
+        with sdpa_kernel(CUDNN_ORDER, set_priority=True) if attention == CUDNN_FIRST else nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -89,14 +91,6 @@ def train(shape: dict[str, Any], tokens: int, steps: int, attention: str, device
         if device.type == "cuda":
             torch.cuda.synchronize()
         yield time.perf_counter() - began, parameters
-
-
-def kernels(attention: str) -> AbstractContextManager[Any]:
-    """Where cuDNN comes first, its attention is taken if it can; torch's own default asks it last."""
-    if attention != CUDNN_FIRST:
-        return nullcontext()
-    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    return sdpa_kernel(order, set_priority=True)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,11 @@
-"""What training_gpu.py measures, the most telling rows first, and what memory and time they are expected to take on a GPU.
+"""What training_gpu.py measures, the most telling rows first, and with which settings each of them fits a GPU.
 
-Expected times assume a share of the GPU's peak, recomputation counted. Memory is that of `longctx estimate`, and what the
-attention kernel needs beside it.
+Memory is that of `longctx estimate`, and what the attention kernel needs beside it.
 """
 
 import math
-import os
-import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -20,17 +16,13 @@ from longctx.config import Config
 from longctx.memory.advisor import as_override, changed, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.training.utilisation import FORWARD_AND_BACKWARD, model_flops, peak_flops
+from longctx.training.utilisation import peak_flops
 
+MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
+STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # of the 8B model: a step takes minutes a layer
 VOCABULARY = 4096
-PEAK_SHARE = 0.3  # of the GPU's operations a second, that steps are expected to reach, recomputation counted
 MEMORY_SHARE = 0.88  # of the GPU's memory, that an estimate may come to: it knows nothing of fragments, contexts and libraries
-ROW_S = 60.0  # time for the steps of a row, where they are short enough for two in it
 FASTEST = "fastest that fits"
-LONGEST = 1_048_576
-STACK_LAYERS = 2  # of the 8B model at the longest length: a step takes minutes a layer
-# Guesses, but for their order: where two options fit, the one with less to do is the faster one.
-SLOWER = {"train.mlp_tile_tokens": 0.02, "train.offload_activations": 0.03, "context.kernel": 0.2}
 
 
 @dataclass(frozen=True)
@@ -38,45 +30,51 @@ class Option:
     """Settings of `longctx train` under a name."""
 
     name: str
-    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __add__(self, other: "Option") -> "Option":
         return Option(f"{self.name}, {other.name}", {**self.settings, **other.settings})
 
 
-RECOMPUTE = [Option(mode, {"train.recompute": mode}) for mode in ("none", "selective", "full")]
-NONE, SELECTIVE, FULL = RECOMPUTE
+NONE, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in ("none", "selective", "full"))
 TILES = Option("MLP in tiles", {"train.mlp_tile_tokens": 8192})
 HOST_INPUTS = Option("inputs in host memory", {"train.offload_activations": True})
 HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": True})
 TRITON = Option("kernel triton", {"context.kernel": "triton"})
 COMPILED = Option("compiled", {"train.compile": True})
 MEMORY_OPTIONS = [SELECTIVE, NONE, FULL, *(SELECTIVE + each for each in (TILES, HOST_INPUTS, HOST_OPTIMIZER, COMPILED))]
-# What the peer does, in our words, for the time that it is expected to take.
-CHECKPOINTING = Option("gradient checkpointing", {"train.recompute": "full"})
+LADDER = [
+    NONE,
+    NONE + TILES,
+    SELECTIVE,
+    SELECTIVE + TILES,
+    SELECTIVE + TILES + HOST_INPUTS,
+    SELECTIVE + TILES + HOST_INPUTS + HOST_OPTIMIZER,
+    FULL + TILES + HOST_INPUTS,
+    FULL + TILES + HOST_INPUTS + HOST_OPTIMIZER,
+]
+"""From the fastest down to what needs least memory, as far as we can tell without having measured it."""
+LADDER_OF_TRITON = [SELECTIVE + TILES + TRITON, LADDER[-1] + TRITON]  # our own kernel needs less than some libraries
+CHECKPOINTING = Option("gradient checkpointing")  # of the peer
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Where rows run, or shall run: its memory in bytes, operations a second, and what kernel auto comes to on it."""
+    """Where rows run: its memory in bytes, operations a second, and what kernel auto comes to on it."""
 
-    name: str
     memory: float
     peak: float
     attention: str
 
     @classmethod
-    def here(cls, gib: float | None) -> "Gpu":
-        """The GPU of this machine, or an H100 with `gib` of memory to make a list for. A CPU is taken to hold everything."""
-        if gib is not None:
-            return cls("H100", gib * 2**30, 989e12, "torch's flash operators")
+    def here(cls) -> "Gpu":
+        """The GPU of this machine. A CPU is taken to hold everything."""
         if not torch.cuda.is_available():
-            return cls(f"CPU, {platform.machine()}, {os.cpu_count()} cores", math.inf, 1e11, "cpu")
-        name = torch.cuda.get_device_name()
+            return cls(math.inf, math.inf, "cpu")
         library = Flash().library(Request("cuda", torch.bfloat16, 128, 128))
         attention = "triton" if isinstance(library, str) else library.name
-        peak = peak_flops(name, "bfloat16") or 300e12
-        return cls(name, torch.cuda.get_device_properties(0).total_memory, peak, attention)
+        peak = peak_flops(torch.cuda.get_device_name(), "bfloat16") or math.nan
+        return cls(torch.cuda.get_device_properties(0).total_memory, peak, attention)
 
     def kernel(self, option: Option) -> str:
         return str(option.settings.get("context.kernel", self.attention))
@@ -84,14 +82,20 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Run:
-    """A row to be: who trains how many layers (None: all) of which model on documents of how many tokens, with which option."""
+    """A row to be: who trains how many layers (None: all) of which model on documents of how many tokens.
+
+    Of several options it takes the first that fits.
+    """
 
     system: str
     model: str
     tokens: int
-    chosen: str
-    options: tuple[Option, ...]
+    options: list[Option]
     layers: int | None = None
+
+    @property
+    def chosen(self) -> str:
+        return FASTEST if len(self.options) > 1 else self.options[0].name
 
     @property
     def shape(self) -> ModelShape:
@@ -129,35 +133,11 @@ class Run:
         memory = estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
         return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
 
-    def step_s(self, option: Option, gpu: Gpu) -> float:
-        """What a step is expected to take: attention is 1 part forward and 2.5 backward, the rest 1 and 2."""
-        mode = option.settings.get("train.recompute", "none")
-        linear = FORWARD_AND_BACKWARD * 2 * self.shape.spec.multiplied_parameters * self.tokens
-        attention = model_flops(self.shape.spec, [self.tokens]) - linear
-        flops = linear * (1 if mode == "none" else 4 / 3) + attention * (4.5 if mode == "full" else 3.5) / 3
-        slower = 1.0 + sum(SLOWER.get(name, 0.0) for name in option.settings)
-        host = 3e-9 * self.shape.spec.parameters if "train.offload_optimizer" in option.settings else 0.0
-        return slower * flops / (PEAK_SHARE * gpu.peak) + host
-
-    def steps(self, option: Option, gpu: Gpu, most: int) -> int:
-        return max(min(2, most), min(most, int(ROW_S / self.step_s(option, gpu))))
-
     def fitting(self, gpu: Gpu) -> list[Option]:
-        """The options that this GPU has the memory for, fastest first. The peer's memory is not estimated."""
+        """The options that this GPU has the memory for. The peer's memory is not estimated."""
         if self.system != "longctx":
-            return list(self.options)
-        found = [option for option in self.options if self.bytes(option, gpu) <= MEMORY_SHARE * gpu.memory]
-        # Our own kernel where no other option is left.
-        return sorted(found, key=lambda option: ("context.kernel" in option.settings, self.step_s(option, gpu)))
-
-    def describe(self, gpu: Gpu) -> str:
-        """A line of --list."""
-        fitting = self.fitting(gpu)
-        if not fitting:
-            return f"{self.label}: does not fit"
-        best = fitting[0]
-        memory = f", {self.bytes(best, gpu) / 2**30:.1f} GiB" if self.system == "longctx" else ""
-        return f"{self.label}: {best.name}{memory}, {self.steps(best, gpu, 7)} steps of about {self.step_s(best, gpu):.1f} s"
+            return self.options
+        return [option for option in self.options if self.bytes(option, gpu) <= MEMORY_SHARE * gpu.memory]
 
 
 def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
@@ -172,35 +152,20 @@ def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
     return 2 * 4 * tokens * shape.num_attention_heads
 
 
-def every_option(gpu: Gpu) -> tuple[Option, ...]:
-    """All combinations of what saves memory; with our kernel as well, which needs less than some libraries."""
-    kernels = (None,) if gpu.attention in ("triton", "cpu") else (None, TRITON)
-    found = []
-    for mode, *extras in product(RECOMPUTE, (None, TILES), (None, HOST_INPUTS), (None, HOST_OPTIMIZER), kernels):
-        if mode is not NONE or HOST_INPUTS not in extras:
-            found.append(sum((extra for extra in extras if extra), start=mode))
-    return tuple(found)
-
-
-def runs(
-    models: Sequence[str], lengths: Sequence[int], gpu: Gpu, *, quick: bool = False, stack_layers: int = STACK_LAYERS
-) -> Iterator[Run]:
-    """The most telling rows first."""
-    every, (model, *others), shortest = every_option(gpu), models, lengths[0]
-    for tokens in lengths[: 1 if quick else None]:
-        yield Run("longctx", model, tokens, FASTEST, every)
-        if tokens == shortest:
-            yield Run("transformers", model, tokens, CHECKPOINTING.name, (CHECKPOINTING,))
-    if not quick:
-        for other in others:
-            yield from (Run("longctx", other, tokens, FASTEST, every) for tokens in lengths[:2])
-    for option in [*MEMORY_OPTIONS, *([SELECTIVE + TRITON] if gpu.attention not in ("triton", "cpu") else [])]:
-        yield Run("longctx", model, shortest, option.name, (option,))
-    if quick or model == "tiny":
+def runs(gpu: Gpu, *, smoke: bool = False) -> Iterator[Run]:
+    """The most telling rows first; with `smoke` those of a tiny model on one length."""
+    library = gpu.attention not in ("triton", "cpu")
+    every = LADDER + LADDER_OF_TRITON if library else LADDER
+    (model, *others), (shortest, *longer) = (("tiny",), (512,)) if smoke else (MODELS, LENGTHS)
+    yield Run("longctx", model, shortest, every)
+    yield Run("transformers", model, shortest, [CHECKPOINTING])
+    yield from (Run("longctx", model, tokens, every) for tokens in longer)
+    yield from (Run("longctx", other, tokens, every) for other in others for tokens in (shortest, *longer[:1]))
+    for option in [*MEMORY_OPTIONS, *([SELECTIVE + TRITON] if library else [])]:
+        yield Run("longctx", model, shortest, [option])
+    if smoke:
         return
-    yield Run("longctx", "8b", LONGEST, FASTEST, every, layers=stack_layers)
-    for each in models:
-        for tokens in lengths if each != model else lengths[1:]:
-            yield Run("transformers", each, tokens, CHECKPOINTING.name, (CHECKPOINTING,))
-    for other in others:
-        yield from (Run("longctx", other, tokens, FASTEST, every) for tokens in lengths[2:])
+    yield Run("longctx", "8b", STACK_TOKENS, every, layers=STACK_LAYERS)
+    yield from (Run("transformers", model, tokens, [CHECKPOINTING]) for tokens in longer)
+    yield from (Run("transformers", other, tokens, [CHECKPOINTING]) for other in others for tokens in LENGTHS)
+    yield from (Run("longctx", other, tokens, every) for other in others for tokens in longer[1:])

@@ -137,6 +137,14 @@ class Sampler:
         spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
         return tuple(Piece(*span) for span in spans)
 
+    def first_lengths(self, steps: int) -> list[list[int]]:
+        """Tokens of the pieces of the first steps."""
+        found, cursor = [], 0
+        for _ in range(steps):
+            pieces, cursor = self.step(cursor)
+            found.append([piece.length for piece in pieces])
+        return found
+
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""
         return cursor // self.pieces

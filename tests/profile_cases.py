@@ -1,5 +1,6 @@
 """What the ranks of a test of `longctx profile` and of recalibration run."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
 
     with mock.patch("longctx.attention.ulysses.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)
-    return given, hops, content["exchange_levels"], {point["degree"] for point in content["points"] if "both" in point}
+    degrees = {int(degree) for degree in re.findall(r"at degree (\d+)", content["sources"]["overlap"])}
+    return given, hops, content["exchange_levels"], degrees
 
 
 def find_nodes(local_ranks: list[int]) -> str:

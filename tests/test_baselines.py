@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.baselines.flexsp import _even_cuts
-from longctx.comparison.baselines.groups import best_fit
-from longctx.comparison.baselines.megatron_main import unsynchronised_s
+from longctx.comparison.baselines.groups import packs
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -60,8 +59,6 @@ def test_megatron_main_is_the_real_class() -> None:
     plan = plan_baseline("megatron-main", lengths, ranks=16, tokens_per_rank=16384, profile=H100)
     check_plan(plan)
     assert all(is_power_of_two(degree) for degree in plan.degrees)
-    free = unsynchronised_s(H100, lengths, ranks=16, tokens_per_rank=16384)
-    assert plan.lower_bound_s * 0.9 < free <= plan.makespan_s * 1.001
 
 
 def test_megatron_main_says_what_it_cannot_plan() -> None:
@@ -169,7 +166,7 @@ def test_degrees_that_cannot_be_fixed_are_refused(degree: int, message: str) -> 
 
 
 def test_best_fit_takes_the_fullest_pack_with_room() -> None:
-    assert best_fit([0, 1, 2, 3], [6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
+    assert packs(np.arange(4), np.array([6, 5, 4, 5]), 10) == [[0, 2], [1, 3]]
 
 
 @settings(max_examples=100, deadline=None)

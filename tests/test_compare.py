@@ -25,7 +25,6 @@ from longctx.comparison.modelled import (
     mean_rows,
     most_speedup,
     over_fixed_without_barriers,
-    static_curve,
 )
 from longctx.comparison.steps import Source, file_source, make_cases, steps_drawn, sweeps
 from longctx.config import load
@@ -109,12 +108,6 @@ def test_without_barriers_the_groups_of_fixed_static_wait_for_none_but_the_last(
     assert rows[1].no_barrier_s == pytest.approx(fixed + busy[1000] + busy[8192])
     assert rows[0].makespan_s is not None and rows[1].no_barrier_s is not None
     assert over_fixed_without_barriers(rows) == rows[1].no_barrier_s / rows[0].makespan_s
-
-
-def test_the_curve_holds_the_degrees_that_fit() -> None:
-    curve = dict(static_curve(Case((40_000, 100), 6, 8192), H100))
-    assert {degree for degree, seconds in curve.items() if seconds is None} == {1, 2, 3, 4}
-    assert curve[6] == make_plan((40_000, 100), ranks=6, tokens_per_rank=8192, profile=H100, mode="static", degree=6).makespan_s
 
 
 def test_the_best_static_degree_is_sought_among_all() -> None:

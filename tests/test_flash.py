@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -16,8 +16,8 @@ from longctx.attention.kernels.contract import Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
 from longctx.attention.masks import Mask
-from longctx.attention.schedule import Schedule
-from longctx.attention.segments import Segment, packed_causal
+from longctx.attention.ring_schedule import Schedule
+from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
@@ -157,7 +157,7 @@ def calls_made(segments: list[Segment] | tuple[Segment, ...]) -> list[tuple[int 
 def test_one_call_for_each_call_of_a_ring() -> None:
     """Whatever the degrees: packed documents of one token and more locally, the stages' calls, and a window that is longer than
     some documents and shorter than others."""
-    assert calls_made(packed_causal([1, 5, 1, 300])) == [(None, 0)]
+    assert calls_made([Segment(a, b, a, b, hi=0) for a, b in pairwise((0, 1, 6, 7, 307))]) == [(None, 0)]
     lengths = (1, 40, 60, 90)
     placements = (Placement(0, 1, 1), Placement(1, 0, 2), Placement(2, 1, 3), Placement(3, 0, 4))
     case = Case(4, lengths, placements, exchange_stages=2)
@@ -174,7 +174,7 @@ def test_one_call_for_each_call_of_a_ring() -> None:
 
 
 def test_tables_are_made_once() -> None:
-    segments = tuple(packed_causal([3, 4]))
+    segments = (Segment(0, 3, 0, 3, hi=0), Segment(3, 7, 3, 7, hi=0))
     flash._plans.cache_clear()
     for _ in range(3):
         check(LIBRARIES[0], list(segments), 7, 7, 0)

@@ -144,7 +144,7 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
     given = Trainer._inputs(trainer, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
-    assert given.attention.check.device == given.tokens.device == torch.device("meta")
+    assert given.attention.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"
 
 

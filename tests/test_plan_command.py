@@ -1,6 +1,7 @@
 """`longctx plan` from the command line: drawing, JSON, picture, stores, and what it says about bad input."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,6 @@ from longctx.planning.cost.bounds import tight_bound_s
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.cost.pipeline import Pipeline
-from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.bins import derived_bins
 from longctx.plots.terminal import MOST_ROWS, draw_plan
@@ -43,7 +43,7 @@ def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> 
     expected = made.to_json()
     del expected["planning_ms"]
     assert data == expected
-    assert Plan.from_json({**data, "planning_ms": 0.0}).hash == made.hash
+    assert data["hash"] == made.hash
 
 
 def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,9 @@ def test_bins_say_what_they_hold(lengths: Path, capsys: pytest.CaptureFixture[st
         (20000, 3, 0, 0),
         (40000, 4, 1, 30000),
     ]
-    made = Plan.from_json(data)
+    bins = {600: 1, 12000: 2, 20000: 3, 40000: 4}
+    made = make_plan([30000, 500, 700, 12000, 40], ranks=4, tokens_per_rank=8192, profile=H100, mode="bins", bins=bins)
+    assert data["hash"] == made.hash
     times = score(made.profile, np.array(made.lengths), Assignment.of(made), 4)
     assert sum(row["seconds"] for row in data["bins"]) == pytest.approx(int((times.time - times.exposed).sum()) / 4e9)
     assert plan(lengths, "--json") == 0
@@ -171,9 +173,9 @@ def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str])
     assert plan(lengths, *pipeline) == 0
     assert "pipeline of 4 ranks × 2 chunks, interleaved   bubble " in capsys.readouterr().out
     assert plan(lengths, *pipeline, "--json") == 0
-    made = Plan.from_json(json.loads(capsys.readouterr().out))
-    assert made.pipeline == Pipeline(4, 2, "interleaved")
-    assert made.bubble_share > 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["pipeline"] == asdict(Pipeline(4, 2, "interleaved"))
+    assert made["bubble_share"] > 0
     assert plan(lengths, "--pipeline-ranks", "4", "--pipeline-chunks", "2") == 2
     assert "schedule 1f1b runs one stage on every rank; give 1, or choose schedule" in capsys.readouterr().err
 
@@ -203,7 +205,5 @@ def test_a_store_gives_the_documents_of_one_step(tmp_path: Path, capsys: pytest.
     assert max(data["lengths"]) <= 800
     assert plan(store, "--json", "--global-tokens", "3000", ranks=2, tokens=401) == 0
     assert json.loads(capsys.readouterr().out)["lengths"] == data["lengths"], "an odd token holds nothing of a ring"
-    assert plan(store, "--long-documents", "error", ranks=2, tokens=400) == 2
-    assert "have more than the 800 that fit" in capsys.readouterr().err
     assert plan(store, ranks=2, tokens=400) == 0
     assert "the first step of" in capsys.readouterr().out

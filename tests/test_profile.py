@@ -355,8 +355,8 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     assert found["measured"]["nodes"] == nodes
     assert found["ranks_per_node"] == (8 if nodes == 1 else 1)
     assert found["kv_bytes_per_token"] == 1 * 2 * 2 * 8 * (4 * 3 if nodes == 1 else 2 * 4)
-    assert {"link", "bytes", "seconds"} in [set(point) for point in found["points"]]
-    assert any(point.get("degree") == 2 and "both" in point for point in found["points"])
+    assert "shared out to 1 ranks" in found["sources"][f"int{'ra' if nodes == 1 else 'er'}_node_bytes_per_s"]
+    assert "tokens at degree 2" in found["sources"]["overlap"]
     assert min(found["measured"]["check"]["predicted_s"], found["measured"]["check"]["measured_s"]) > 0
 
 

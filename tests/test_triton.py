@@ -267,7 +267,7 @@ def test_attention_is_imported_without_triton() -> None:
 def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> None:
     """In the blocks that are chosen for them: within shared memory, and with at most a few numbers kept outside registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(repository / "bench" / "triton_resources.py"), *options]
+    command = [sys.executable, str(repository / "tests" / "triton_resources.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = list(csv.DictReader(done.stdout.splitlines()))

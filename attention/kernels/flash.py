@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 
-from longctx.attention.device import copy_to
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Sequences
 from longctx.attention.segment_builder import row_index

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longctx.attention.device import copy_to
+from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import Request
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
@@ -63,7 +63,7 @@ BLOCKS = {
 }
 """For bfloat16 and float16 where shared memory is roomy, by program and head size rounded up.
 
-Chosen by what Triton compiles for Hopper (`bench/triton_resources.py`), not by timing: the largest blocks whose accumulators
+Chosen by what Triton compiles for Hopper (`tests/triton_resources.py`), not by timing: the largest blocks whose accumulators
 stay in registers, with as many stages as shared memory holds. They are fixed, since timing them anew would end determinism.
 """
 

@@ -76,31 +76,10 @@ def _visible(col, columns, row_first, rows, col_stop, lo, hi):
 
 @triton.jit
 def _forward_step(
-    acc,
-    total,
-    top,
-    q_block,
-    k,
-    v,
-    k_row,
-    v_row,
-    row_first,
-    col,
-    col_stop,
-    lo,
-    hi,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    acc, total, top, q_block, k, v, k_row, v_row, row_first, col, col_stop, lo, hi, score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One block of keys: the running numerator, denominator and maximum of the softmax, updated."""
     rows, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     k_block = _load(k + col * tl.cast(k_row, tl.int64), columns, k_row, col_stop - col, DIM, BLOCK_DIM, MASKED)
@@ -124,31 +103,12 @@ def _forward_step(
 
 @triton.jit
 def forward_kernel(
-    q,
-    k,
-    v,
-    out,
-    lse,
-    tiles,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    heads,
-    group,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    q, k, v, out, lse, tiles,
+    q_row, q_head, k_row, k_head, v_row, v_head,
+    heads, group, score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """out and lse (both contiguous) of one tile of queries and one head. Grid: tiles · heads, all heads of a tile together."""
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     tile = tiles + tl.program_id(0) // heads * TILE_FIELDS
@@ -198,32 +158,11 @@ def _probabilities(scores, lse, score_scale, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _dq_step(
-    dq_block,
-    q_block,
-    dout_block,
-    lse_block,
-    delta,
-    k,
-    v,
-    k_row,
-    v_row,
-    row_first,
-    col,
-    col_stop,
-    lo,
-    hi,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dq_block, q_block, dout_block, lse_block, delta, k, v, k_row, v_row, row_first, col, col_stop, lo, hi,
+    score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dQ (still without the factor scale) with what one block of keys adds."""
     rows, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     k_block = _load(k + col * tl.cast(k_row, tl.int64), columns, k_row, col_stop - col, DIM, BLOCK_DIM, MASKED)
@@ -239,42 +178,12 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["tokens"])  # it changes from one micro-batch to the next
 def dq_kernel(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dq,
-    statistics,
-    tiles,
-    dout_row,
-    dout_head,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    out_row,
-    out_head,
-    lse_row,
-    lse_head,
-    tokens,
-    heads,
-    group,
-    scale,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dout, q, k, v, out, lse, dq, statistics, tiles,
+    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head, out_row, out_head, lse_row, lse_head,
+    tokens, heads, group, scale, score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dq (contiguous) of one tile of queries and one head, and what `dkv_kernel` needs to know of them.
 
     statistics [2, heads, tokens], float32: lse in units of log 2, and delta, the sum of dout · out over the head's dimensions.
@@ -316,37 +225,11 @@ def dq_kernel(
 
 @triton.jit
 def _dkv_step(
-    dk_block,
-    dv_block,
-    k_block,
-    v_block,
-    q,
-    dout,
-    statistics,
-    tokens,
-    heads,
-    head,
-    q_row,
-    q_head,
-    dout_row,
-    dout_head,
-    row_first,
-    col,
-    col_stop,
-    lo,
-    hi,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dk_block, dv_block, k_block, v_block, q, dout, statistics, tokens, heads, head, q_row, q_head, dout_row, dout_head,
+    row_first, col, col_stop, lo, hi, score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dK (still without the factor scale) and dV with what one block of queries of one head adds; scores are transposed."""
     rows, columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_Q)
     left = col_stop - col
@@ -374,37 +257,12 @@ def _dkv_step(
 
 @triton.jit(do_not_specialize=["tokens"])  # it changes from one micro-batch to the next
 def dkv_kernel(
-    dout,
-    q,
-    k,
-    v,
-    dk,
-    dv,
-    statistics,
-    tiles,
-    dout_row,
-    dout_head,
-    q_row,
-    q_head,
-    k_row,
-    k_head,
-    v_row,
-    v_head,
-    tokens,
-    heads,
-    group,
-    scale,
-    score_scale,
-    cap,
-    DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_V_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    dout, q, k, v, dk, dv, statistics, tiles,
+    dout_row, dout_head, q_row, q_head, k_row, k_head, v_row, v_head,
+    tokens, heads, group, scale, score_scale, cap,
+    DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """dk and dv (both contiguous) of one tile of keys and one kv head, summed over the query heads that share it."""
     kv_heads = heads // group
     kv_head = tl.cast(tl.program_id(0) % kv_heads, tl.int64)

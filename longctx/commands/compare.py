@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
+from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
     LENGTHS_HELP,
     PROFILE_HELP,
-    add_exchange_levels,
     read_lengths,
-    with_levels,
 )
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
@@ -79,7 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that holds the longest document)",
     )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
-    add_exchange_levels(parser)
     parser.add_argument(
         "--model",
         choices=PRESETS,
@@ -143,38 +140,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents in every way, and prints the modelled times."""
-    from longctx.comparison.modelled import mean_rows, static_curve, sweep_budgets, sweep_longest
+    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
 
-    check_folders(arguments.html, arguments.csv)
+    check_writable(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
-    profile = with_levels(named.profile, arguments.exchange_levels)
-    source, cases, changed = _cases(arguments, profile)
+    source, cases, changed = _cases(arguments, named.profile)
     title = f"{source.words}; {steps_drawn(cases)}"
     detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
     here = [case for case in cases if case.ranks == detailed]
     if arguments.html:
         budget = here[0].tokens_per_rank
         cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
-    rows, plans = _compare(cases, profile, _kv_bytes(arguments.model), here[0])
+    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), here[0])
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
     if arguments.html:
-        from longctx.comparison.page.html import render
-        from longctx.comparison.page.parts import Comparison
+        from longctx.comparison.page.html import Comparison, render
 
         comparison = Comparison(
             source=title,
             profile_name=named.name,
-            profile=profile,
+            profile=named.profile,
             ranks=detailed,
             tokens_per_rank=here[0].tokens_per_rank,
             steps=len(here),
             rows=means,
             plans=plans,
-            static_curve=static_curve(here[0], profile),
             about=_about(),
             model=arguments.model,
             changed="; ".join(changed),
@@ -188,7 +182,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
 
         from longctx.comparison.table import print_comparison
 
-        print_comparison(means, detailed, "; ".join([title, *changed]), Console())
+        print_comparison(means, detailed, "; ".join([title, *changed]), arguments.model, Console())
     return 0
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import given_options, said_once
+from longctx.commands.output import check_writable, given_options, said_once
 from longctx.commands.plan import DEFAULT_PROFILE
 from longctx.config import load
 from longctx.errors import UserError
@@ -77,8 +77,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     from longctx.training.setup import join_run
 
     out: Path | None = arguments.out
-    if out is not None and not out.absolute().parent.is_dir():
-        raise UserError(f"--out is {out}, and there is no folder {out.parent}: make it, or choose another")
+    check_writable(out)
     show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)

@@ -2,16 +2,13 @@
 
 import argparse
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import check_folders, given_options, progress_bar, write_csv
-from longctx.commands.plan import with_levels
+from longctx.commands.output import given_options, progress_bar
 from longctx.config import load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.steps import Source
     from longctx.model.spec import ModelSpec
 
@@ -46,7 +43,7 @@ def refuse(arguments: argparse.Namespace) -> None:
         return
     if not 1 <= arguments.parallel <= MOST_GPUS:
         raise UserError(f"--parallel is {arguments.parallel}: must be a whole number of GPUs in 1..{MOST_GPUS}")
-    given = given_options(arguments, "measure", "ranks", "baseline", "html", "long_documents", "modes", "warmup", "out")
+    given = given_options(arguments, "measure", "ranks", "baseline", "html", "csv", "long_documents", "modes", "warmup", "out")
     if given:
         raise UserError(f"{', '.join(given)} does not go with --parallel, which searches for the ranks: leave it out")
     others = [f"--{override.split('=')[0]}" for override in arguments.overrides if not override.startswith("model.")]
@@ -56,15 +53,15 @@ def refuse(arguments: argparse.Namespace) -> None:
 
 def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     """Searches, and prints the best splits with the settings that make them."""
+    from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.layouts.search import BUDGETS, search
     from longctx.comparison.layouts.table import counts, print_splits, row
     from longctx.planning.validation import check_settings
 
     gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
-    check_folders(arguments.csv)
     if budget is not None:
         check_settings(gpus, budget, "auto", None, None, None)
-    machine, spec = _machine(arguments), _spec(arguments)
+    machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
     with progress_bar() as (bar, task):  # mostly it ends early: the rest cannot be faster
@@ -80,14 +77,9 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
         "context.two_level_exchange": str(machine.profile.exchange_levels == 2).lower(),
     }
     tokens = sum(map(sum, steps)) // len(steps)
-    if arguments.csv is not None:
-        write_csv(arguments.csv, [row(found) for found in outcome.best])
     if arguments.json:
-        best = [
-            {**row(found), "settings": {**common, **found.split.settings}, "memory": found.memory.to_json()}
-            for found in outcome.best
-        ]
-        about = {"version": 1, "gpus": gpus, "profile": profile, "parameters": spec.parameters, "tokens": tokens}
+        best = [{**row(found), "settings": {**common, **found.split.settings}} for found in outcome.best]
+        about = {"version": 2, "gpus": gpus, "profile": profile, "parameters": spec.parameters, "tokens": tokens}
         print(json.dumps({**about, "splits": {"possible": outcome.possible, **counts(outcome)}, "best": best}))
         return 0
     from rich.console import Console
@@ -99,14 +91,6 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     )
     print_splits(title, outcome, common, Console())
     return 0
-
-
-def _machine(arguments: argparse.Namespace) -> "Machine":
-    """The GPUs by the profile, with the levels of exchange that were asked for."""
-    from longctx.comparison.layouts.cost import Machine
-
-    machine = Machine.load(arguments.profile, arguments.peak_tflops, arguments.memory_gb)
-    return replace(machine, profile=with_levels(machine.profile, arguments.exchange_levels))
 
 
 def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,11 +32,15 @@ def said_once(launch: "Launch") -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def check_folders(*paths: Path | None) -> None:
-    """Raises UserError for a file whose folder does not exist, before anything is computed for it."""
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}")
+def check_writable(*paths: Path | None) -> None:
+    """Raises UserError for a file that cannot be written, before anything is computed for it."""
+    for path in (path for path in paths if path is not None):
+        if path.is_dir():
+            raise UserError(f"{path} cannot be written: it is a folder; give the name of a file in it")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or choose another")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise UserError(f"{path} cannot be written: it is not allowed to; choose another")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

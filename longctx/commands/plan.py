@@ -3,13 +3,12 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
-from longctx.commands.output import given_options
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.cost.hardware_profile import HardwareProfile, shipped_profiles
+from longctx.planning.cost.hardware_profile import shipped_profiles
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
@@ -24,29 +23,12 @@ DEFAULT_MICRO_BATCHES = 4
 """Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
 
 
-def add_exchange_levels(parser: argparse.ArgumentParser) -> None:
-    """The option that `plan` and `compare` share."""
-    parser.add_argument(
-        "--exchange-levels",
-        type=int,
-        choices=(1, 2),
-        help="2: K and V cross the network once for each node, as training does with context.two_level_exchange; 1: straight "
-        "to every rank (default: the profile's, 2 in those that are shipped)",
-    )
-
-
-def with_levels(profile: HardwareProfile, levels: int | None) -> HardwareProfile:
-    """The profile with what --exchange-levels says, if anything."""
-    return profile if levels is None else replace(profile, exchange_levels=levels)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=Path, required=True, metavar="FILE|STORE", help=LENGTHS_HELP)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
     parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
-    add_exchange_levels(parser)
     parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
     parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
     parser.add_argument(
@@ -54,9 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=parse_bins,
         metavar="LENGTH:DEGREE,..",
         help='for mode bins, as in "8192:1,32768:4" (default: derived from the profile)',
-    )
-    parser.add_argument(
-        "--max-remote-tokens", type=int, metavar="R", help="most tokens of other ranks held at once; gives the exchange stages"
     )
     pipeline = parser.add_argument_group(
         "in a pipeline",
@@ -66,15 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
-    store = parser.add_argument_group("with a store")
-    store.add_argument(
-        "--global-tokens", type=int, help=f"tokens of the step (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)"
-    )
-    store.add_argument("--seed", type=int, help="which step: the first one that training with this seed takes (default: 0)")
-    store.add_argument(
-        "--long-documents",
-        choices=("split", "drop", "error"),
-        help="documents longer than ranks × tokens per rank (default: split)",
+    parser.add_argument(
+        "--global-tokens",
+        type=int,
+        help=f"tokens of the step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
     parser.add_argument(
         "--json", action="store_true", help="print the plan as JSON, with the tight bound, and the bins of mode bins"
@@ -96,21 +70,19 @@ def run(arguments: argparse.Namespace) -> int:
     lengths, source = _lengths(arguments)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
     planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
-    profile = with_levels(planned.profile, arguments.exchange_levels)
     plan = make_plan(
         lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
-        profile=profile,
+        profile=planned.profile,
         mode=arguments.mode,
         degree=arguments.degree,
         bins=arguments.bins,
-        max_remote_tokens=arguments.max_remote_tokens,
         pipeline=pipeline,
     )
     bins = None
     if plan.mode == "bins":
-        bins = fill_bins(plan, arguments.bins or derived_bins(profile, plan.ranks, plan.tokens_per_rank))
+        bins = fill_bins(plan, arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
         from longctx.plots.picture import save_plan
 
@@ -172,27 +144,18 @@ def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
     path: Path = arguments.lengths
     if path.is_dir():
         return _first_step(arguments)
-    if given := given_options(arguments, "global_tokens", "seed", "long_documents"):
-        raise UserError(f"{given[0]} belongs to a store, and {path} is a file, of which every line is planned: leave it out")
+    if arguments.global_tokens is not None:
+        raise UserError(f"--global-tokens belongs to a store, and {path} is a file, all of which is planned: leave it out")
     return read_lengths(path), str(path)
 
 
 def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
     """The documents of the first step that training on this store would take."""
-    from longctx.data.sampler import Sampler
-    from longctx.data.store import Store
+    from longctx.comparison.steps import store_source
     from longctx.planning.layout import longest_document
 
-    capacity = arguments.ranks * arguments.tokens_per_rank
-    seed = arguments.seed or 0
-    store = Store.open(arguments.lengths)
-    sampler = Sampler(
-        store.lengths,
-        global_tokens=DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens,
-        seed=seed,
-        max_length=longest_document(arguments.ranks, arguments.tokens_per_rank) or capacity,
-        long_documents=arguments.long_documents or "split",
-        name=store.name,
-    )
-    pieces, _ = sampler.step(0)
-    return [piece.length for piece in pieces], f"the first step of {arguments.lengths}, {len(store):,} documents (seed {seed})"
+    ranks, capacity = arguments.ranks, arguments.ranks * arguments.tokens_per_rank
+    tokens = DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens
+    source = store_source(arguments.lengths, lambda _: tokens, seed=0, steps=1, long_documents="split")
+    (lengths,), _ = source.draw(ranks, longest_document(ranks, arguments.tokens_per_rank) or capacity)
+    return lengths, source.words

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longctx.commands.output import said_once
+from longctx.commands.output import check_writable, said_once
 from longctx.config import describe, load
 from longctx.errors import UserError
 
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="about how long one measurement may take; more gives longer segments and steadier figures",
     )
-    parser.add_argument("--json", action="store_true", help="print profile and single measurements as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile and where its constants are from as JSON")
     parser.epilog = (
         "no store is needed: tokens are drawn at random, from a vocabulary of model.vocab_size "
         f"({VOCABULARY} if not set).\nThe profile is that of the model, dtype, recomputation and tokens per rank given, so "
@@ -86,7 +85,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     if not arguments.longest > 0:
         raise UserError(f"--longest is {arguments.longest}: a measurement takes some time, such as 1 second")
     if launch.rank == 0:
-        _refuse_unwritable(arguments.out)
+        check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
     groups = join_run(config, launch, device)
     with _status(shown=launch.rank == 0) as tell:
@@ -100,16 +99,6 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
             print(json.dumps(measured.to_json(), indent=2))
         else:
             _draw(measured, arguments.out)
-
-
-def _refuse_unwritable(out: Path) -> None:
-    """Raises before minutes of measuring what would otherwise be raised after them."""
-    if out.is_dir():
-        raise UserError(f"--out is {out}, a folder: give the name of a file in it")
-    if not out.parent.is_dir():
-        raise UserError(f"--out is {out}, and there is no folder {out.parent}: make it, or choose another")
-    if not os.access(out if out.exists() else out.parent, os.W_OK):
-        raise UserError(f"--out is {out}, which may not be written: choose another")
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from longctx.config import Config, ConfigError, check
 from longctx.data.store import Store
 from longctx.errors import UserError
+from longctx.memory.advisor import changed
 from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.timing import finish
 from longctx.training.setup import build_loader
 from longctx.training.trainer import Trainer
 
@@ -76,11 +76,6 @@ class MeasuredMode:
     def prediction_error(self) -> float:
         """Of the total: predicted / measured - 1; below 0 if the steps took longer than predicted."""
         return self.predicted_s / self.total_s - 1
-
-    @property
-    def prediction_error_of_a_step(self) -> float:
-        """Median over the steps of the relative error without its sign."""
-        return statistics.median(abs(step.predicted_s / step.seconds - 1) for step in self.steps)
 
     def times_as_fast_as(self, other: "MeasuredMode") -> float:
         """Median over the steps of the other's time by ours, both on the same documents."""
@@ -144,9 +139,7 @@ class MeasuredComparison:
                     "total_s": mode.total_s,
                     "predicted_s": mode.predicted_s,
                     "prediction_error": mode.prediction_error,
-                    "prediction_error_of_a_step": mode.prediction_error_of_a_step,
                     "speedup": mode.times_as_fast_as(baseline),
-                    "speedup_of_totals": baseline.total_s / mode.total_s,
                     "predicted_speedup": mode.predicted_times_as_fast_as(baseline),
                     "steps": [asdict(step) for step in mode.steps],
                 }
@@ -209,12 +202,10 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
     for mode in modes:
         name, _, degree = mode.partition(":")
         bins = config.context.bins if name == "bins" else None
-        change = {"mode": name, "degree": int(degree) if degree else None, "bins": bins}
-        train = config.train.model_copy(update={"steps": max(config.train.steps, steps)})
-        configs.append(config.model_copy(update={"context": config.context.model_copy(update=change), "train": train}))
+        own = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
+        configs.append(changed(config, {**own, "train.steps": max(config.train.steps, steps)}.items()))
     longest = min(each.max_length(world_size) for each in configs)
-    data = config.data.model_copy(update={"max_length": longest})
-    configs = [each.model_copy(update={"data": data}) for each in configs]
+    configs = [changed(each, [("data.max_length", longest)]) for each in configs]
     for mode, each in zip(modes, configs, strict=True):
         try:
             check(each, world_size=world_size)
@@ -242,11 +233,11 @@ def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trai
 
 def _step(trainer: Trainer) -> MeasuredStep:
     mesh = trainer.mesh
-    _finish(mesh)
+    finish(mesh.device)
     mesh.gather([0.0])  # all ranks start together
     began = time.perf_counter()
     metrics = trainer.step()
-    _finish(mesh)
+    finish(mesh.device)
     seconds = float(mesh.gather([time.perf_counter() - began]).max())
     return MeasuredStep(
         step=metrics.step,
@@ -261,11 +252,6 @@ def _step(trainer: Trainer) -> MeasuredStep:
         predicted_s=metrics.predicted_s,
         data_wait_s=metrics.data_wait_s,
     )
-
-
-def _finish(mesh: Mesh) -> None:
-    if mesh.device.type == "cuda":
-        torch.cuda.synchronize(mesh.device)
 
 
 def _line(modes: Sequence[str], row: Sequence[MeasuredStep], of: int) -> str:

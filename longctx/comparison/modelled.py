@@ -16,14 +16,13 @@ import numpy as np
 
 from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
-from longctx.planning.assignment import Assignment, Integers, spread, tokens_on_ranks
+from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 
-OURS = ("auto", "bins")
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()
 }
@@ -133,7 +132,7 @@ def compare_case(
 
     Raises PlanError if the documents fit no degree at all.
     """
-    request = _request(case, profile)
+    request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     started("auto")
     plans = {"auto": make_plan(case.lengths, **request)}
     notes: dict[str, str] = {}
@@ -172,20 +171,6 @@ def compare_case(
     return ComparedCase(rows, plans)
 
 
-def static_curve(case: Case, profile: HardwareProfile) -> list[tuple[int, float | None]]:
-    """(degree, makespan in seconds, or None if a document does not fit) for degrees 2^k, 3·2^k and N."""
-    curve: list[tuple[int, float | None]] = []
-    coarse = {d << i for d in (1, 3) for i in range(case.ranks.bit_length()) if d << i <= case.ranks} | {case.ranks}
-    for degree in sorted(coarse):
-        try:
-            plan = make_plan(case.lengths, **_request(case, profile), mode="static", degree=degree)
-        except PlanError:
-            curve.append((degree, None))
-        else:
-            curve.append((degree, plan.makespan_s))
-    return curve
-
-
 def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     """Documents with those longer than `longest` split into pieces of that many tokens and a rest, as training does."""
     pieces: list[int] = []
@@ -194,10 +179,6 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
         if length % longest:
             pieces.append(length % longest)
     return tuple(pieces)
-
-
-def _request(case: Case, profile: HardwareProfile) -> dict[str, Any]:
-    return {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
 
 
 def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
@@ -211,7 +192,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
     fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
-    own, remote = _tokens(lengths, assignment, shape)
+    own, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
@@ -232,15 +213,6 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
         "micro_batches": shape[0],
         "planning_ms": plan.planning_ms,
     }
-
-
-def _tokens(lengths: Integers, a: Assignment, shape: tuple[int, int]) -> tuple[int, int]:
-    """Most tokens of its own, and most tokens of its ring mates, that a rank has to do with in a micro-batch."""
-    rings = a.degree > 1
-    whole = spread(lengths * rings, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
-    own = tokens_on_ranks(lengths, a, shape)
-    alone = np.bincount(a.micro_batch * shape[1] + a.first_rank, lengths * ~rings, shape[0] * shape[1])
-    return int(own.max()), int((whole - (own - alone.reshape(shape))).max())
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
@@ -306,11 +278,6 @@ def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
 def degree_of(row: Row) -> str:
     """`static:8` → `8`; empty for a plan of several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
-
-
-def gibibytes(count: int | None) -> str:
-    """`1.25 GiB`; empty for None."""
-    return "" if count is None else f"{count / (1 << 30):.2f} GiB"
 
 
 def sweep_budgets(tokens_per_rank: int) -> list[int]:

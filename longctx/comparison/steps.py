@@ -63,7 +63,7 @@ def file_source(
             why = f"their {tokens:,} tokens are fewer than its {wanted:,}"
             return [list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}"
         sampler = Sampler(np.array(pieces), global_tokens=wanted, seed=seed, max_length=max(pieces))
-        return _first_steps(sampler, steps), ""
+        return sampler.first_lengths(steps), ""
 
     return Source(f"{len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths))
 
@@ -81,9 +81,11 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
             long_documents=long_documents,
             name=store.name,
         )
-        return _first_steps(sampler, steps), ""
+        return sampler.first_lengths(steps), ""
 
-    return Source(f"the first steps of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths)
+    return Source(
+        f"the first step{'s' * (steps > 1)} of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths
+    )
 
 
 def make_cases(
@@ -177,14 +179,6 @@ def sweeps(cases: Sequence[Case], budgets: Sequence[int], longest: Sequence[int]
 def _cut(case: Case, most: int) -> Case:
     """The step, and the data set that it is of, with documents cut to at most so many tokens."""
     return replace(case, lengths=cut(case.lengths, most), longest=None if case.longest is None else min(case.longest, most))
-
-
-def _first_steps(sampler: Sampler, steps: int) -> list[list[int]]:
-    result, cursor = [], 0
-    for _ in range(steps):
-        pieces, cursor = sampler.step(cursor)
-        result.append([piece.length for piece in pieces])
-    return result
 
 
 def _fit(lengths: Sequence[int], longest: int, long_documents: str) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from longctx.attention.schedule import stage_of
+from longctx.attention.ring_schedule import stage_of
 from longctx.config import Config
 from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
@@ -101,7 +101,7 @@ def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -
 def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple[Floats, Floats]:
     """Chunks of a document that each ring index receives in each stage, [degree, stages + 1], and that it sends, [degree].
 
-    As in `longctx.attention.schedule` with a causal mask. Relays are counted as if everyone sent its own rows: over a ring
+    As in `longctx.attention.ring_schedule` with a causal mask. Relays are counted as if everyone sent its own rows: over a ring
     that is the same.
     """
     target, source = np.meshgrid(np.arange(degree), np.arange(degree), indexing="ij")

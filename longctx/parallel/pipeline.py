@@ -37,7 +37,7 @@ from longctx.model.protocol import Head, Model
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
-from longctx.parallel.timing import Moment, now, seconds
+from longctx.parallel.timing import Clock
 from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
@@ -46,6 +46,7 @@ _SCHEDULES: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero-bubble": ScheduleInterleavedZeroBubble,
 }
+SCHEDULE, COMPUTE = "schedule", "compute"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class PipelineRun:
         self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
         self.group = mesh.pipeline
         self.dtype = dtype
-        self.clock = Clock(mesh.device)
+        self.clock = PipelineClock(mesh.device)
         self.inputs: dict[int, Inputs] = {}
         """Of the micro-batches that this rank has begun."""
         self.last: tuple[int, int, str] | None = None
@@ -206,7 +207,8 @@ class PipelineRun:
         losses: list[torch.Tensor] = []
         schedule = self._schedule_of(runs)
         hidden = (numbers,) if self.stages[0].is_first else ()
-        with self.clock.whole():
+        self.clock.spans.clear()  # of a schedule that nobody asked for
+        with self.clock.span(SCHEDULE):
             schedule.step(*hidden, micro_batch=numbers, target=numbers, losses=losses, return_outputs=False)
         self._add_up_tied_gradient()
         if not self.has_head:
@@ -301,7 +303,7 @@ class _WatchedStage(PipelineStage):
     @contextmanager
     def _watch(self, micro_batch: int, what: str) -> Iterator[None]:
         self.run.last = micro_batch, self.stage_index, what
-        with self.run.clock.busy():
+        with self.run.clock.span(COMPUTE):
             name = self.stage.inputs(micro_batch).name
             with record_function(f"stage {self.stage_index}, {what}, {name}"):
                 yield
@@ -356,34 +358,10 @@ class _WatchedStage(PipelineStage):
             accumulate_gradients(self.stage)
 
 
-class Clock:
-    """Adds up how long a rank computes while a schedule runs; on a GPU by events, so that nothing waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.spans: list[tuple[Moment, Moment]] = []
-        self.all: tuple[Moment, Moment] | None = None
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Around the whole schedule; forgets the one before."""
-        self.spans = []
-        start = now(self.device)
-        yield
-        self.all = start, now(self.device)
-
-    @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Around what is computed."""
-        start = now(self.device)
-        yield
-        self.spans.append((start, now(self.device)))
+class PipelineClock(Clock):
+    """How long a rank computes while a schedule runs."""
 
     def idle(self) -> tuple[float, float]:
         """Seconds and share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
-        assert self.all is not None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        whole = seconds(*self.all)
-        idle = whole - sum(itertools.starmap(seconds, self.spans))
-        return idle, idle / whole
+        spent = self.take()
+        return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())

@@ -116,6 +116,15 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
     return total
 
 
+def remote_tokens(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
+    """Tokens that the ring mates of every rank hold of its documents, as `tokens_on_ranks`."""
+    rings = np.flatnonzero(assignment.degree > 1)
+    micro_batch, first_rank, degree = assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings]
+    split = Assignment(micro_batch, first_rank, degree, assignment.reversed[rings])
+    whole = spread(lengths[rings], micro_batch, first_rank, first_rank + degree, shape)
+    return whole - tokens_on_ranks(lengths[rings], split, shape)
+
+
 def _slices(documents: Integers, degrees: Integers) -> Iterator[Integers]:
     """Cuts `documents` where their rings have about PAIRS_AT_ONCE members together."""
     if len(documents):

@@ -142,21 +142,10 @@ class Layout:
 
 
 def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard | None:
-    if rank not in placement.ring:
+    p = placement
+    if rank not in p.ring:
         return None
-    ring_index = placement.ring_index(rank)
-    head = head_span(length, placement.degree, ring_index)
-    tail = tail_span(length, placement.degree, ring_index)
-    if head[0] == head[1] and tail[0] == tail[1]:
-        return None
-    return Shard(
-        placement.document,
-        length,
-        placement.degree,
-        placement.first_rank,
-        placement.reversed,
-        ring_index,
-        head,
-        tail,
-        offset,
-    )
+    index = p.ring_index(rank)
+    head, tail = (span(length, p.degree, index) for span in (head_span, tail_span))
+    shard = Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset)
+    return shard if shard.tokens else None

@@ -7,7 +7,6 @@ compare its hash. Costs are integer nanoseconds so that this holds bit by bit.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -128,26 +127,8 @@ class Plan:
         return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.stages[micro_batch])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dump`; `from_json` reads it back."""
+        """Plain data for `json.dump`."""
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Plan":
-        """Reads what `to_json` returned. Raises PlanError for another version or missing keys."""
-        if data.get("version") != VERSION:
-            raise PlanError(f"plan version is {data.get('version')!r}: this longctx reads {VERSION}; make the plan anew")
-        costs = PlanCost.__dataclass_fields__.keys()
-        names = (cls.__dataclass_fields__.keys() | costs) - {"cost"}
-        missing = sorted(names - set(data))
-        if missing:
-            raise PlanError(f"plan lacks {', '.join(missing)}")
-        values = {name: data[name] for name in names - costs}
-        values["lengths"] = tuple(values["lengths"])
-        values["stages"] = tuple(values["stages"])
-        values["micro_batches"] = tuple(tuple(Placement(**p) for p in mb) for mb in values["micro_batches"])
-        values["profile"] = HardwareProfile.from_dict(values["profile"], source="plan")
-        values["pipeline"] = Pipeline(**values["pipeline"])
-        return cls(**values, cost=PlanCost(**{name: data[name] for name in costs}))
 
     def _content(self) -> dict[str, Any]:
         return {

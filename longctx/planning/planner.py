@@ -1,4 +1,4 @@
-"""Planner: from lengths to a checked plan, in one of the modes of `planners/modes.py`, all scored by the same cost.
+"""Planner: from lengths to a checked plan, in one of the modes of `planners/by_mode.py`, all scored by the same cost.
 
 `static` gives every document the same degree, `bins` takes degrees from a table, `auto` searches over degrees and also scores
 the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, least_degrees, spread, tokens_on_ranks
+from longctx.planning.assignment import Assignment, Integers, least_degrees, remote_tokens
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.modes import MODES
+from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
@@ -135,12 +135,7 @@ def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_to
     shape = (assignment.micro_batches, ranks)
     if max_remote_tokens is None:
         return (1,) * shape[0]
-    rings = np.flatnonzero(assignment.degree > 1)
-    a = Assignment(
-        assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings], assignment.reversed[rings]
-    )
-    whole = spread(lengths[rings], a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
-    remote = (whole - tokens_on_ranks(lengths[rings], a, shape)).max(axis=1)
+    remote = remote_tokens(lengths, assignment, shape).max(axis=1)
     most = np.ones(shape[0], dtype=np.int64)
-    np.maximum.at(most, a.micro_batch, a.degree - 1)
+    np.maximum.at(most, assignment.micro_batch, assignment.degree - 1)
     return tuple(np.clip(-(-remote // max_remote_tokens), 1, most).tolist())

@@ -15,7 +15,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards, le
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.modes import MODES
+from longctx.planning.planners.by_mode import MODES
 
 MOST_RANKS = 1 << 20
 MOST_TOKENS = 1 << 40

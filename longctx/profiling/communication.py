@@ -1,7 +1,7 @@
 """Communication: latency and bandwidth of the exchange inside and across nodes, and how much of it attention hides."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
@@ -81,10 +81,8 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
         shortest, *others = profiled.time(*(_messages(profiled, count, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
-        timings = zip(sizes, (shortest, *others), strict=True)
-        points = [{"link": name, "bytes": size, "seconds": timing.seconds / MESSAGES} for size, timing in timings]
         how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
-        found.append(Measurement({name: 1 / line.slope}, how, line.residual, points))
+        found.append(Measurement({name: 1 / line.slope}, how, line.residual))
     latency, spread = max(latencies)
     passes = len(profiled.spec.layers) * (profiled.fetches + 1)
     how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
@@ -113,7 +111,7 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
     it takes at least a quarter of the time of attention, by what was measured before; else the shortest.
     """
     rank = profiled.mesh.rank
-    points, times = [], []
+    tried, times = [], []
     inside = nodes.per_node, min(WIDEST_RING, nodes.per_node)
     across = nodes.ranks, min(max(WIDEST_RING, 2 * nodes.per_node), nodes.ranks)
     for among, degree in sorted({inside, across}):
@@ -129,11 +127,9 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
                 attention_passes(profiled, layout),
             )
             times.append(OverlapTime(*(timing.seconds for timing in profiled.time(*works))))
-            points.append({"degree": degree, "rows": rows, **asdict(times[-1])})
+            tried.append(f"{rows * degree:,} tokens at degree {degree}")
     overlap, residual = fit_overlap(times)
-    tried = ", ".join(f"{point['rows'] * point['degree']:,} tokens at degree {point['degree']}" for point in points)
-    how = f"attention with and without messages, {tried}"
-    return Measurement({"overlap": overlap}, how, residual, points)
+    return Measurement({"overlap": overlap}, f"attention with and without messages, {', '.join(tried)}", residual)
 
 
 def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[int]:

@@ -68,7 +68,6 @@ def measure_linear(profiled: ProfiledRun) -> Measurement:
         {"linear_s_per_token": line.slope, "launch_s": line.intercept},
         f"model without attention, empty and with {', '.join(f'{count:,}' for count in counts[1:])} tokens",
         line.residual,
-        [{"tokens": count, "seconds": time} for count, time in zip(counts, seconds, strict=True)],
     )
 
 
@@ -77,8 +76,7 @@ def measure_step(profiled: ProfiledRun) -> Measurement:
     alone = profiled.batch([no_documents(profiled.mesh.rank)], [0])
     other, whole = profiled.time(profiled.micro_batch(0), profiled.step(alone))
     how = "gradient reduction with nothing to hide it, norm, flags, optimizer"
-    points = [{"micro_batch": "last", "seconds": whole.seconds}, {"micro_batch": "other", "seconds": other.seconds}]
-    return Measurement({"step_s": max(0.0, whole.seconds - other.seconds)}, how, whole.spread, points)
+    return Measurement({"step_s": max(0.0, whole.seconds - other.seconds)}, how, whole.spread)
 
 
 def attention_passes(profiled: ProfiledRun, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
@@ -111,7 +109,6 @@ def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
     batch.tokens_per_rank, or memory is short.
     """
     times: list[AttentionTime] = []
-    points = []
     for degree, shortest in SHORTEST.items():
         rate, length = 0.0, shortest
         while length <= degree * profiled.config.batch.tokens_per_rank and rate * length**2 / degree <= profiled.longest_s:
@@ -122,7 +119,6 @@ def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
                 break
             times.append(AttentionTime(length, degree, seconds * len(profiled.spec.layers)))
             rate = seconds / times[-1].pairs
-            points.append({"degree": degree, "length": length, "documents": documents, "seconds": times[-1].seconds})
             length *= 2
     if not any(time.degree == 1 for time in times):
         raise OutOfMemory(f"attention over {SHORTEST[1]} tokens needs more memory than the GPU has: free some")
@@ -132,7 +128,6 @@ def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
         {"attention_s_per_token2": fit.s_per_token2, "attention_efficiency": fit.efficiency},
         f"whole documents of {SHORTEST[1]} to {longest:,} tokens",
         fit.residual,
-        points,
     )
     if fit.split_penalty is None:
         return [table]

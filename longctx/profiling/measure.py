@@ -45,7 +45,6 @@ class Measured:
     sources: dict[str, Source]
     run: dict[str, Any]
     check: dict[str, Any]
-    points: list[dict[str, Any]]
 
     @property
     def warnings(self) -> list[str]:
@@ -68,9 +67,9 @@ class Measured:
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, the single measurements included, as plain data."""
-        content: dict[str, Any] = yaml.safe_load(self.to_yaml())
-        return {**content, "points": self.points, "warnings": self.warnings}
+        """The file as plain data, with where every constant is from, and warnings."""
+        how = {name: source.how for name, source in self.sources.items()}
+        return {**yaml.safe_load(self.to_yaml()), "sources": how, "warnings": self.warnings}
 
 
 def measure_profile(
@@ -116,14 +115,12 @@ def measure_profile(
     sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
     if several_nodes:
         sources["ranks_per_node"] = Source("the launcher")
-    points: list[dict[str, Any]] = []
 
     def note(measurement: Measurement) -> None:
         nonlocal profile
         constants = {name: _short(value) for name, value in measurement.constants.items()}
         profile = replace(profile, **constants)
         sources.update(dict.fromkeys(constants, Source(measurement.how, measurement.residual)))
-        points.extend(measurement.points)
 
     tell("everything but attention")
     note(measure_linear(profiled))
@@ -156,7 +153,7 @@ def measure_profile(
     }
     where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
     about = f"A model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}; by longctx profile."
-    return Measured(profile, about, sources, run, check, points)
+    return Measured(profile, about, sources, run, check)
 
 
 def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:

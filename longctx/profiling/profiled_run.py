@@ -1,7 +1,7 @@
 """Profiled run: what is measured, a trainer of the run's model and optimizer on batches of random tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,13 +31,11 @@ class Measurement:
         constants: by their names in HardwareProfile.
         how: what was timed, in a few words.
         residual: how far the constants are from what they were fitted to (relative, root mean square).
-        points: the measured times themselves.
     """
 
     constants: dict[str, Any]
     how: str
     residual: float
-    points: list[dict[str, Any]] = field(default_factory=list)
 
 
 class ProfiledRun:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from longctx.parallel.mesh import Mesh
+from longctx.parallel.timing import finish
 
 LEAST_REPEATS, MOST_REPEATS = 3, 15
 
@@ -46,19 +47,15 @@ class Stopwatch:
 
     def _once(self, work: Callable[[], object]) -> float:
         self.mesh.gather([0.0])  # all ranks start together
-        self._finish()
+        finish(self.mesh.device)
         began = time.perf_counter()
         try:
             work()
-            self._finish()
+            finish(self.mesh.device)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             return math.inf
         return time.perf_counter() - began
-
-    def _finish(self) -> None:
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self.mesh.device)
 
     def _slowest(self, times: list[float]) -> list[float]:
         slowest: list[float] = self.mesh.gather(times).max(dim=0).values.tolist()

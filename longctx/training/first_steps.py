@@ -29,11 +29,7 @@ def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[l
         name=store.name,
         left_out=held_out(store.names, config.data.held_out) if config.data.held_out else None,
     )
-    found, cursor = [], 0
-    for _ in range(steps):
-        pieces, cursor = sampler.step(cursor)
-        found.append([piece.length for piece in pieces])
-    return found
+    return sampler.first_lengths(steps)
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:

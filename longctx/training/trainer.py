@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from longctx.attention.device import copy_to
+from longctx.attention.host_to_device import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch

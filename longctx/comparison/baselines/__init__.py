@@ -14,8 +14,8 @@ from functools import partial
 from longctx.comparison.baselines.bytescale import place_bytescale
 from longctx.comparison.baselines.fixed_static import check_fixed_degree, place_fixed_static
 from longctx.comparison.baselines.flexsp import place_flexsp
-from longctx.comparison.baselines.megatron_dev import place_megatron_dev
-from longctx.comparison.baselines.megatron_main import MissingBaseline, load_scheduler, place_megatron_main
+from longctx.comparison.baselines.megatron_dev_branch import place_megatron_dev
+from longctx.comparison.baselines.megatron_main_branch import MissingBaseline, load_scheduler, place_megatron_main
 from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.bounds import plan_cost

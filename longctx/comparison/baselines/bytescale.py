@@ -8,7 +8,7 @@ into the first micro-batch that has the ranks.
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, best_fit, stand_in_rows
+from longctx.comparison.baselines.groups import Group, packs, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
@@ -18,13 +18,15 @@ def place_bytescale(profile: HardwareProfile, lengths: Integers, ranks: int, tok
     """Where every document stands; every document must fit the domain."""
     degrees = least_degrees(lengths, ranks, tokens_per_rank)
     time = alone_ns(profile, lengths, degrees).tolist()
-    tokens = largest_shards(lengths, degrees).tolist()
-    short = best_fit(np.flatnonzero(degrees == 1).tolist(), tokens, tokens_per_rank)
+    tokens = largest_shards(lengths, degrees)
+    short = np.flatnonzero(degrees == 1)
     units = []
-    for documents in [[document] for document in np.flatnonzero(degrees > 1).tolist()] + short:
+    for documents in [[document] for document in np.flatnonzero(degrees > 1).tolist()] + packs(
+        short, lengths[short], tokens_per_rank
+    ):
         unit = Group(int(degrees[documents[0]]))
         for document in documents:
-            unit.add(document, time[document], tokens[document])
+            unit.add(document, time[document], int(tokens[document]))
         units.append(unit)
     rows: list[list[Group]] = []
     free: list[int] = []

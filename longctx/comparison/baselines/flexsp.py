@@ -8,7 +8,6 @@ to 15 s; here a bisection on the finishing time with greedy placement (longest f
 group of that degree) stands in for it.
 """
 
-import heapq
 import itertools
 
 import numpy as np
@@ -18,6 +17,7 @@ from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.plan import PlanError
+from longctx.planning.planners.auto.shared_rings import Choice, place_within
 
 NUMBERS_TRIED = 4
 """How many numbers of micro-batches that hold the documents are tried."""
@@ -29,25 +29,23 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
     """Where every document stands. Raises PlanError if a document needs more ranks than a power of two provides."""
     degrees = powers_of_two(ranks)
     shards = shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank)
-    times = np.stack([alone_ns(profile, lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
-    packer = _Packer(degrees, times.tolist(), shards, ranks, tokens_per_rank)
+    times = alone_ns(profile, *np.broadcast_arrays(lengths[:, None], np.array(degrees)))
+    times = np.where(shards <= tokens_per_rank, times, 0)
+    choices: list[Choice] = list(zip(times.tolist(), shards.tolist(), strict=True))
     order = np.argsort(-lengths, kind="stable")
-    best: tuple[int, Assignment] | None = None
-    tried, number = 0, max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
-    while tried < NUMBERS_TRIED and number <= len(lengths):
-        rows = packer.rows(_even_cuts(order, lengths, number))
+    plans: list[Assignment] = []
+    number = max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
+    while len(plans) < NUMBERS_TRIED and number <= len(lengths):
+        parts = _even_cuts(order, lengths, number)
         number += 1
-        if rows is None:
+        rows = list(itertools.takewhile(bool, (_fastest(part, choices, degrees, tokens_per_rank, ranks) for part in parts)))
+        if len(rows) < len(parts):
             number += number // 16  # far from holding them: do not creep
             continue
-        tried += 1
-        plan = stand_in_rows(rows, lengths)
-        makespan = score(profile, lengths, plan, ranks).makespan_ns
-        if best is None or makespan < best[0]:
-            best = makespan, plan
-    if best is None:
+        plans.append(stand_in_rows(rows, lengths))
+    if not plans:
         raise PlanError("FlexSP-like packing found no micro-batches that hold these documents")
-    return best[1]
+    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
 
 
 def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:
@@ -72,62 +70,25 @@ def _cuts(total: Integers, most: int) -> list[int]:
     return cuts[1:]
 
 
-class _Packer:
-    """Finds the groups of a micro-batch; `times` and `shards` are [documents][degrees]."""
+def _fastest(documents: list[int], choices: list[Choice], degrees: list[int], tokens_per_rank: int, ranks: int) -> list[Group]:
+    """The groups of a micro-batch that finish first, widest first, by bisection on the time; none if it does not hold them.
 
-    def __init__(
-        self, degrees: list[int], times: list[list[int]], shards: list[list[int]], ranks: int, tokens_per_rank: int
-    ) -> None:
-        self.degrees, self.times, self.shards = degrees, times, shards
-        self.ranks, self.tokens_per_rank = ranks, tokens_per_rank
-
-    def rows(self, micro_batches: list[list[int]]) -> list[list[Group]] | None:
-        """The groups of every micro-batch, widest first; None if one does not hold its documents."""
-        rows = []
-        for documents in micro_batches:
-            groups = self.fastest(documents)
-            if groups is None:
-                return None
-            rows.append(sorted(groups, key=lambda group: -group.degree))
-        return rows
-
-    def fastest(self, documents: list[int]) -> list[Group] | None:
-        """The groups that finish first, by bisection on the time; documents come longest first."""
-        low = max(min(self.times[document]) for document in documents)
-        high = sum(max(self.times[document]) for document in documents)
-        found = self.within(documents, high)
-        while found is not None and high - low > PRECISION * high:
-            middle = (low + high) // 2
-            groups = self.within(documents, middle)
-            if groups is None:
-                low = middle
-            else:
-                found, high = groups, int(max(group.time for group in groups))
-        return found
-
-    def within(self, documents: list[int], limit: int) -> list[Group] | None:
-        """Groups that hold the documents and finish within `limit`; None if greedy placement finds none."""
-        heaps: list[list[tuple[float, int]]] = [[] for _ in self.degrees]  # (time, group) of each degree
-        groups: list[Group] = []
-        free = self.ranks
-        for document in documents:
-            times, shards = self.times[document], self.shards[document]
-            for i, heap in enumerate(heaps):
-                if not heap or heap[0][0] + times[i] > limit:
-                    continue
-                time, chosen = heap[0]
-                if groups[chosen].tokens + shards[i] <= self.tokens_per_rank:
-                    groups[chosen].add(document, times[i], shards[i])
-                    heapq.heapreplace(heap, (time + times[i], chosen))
-                    break
-            else:  # no open group takes it
-                for i, degree in enumerate(self.degrees):
-                    if degree <= free and times[i] <= limit and shards[i] <= self.tokens_per_rank:
-                        groups.append(Group(degree))
-                        groups[-1].add(document, times[i], shards[i])
-                        heapq.heappush(heaps[i], (times[i], len(groups) - 1))
-                        free -= degree
-                        break
-                else:
-                    return None
-        return groups
+    Documents come longest first.
+    """
+    chosen = [choices[document] for document in documents]
+    low = max(min(filter(None, times)) for times, _ in chosen)
+    high = sum(max(times) for times, _ in chosen)
+    found: list[Group] = []
+    while not found or high - low > PRECISION * high:
+        middle = (low + high) // 2 if found else high
+        places = place_within(middle, chosen, degrees, ranks, tokens_per_rank)
+        if places is None and not found:
+            return []
+        if places is None:
+            low = middle
+            continue
+        groups: dict[tuple[int, int], Group] = {}
+        for document, (times, tokens), (i, group) in zip(documents, chosen, places, strict=True):
+            groups.setdefault((-i, group), Group(degrees[i])).add(document, times[i], tokens[i])
+        found, high = [groups[key] for key in sorted(groups)], int(max(group.time for group in groups.values()))
+    return found

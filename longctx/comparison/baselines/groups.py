@@ -1,12 +1,12 @@
 """What the baselines share: powers of two, and documents standing in rows of neighbouring groups of ranks."""
 
-import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.plan import PlanError
+from longctx.planning.planners.static import best_fit
 
 
 @dataclass(slots=True)
@@ -29,19 +29,10 @@ def powers_of_two(ranks: int) -> list[int]:
     return [1 << i for i in range(ranks.bit_length())]
 
 
-def best_fit(documents: list[int], tokens: list[int], capacity: int) -> list[list[int]]:
-    """Packs documents, longest first, each into the fullest pack that still has room for its tokens."""
-    packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens free, pack), ascending
-    for document in sorted(documents, key=lambda document: -tokens[document]):
-        at = bisect.bisect_left(room, (tokens[document], -1))
-        if at == len(room):
-            packs.append([])
-            room.append((capacity, len(packs) - 1))
-        free, pack = room.pop(at)
-        packs[pack].append(document)
-        bisect.insort(room, (free - tokens[document], pack))
-    return packs
+def packs(documents: Integers, tokens: Integers, capacity: int) -> list[list[int]]:
+    """Packs documents by their `tokens` [documents], longest first, each into the fullest pack that still has room."""
+    pack = best_fit(tokens, capacity)
+    return [documents[pack == number].tolist() for number in range(int(pack.max(initial=-1)) + 1)]
 
 
 def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
@@ -57,17 +48,16 @@ def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
     return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
 
 
-def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> list[list[int]]:
-    """Tokens of each document on the fullest rank of each degree, [documents][degrees].
+def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
+    """Tokens of each document on the fullest rank of each degree, [documents, degrees].
 
     Raises PlanError in the name of the system if the largest degree does not hold a document.
     """
-    shards = np.stack([largest_shards(lengths, np.full_like(lengths, degree)) for degree in degrees], axis=1)
+    shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
     unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
     if len(unfit):
         raise too_long(system, int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
-    result: list[list[int]] = shards.tolist()
-    return result
+    return shards
 
 
 def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:

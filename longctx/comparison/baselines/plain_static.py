@@ -7,7 +7,7 @@ tries every degree, evens out packs and lets equals run side by side.
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, best_fit, powers_of_two, stand_in_rows, too_long
+from longctx.comparison.baselines.groups import Group, packs, powers_of_two, stand_in_rows, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
@@ -15,18 +15,15 @@ from longctx.planning.cost.model import score
 
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """The best power-of-two degree's plan. Raises PlanError if the largest does not hold every document."""
-    best: tuple[int, Assignment] | None = None
+    plans: list[Assignment] = []
     for degree in powers_of_two(ranks):
         tokens = largest_shards(lengths, np.full_like(lengths, degree))
         if int(tokens.max()) > tokens_per_rank:
             continue
-        packs = best_fit(list(range(len(lengths))), tokens.tolist(), tokens_per_rank)
+        packed = [Group(degree, documents=pack) for pack in packs(np.arange(len(lengths)), tokens, tokens_per_rank)]
         groups = ranks // degree
-        rows = [[Group(degree, documents=pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
-        plan = stand_in_rows(rows, lengths)
-        makespan = score(profile, lengths, plan, ranks).makespan_ns
-        if best is None or makespan < best[0]:
-            best = makespan, plan
-    if best is None:
+        rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
+        plans.append(stand_in_rows(rows, lengths))
+    if not plans:
         raise too_long("Plain static", int(lengths.argmax()), lengths, powers_of_two(ranks)[-1], tokens_per_rank)
-    return best[1]
+    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)

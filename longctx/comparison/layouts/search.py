@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 import numpy as np
 
@@ -49,9 +50,7 @@ class Found:
         step_s: mean time of a step.
         tokens_per_s_per_gpu: tokens of all documents.
         mfu: operations of the model, as a share of what the GPUs could do at their peak.
-        bubble_share, exposed_share: mean share of a step in which a pipeline fills and drains, and in which the slowest ranks
-            wait for K and V.
-        micro_batches: mean of the steps.
+        bubble_share: mean share of a step in which a pipeline fills and drains.
         memory: of a rank that holds all the tokens that it may hold, of a ring of the longest document.
     """
 
@@ -60,8 +59,6 @@ class Found:
     tokens_per_s_per_gpu: float
     mfu: float
     bubble_share: float
-    exposed_share: float
-    micro_batches: float
     memory: Memory
 
 
@@ -158,7 +155,7 @@ def search(
     for number, split in enumerate(splits):
         progress("bounds", number, len(splits))
         if least_degrees(longest, split.domain, split.tokens_per_rank).all():
-            queue.append((_mean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
+            queue.append((fmean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
     fastest: dict[tuple[int, int, str], Found] = {}
@@ -189,10 +186,6 @@ def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers])
     return [bound / NANOSECONDS for bound in bounds]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _plan(
     machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
 ) -> Found | None:
@@ -212,16 +205,14 @@ def _plan(
     outcome.planned += 1
     if len(plans) < len(steps):
         return None
-    step_s = _mean([plan.makespan_s for plan in plans])
-    flops = _mean([model_flops(spec, lengths.tolist()) for lengths in steps])
+    step_s = fmean([plan.makespan_s for plan in plans])
+    flops = fmean([model_flops(spec, lengths.tolist()) for lengths in steps])
     return Found(
         split=split,
         step_s=step_s,
-        tokens_per_s_per_gpu=_mean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,
+        tokens_per_s_per_gpu=fmean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,
         mfu=flops / (step_s * split.gpus * machine.peak_flops_per_s),
-        bubble_share=_mean([plan.bubble_share for plan in plans]),
-        exposed_share=_mean([plan.exposed_share for plan in plans]),
-        micro_batches=_mean([len(plan.micro_batches) for plan in plans]),
+        bubble_share=fmean([plan.bubble_share for plan in plans]),
         memory=memory,
     )
 
@@ -243,7 +234,7 @@ def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Inte
             )
         )
         bounds[number] = plans[-1].makespan_s
-        if _mean(bounds) > limit_s:
+        if fmean(bounds) > limit_s:
             break
     return plans
 

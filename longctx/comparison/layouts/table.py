@@ -12,26 +12,10 @@ from longctx.planning.cost.pipeline import Pipeline
 
 
 def row(found: Found) -> dict[str, Any]:
-    """A split as plain values, the columns of a table."""
-    split = found.split
-    return {
-        "tensor_parallel_size": split.tensor,
-        "pipeline_parallel_size": split.pipeline.ranks,
-        "pipeline_chunks": split.pipeline.chunks,
-        "pipeline_schedule": split.pipeline.schedule,
-        "domain": split.domain,
-        "recompute": split.recompute,
-        "reshard_after": split.reshard_after,
-        "reduce_after": split.reduce_after,
-        "tokens_per_rank": split.tokens_per_rank,
-        "step_s": found.step_s,
-        "tokens_per_s_per_gpu": found.tokens_per_s_per_gpu,
-        "mfu": found.mfu,
-        "bubble_share": found.bubble_share,
-        "exposed_share": found.exposed_share,
-        "micro_batches": found.micro_batches,
-        "memory_bytes": found.memory.total,
-    }
+    """A split as plain values: its ranks, what a run sets, what is predicted, and its memory by parts."""
+    split, memory = found.split, found.memory.to_json()
+    figures = {name: value for name, value in vars(found).items() if name not in ("split", "memory")}
+    return {"domain": split.domain, "settings": split.settings, **figures, "memory": memory}
 
 
 def counts(outcome: SearchResult) -> dict[str, int]:

@@ -28,18 +28,9 @@ LOOKS = {
     "bytescale": ("#c79a1e", "P"),
 }
 """Colour and marker of every planner."""
-AXES = {
-    "ranks": "ranks",
-    "tokens_per_rank": "tokens a rank",
-    "max_length": "longest document in tokens",
-    "speedup_over_fixed": "speedup",
-    "speedup_over_best_static": "speedup",
-    "gap": "% above the bound",
-}
-"""Figure of a row → what an axis says of it."""
+AXES = {"ranks": "ranks", "tokens_per_rank": "tokens a rank", "max_length": "longest document in tokens"}
 GRID = "#e3e8ec"
 BOUND = "#2f7d4f"
-BOUND_LINE: dict[str, Any] = {"color": BOUND, "linewidth": 1.4, "linestyle": (0, (4, 3))}
 STYLE: dict[Any, object] = {"svg.fonttype": "none", "svg.hashsalt": "longctx", "font.family": "sans-serif", "font.size": 10}
 
 
@@ -52,7 +43,7 @@ def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
         _label(axes, f"{value:.2f}×", value, y, -7, color="white", fontweight="bold")
     axes.set_yticks(range(len(shown)), [TITLES[planner] for planner in shown])
     axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
-    axes.axvline(bound, **BOUND_LINE)
+    axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
     white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     _label(axes, f"no plan can pass {bound:.2f}×", bound, -0.82, -6, color=BOUND, fontsize=9, bbox=white)
     axes.set_ylim(len(shown) - 0.5, -1.15)
@@ -62,86 +53,23 @@ def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
     return _svg(figure)
 
 
-def time_bars(rows: Sequence[Row]) -> str:
-    """Seconds of the step by what ranks do in them, mean over ranks, one bar a planner."""
-    shown = [row for row in rows if row.makespan_s is not None]
-    figure, axes = _figure(9.2, 0.42 * len(shown) + 1.5)
-    parts = (
-        ("work_share", "work: linear layers and attention", "#3f8fc5"),
-        ("exchange_share", "waits for K and V", WAIT),
-        ("idle_share", "idle: waits for the slowest rank", "#e8a19a"),
-        ("fixed_share", "launches and optimizer", "#c4ccd3"),
-    )
-    left = [0.0] * len(shown)
-    for name, label, face in parts:
-        widths = [getattr(row, name) * (row.makespan_s or 0) for row in shown]
-        axes.barh(range(len(shown)), widths, left=left, height=0.64, color=face, label=label)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for y, row in enumerate(shown):
-        _label(axes, f"{row.makespan_s:.3g} s", row.makespan_s or 0, y, 6, color=INK)
-    bound = shown[0].tight_bound_s or 0
-    axes.axvline(bound, label=f"no plan is faster than {bound:.3g} s", **BOUND_LINE)
-    axes.set_yticks(range(len(shown)), [TITLES[row.planner] for row in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
-    axes.set_xlim(0, max(row.makespan_s or 0 for row in shown) * 1.12)
-    axes.set_xlabel("seconds of the step (modelled), mean over ranks")
-    figure.legend(loc="upper center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
-    return _svg(figure)
-
-
-def lines(rows: Sequence[Row], x: str, y: str, planners: Sequence[str], bound: str | None = None) -> str:
-    """One line a planner: figure `y` of a row over `x`, evenly spaced in its order; no plan can pass the figure `bound`."""
+def lines(rows: Sequence[Row], x: str, speedup: str) -> str:
+    """This speedup of every planner over the figure `x` of a row, evenly spaced in its order."""
     figure, axes = _figure(9.2, 3.6)
     positions = sorted({getattr(row, x) for row in rows})
-    scale = 100 if y == "gap" else 1  # in percent
-
-    def points(of: Sequence[Row], name: str) -> list[tuple[int, float]]:
-        found = ((getattr(row, x), getattr(row, name)) for row in of)
-        return sorted({(positions.index(at), scale * value) for at, value in found if value is not None})
-
-    for planner in planners:
-        line = points([row for row in rows if row.planner == planner], y)
-        if line:
-            face, marker = LOOKS[planner]
-            front = planner == "auto"
-            axes.plot(
-                *zip(*line, strict=True),
-                marker=marker,
-                markersize=6,
-                linewidth=2.6 if front else 1.3,
-                color=face,
-                label=TITLES[planner],
-                zorder=3 if front else 2,
-            )
-    if bound is not None and (line := points(rows, bound)):
-        axes.plot(*zip(*line, strict=True), label="no plan can pass", **BOUND_LINE)
+    for planner, (face, marker) in LOOKS.items():
+        found = ((getattr(row, x), getattr(row, speedup)) for row in rows if row.planner == planner)
+        points = sorted({(positions.index(at), value) for at, value in found if value is not None})
+        if points and planner != SPEEDUPS[speedup]:
+            width, order = (2.6, 3) if planner == "auto" else (1.3, 2)
+            look: dict[str, Any] = {"color": face, "marker": marker, "markersize": 6, "linewidth": width, "zorder": order}
+            axes.plot(*zip(*points, strict=True), label=TITLES[planner], **look)
     axes.set_xticks(range(len(positions)), [f"{value:,}" for value in positions])
     axes.set_xlabel(AXES[x])
-    axes.set_ylabel(AXES[y])
+    axes.set_ylabel("speedup")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color=GRID)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9, labelcolor=INK)
-    return _svg(figure)
-
-
-def static_curve(points: Sequence[tuple[int, float | None]], auto_s: float, bound_s: float) -> str:
-    """Time of the step under one degree for all, for every degree tried, beside auto and the bound."""
-    figure, axes = _figure(9.2, 3.0)
-    held = [(i, seconds) for i, (_, seconds) in enumerate(points) if seconds is not None]
-    axes.bar([i for i, _ in held], [seconds for _, seconds in held], width=0.66, color=LOOKS["static"][0])
-    for i, (_, seconds) in enumerate(points):
-        if seconds is None:
-            axes.annotate("does\nnot fit", (i, 0), ha="center", va="bottom", color=QUIET, fontsize=8)
-        else:
-            axes.annotate(f"{seconds:.3g}", (i, seconds), ha="center", va="bottom", color=INK, fontsize=8.5)
-    axes.axhline(auto_s, color=LOOKS["auto"][0], linewidth=2, label=f"auto, {auto_s:.3g} s")
-    axes.axhline(bound_s, label=f"no plan is faster than {bound_s:.3g} s", **BOUND_LINE)
-    axes.set_xlim(-0.6, len(points) - 0.4)
-    axes.set_xticks(range(len(points)), [str(degree) for degree, _ in points])
-    axes.set_xlabel("degree of every document")
-    axes.set_ylabel("seconds (modelled)")
-    axes.set_ylim(0, max([auto_s, *(seconds for _, seconds in held)]) * 1.12)
-    axes.legend(loc="upper left", frameon=False, fontsize=9, labelcolor=INK)
     return _svg(figure)
 
 

@@ -121,11 +121,10 @@ class HardwareProfile:
             raise ProfileError(f"{source}: {error}") from None
 
     @classmethod
-    def load(cls, name_or_path: str | Path, exchange_levels: int | None = None) -> "HardwareProfile":
-        """Reads a shipped profile by name (`h100-nvlink-ib`) or a YAML/JSON file; `exchange_levels` replaces its own."""
+    def load(cls, name_or_path: str | Path) -> "HardwareProfile":
+        """Reads a shipped profile by name (`h100-nvlink-ib`) or a YAML/JSON file."""
         path, values = read_profile(name_or_path)
-        own = {} if exchange_levels is None else {"exchange_levels": exchange_levels}
-        return cls.from_dict({**values, **own}, source=str(path))
+        return cls.from_dict(values, source=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back."""

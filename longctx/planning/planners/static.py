@@ -70,7 +70,7 @@ def pack_static(step: Step, degree: int) -> Candidate | None:
     if int(weights.max()) > tokens_per_rank:
         return None
     groups = ranks // degree
-    packed = _best_fit(weights, tokens_per_rank)
+    packed = best_fit(weights, tokens_per_rank)
     micro_batches = -(-(int(packed.max()) + 1) // groups)
     work = alone_ns(profile, lengths, np.full_like(lengths, degree))
     candidates = [packed]
@@ -101,7 +101,7 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     return on_all_ranks, fixed + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
 
 
-def _best_fit(weights: Integers, capacity: int) -> Integers:
+def best_fit(weights: Integers, capacity: int) -> Integers:
     """Best-fit decreasing: the fullest group that still has room. Returns the group of every document."""
     group = np.zeros(len(weights), dtype=np.int64)
     room: list[tuple[int, int]] = []  # (tokens free, group), ascending

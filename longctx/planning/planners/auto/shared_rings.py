@@ -39,7 +39,7 @@ def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
     low, high, best = even_ns, 2 * even_ns, None
     while high - low > max(1, even_ns // PRECISION):
         limit = (low + high) // 2
-        found = _within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
+        found = place_within(limit, choices, widths.tolist(), step.ranks, step.tokens_per_rank)
         low, high, best = (limit, high, best) if found is None else (low, limit, found)
     if best is None:
         return None
@@ -52,10 +52,13 @@ def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
     return Rings.in_one(step, split, wider[which] + group * degree)
 
 
-def _within(
+def place_within(
     limit: int, choices: list[Choice], widths: list[int], ranks: int, tokens_per_rank: int
 ) -> list[tuple[int, int]] | None:
-    """For every document, which width its group has, and which group of that width it is; None if ranks run out."""
+    """For every document, longest first, which width its group has, and which group of that width it is.
+
+    None if not all are done within the limit on so many ranks.
+    """
     groups: list[list[tuple[int, int, int]]] = [[] for _ in choices[0][0]]  # (time, tokens, number) of the groups of each width
     free, places = ranks, []
     for times, shards in choices:

@@ -23,7 +23,7 @@ SLACK = 1.05
 def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """Where every document stands. The profile is not used: this scheduler knows no hardware."""
     degrees = sorted({*powers_of_two(ranks), ranks})
-    shards = shards_by_degree("Megatron dev", lengths, degrees, tokens_per_rank)
+    shards = shards_by_degree("Megatron dev", lengths, degrees, tokens_per_rank).tolist()
     scheduler = _Scheduler(lengths.tolist(), degrees, shards, ranks, tokens_per_rank)
     waiting = np.argsort(-lengths, kind="stable").tolist()
     rows: list[list[Group]] = []

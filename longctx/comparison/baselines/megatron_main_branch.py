@@ -3,15 +3,13 @@
 Theirs is `BalancedCPScheduler` (0.16: `megatron/core/pipeline_parallel/hybrid_cp_schedule.py`), which forms groups of
 documents between barriers and gives each rank a list to run one document after the other. Ours is the step from there to
 micro-batches: the list of each ring is packed, longest first, as far as the token budget goes. Its runtime has no barrier
-between the documents of a group, so that packing can cost it time; `unsynchronised_s` scores the groups as they are, without
-the token budget.
+between the documents of a group, so that packing can cost it time.
 
 The wheel is an optional dependency (extra `bench`) and is loaded by name, so that planning itself needs neither it nor torch.
 """
 
 import importlib
 import warnings
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ import numpy as np
 from longctx.errors import UserError
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import PlanError
 
 MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
@@ -42,13 +39,6 @@ def place_megatron_main(profile: HardwareProfile, lengths: Integers, ranks: int,
             f"hold {groups.degree[document] * tokens_per_rank}: over the budget of {tokens_per_rank} tokens a rank"
         )
     return _within_budget(groups, shards, tokens_per_rank)
-
-
-def unsynchronised_s(profile: HardwareProfile, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int) -> float:
-    """Makespan with one launch and one barrier a group, whatever its tokens: what the scheduler would reach in a runtime
-    that runs the documents of a group one by one and pays nothing for it."""
-    sizes = np.array(lengths, dtype=np.int64)
-    return score(profile, sizes, scheduled(sizes, ranks, tokens_per_rank), ranks).makespan_ns / NANOSECONDS
 
 
 def scheduled(lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
