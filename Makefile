@@ -30,7 +30,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	$(BIN)/python examples/smollm2.py checkpoints/smollm2
 	$(BIN)/python examples/code_conversations.py checkpoints/conversations
 	$(BIN)/longctx finetune checkpoints/smollm2 checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
-	  --lora 16 --processes $(PROCESSES) --out $(RUN)
+	  --lora 16 --max-length 4096 --processes $(PROCESSES) --out $(RUN)
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps goes before it")
     parser.add_argument("--processes", type=int, metavar="N", help="default: one for every GPU, or two on a CPU")
     parser.add_argument("--train-on", choices=("assistant", "last", "all"), default="assistant", help="as in prepare")
+    parser.add_argument("--max-length", type=int, metavar="N", help="leave conversations of more than N tokens out")
     parser.add_argument("--config", type=Path, metavar="YAML", help="settings that go before this command's own defaults")
     parser.add_argument("--prepare-only", action="store_true", help="make the store and the settings, and say how to train")
     parser.epilog = "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6"
@@ -59,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     source = ["--source", arguments.data, "--out", str(store_folder), "--tokenizer", arguments.model]
-    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on]))
+    longest = [] if arguments.max_length is None else ["--max-length", str(arguments.max_length)]
+    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on, *longest]))
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
