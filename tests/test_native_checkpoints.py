@@ -10,6 +10,7 @@ from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.families import FAMILIES, NoNativeModel, canonical, expressed
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import pretrained
+from tests.marks import slow_unless
 from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
@@ -66,8 +67,11 @@ ROPES = ("Llama 3", "linear", "YaRN")
 """These differ from Llama 2 in tables alone."""
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ROPES])
+STEPS = [(name, split) for name in CASES if name not in ROPES for split in SPLITS]
+QUICK = {("Llama 2", "pipeline 2"), ("Qwen 3", "sharded over 3"), ("Gemma 3", "tensor 2 × domain 2")}
+
+
+@pytest.mark.parametrize(("name", "split"), slow_unless(lambda *case: case in QUICK, STEPS))
 def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], name: str, split: str) -> None:
     ranks, settings = SPLITS[split]
     loss, gradients, weights = reference(checkpoints[name])

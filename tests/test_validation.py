@@ -16,6 +16,7 @@ from longctx.planning.layout import Placement
 from longctx.training.loss import greedy_choices
 from longctx.training.metrics import MetricsLog, StepMetrics
 from tests.data_cases import placed_plan
+from tests.marks import slow_unless
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
 
@@ -63,7 +64,7 @@ def run(store: Path, folder: Path, settings: list[str]) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "two tensor ranks"), SPLITS))
 def test_it_is_that_of_one_process_and_does_not_disturb_training(
     workers: Workers, store: Path, alone: dict[int, Rows], tmp_path: Path, name: str
 ) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
 from longctx.config import Config, ConfigError
 from longctx.data.loader import Loader
@@ -248,7 +249,7 @@ class Trainer:
             counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
-            attention = self._attend(batch.plan, micro_batch.layout)
+            attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
         head = partial(
             cross_entropy_sum,
             labels=copy_to(micro_batch.labels, device),
