@@ -11,7 +11,7 @@ from longctx.config.settings import OptimizerSection
 from longctx.model.decoder import Decoder, Embedding
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
-from longctx.training.loss import cross_entropy_sum
+from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.optimizer import learning_rate, make_optimizer
 
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})
@@ -118,12 +118,31 @@ def test_chunked_cross_entropy(tokens: int, chunk: int, ignored: float, seed: in
     hidden = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 11, (tokens,)).where(torch.rand(tokens) >= ignored, -100)
-    loss = cross_entropy_sum(hidden, weight, labels, chunk_tokens=chunk)
     wanted = F.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
-    torch.testing.assert_close(loss, wanted)
-    ours = torch.autograd.grad(loss / 7, (hidden, weight))
-    for a, b in zip(ours, torch.autograd.grad(wanted / 7, (hidden, weight)), strict=True):
-        torch.testing.assert_close(a, b)
+    gradients = torch.autograd.grad(wanted / 7, (hidden, weight))
+    for head in (weight, lambda some: some @ weight.T):
+        for rows in {None, rows_with_labels(labels), (labels != -100).nonzero()[:, 0]}:
+            loss = cross_entropy_sum(hidden, head, labels, chunk_tokens=chunk, rows=rows)
+            torch.testing.assert_close(loss, wanted)
+            ours = torch.autograd.grad(loss / 7, (hidden, weight))
+            for a, b in zip(ours, gradients, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_logits_are_computed_where_there_are_labels_alone(plain_head: bool) -> None:
+    """The answers of long conversations are a few percent of their tokens."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 6), torch.randn(11, 6)
+    hidden[5:] = torch.inf  # would make the loss NaN
+    labels = torch.tensor([1, 2, 3, 4, 5]).repeat(60).where(torch.arange(300) < 5, -100)
+    head = weight if plain_head else lambda some: some @ weight.T
+    loss = cross_entropy_sum(hidden, head, labels, rows=rows_with_labels(labels))
+    torch.testing.assert_close(loss, F.cross_entropy(hidden[:5] @ weight.T, labels[:5], reduction="sum"))
+    seen = log_probabilities(hidden, head, labels)
+    assert seen.isfinite().all()
+    torch.testing.assert_close(-seen.sum(), loss)
+    assert rows_with_labels(labels[:5]) is None
 
 
 def test_cross_entropy_in_bfloat16_sums_in_float32() -> None:

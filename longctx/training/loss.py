@@ -5,7 +5,7 @@ forward; so loss and gradients do not depend on how the step is planned (design 
 own entries of the vocabulary, and two numbers a token are exchanged.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,9 @@ from longctx.model.protocol import Projection
 from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
 CHUNK_TOKENS = 1024
+FEW_LABELS = 0.5
+"""Where a smaller share of the tokens has a label, logits are computed for these alone."""
+Rows = slice | torch.Tensor
 
 
 @dataclass
@@ -71,7 +74,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         counts: torch.Tensor,
         divisor: float,
-        chunk: int,
+        chunks: Sequence[Rows],
         part: VocabularyPart | None,
         softcap: float,
     ) -> torch.Tensor:
@@ -82,8 +85,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
+        for rows in chunks:
             this = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
             losses = (this.log_total - this.target_logits).where(counts[rows] != 0, 0) * counts[rows]
             total += losses.sum(dtype=torch.float64)
@@ -111,6 +113,7 @@ def cross_entropy_sum(
     chunk_tokens: int = CHUNK_TOKENS,
     weights: torch.Tensor | None = None,
     softcap: float = 0.0,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Σ weight · -log p(target) over valid targets, divided by `divisor`, a scalar in float32 (float64 for float64 inputs).
 
@@ -118,18 +121,20 @@ def cross_entropy_sum(
     gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted, weights [tokens]
-    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. In place of the weight there may be a function from hidden
+    (None: 1); `softcap` bounds the logits by tanh, unless it is 0; `rows` are those with a label, where logits of the others need
+not be computed: see `rows_with_labels`. In place of the weight there may be a function from hidden
     states to logits, which backward calls again for every chunk. No valid target, or no token at all, gives 0 with zero
     gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor parallelism has split the weight by entries
     and hidden by tokens, every rank gives all labels and gets the whole loss.
     """
     if not isinstance(weight, torch.Tensor):
-        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights)
+        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights, rows)
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, counts, divisor, chunk_tokens, part, softcap)  # type: ignore[no-untyped-call]  # torch's own
+    chunks = _chunks(len(labels), rows, chunk_tokens)
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, counts, divisor, chunks, part, softcap)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
 
@@ -140,41 +145,59 @@ def _sum_by_projection(
     divisor: float,
     chunk_tokens: int,
     weights: torch.Tensor | None,
+    rows: torch.Tensor | None,
 ) -> torch.Tensor:
-    def part(hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+    def part(hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         logits = logits_of(hidden)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits, labels[rows], ignore_index=IGNORED_LABEL, reduction="none")
         valid = labels[rows] != IGNORED_LABEL
         return (losses if weights is None else losses * weights[rows].to(losses.dtype).where(valid, 0)).sum() / divisor
 
-    total = hidden.sum() * 0.0  # so that a rank without tokens has a graph, too
-    for start in range(0, hidden.shape[0], chunk_tokens):
-        rows = slice(start, start + chunk_tokens)
-        part_loss: torch.Tensor = checkpoint(part, hidden[rows], rows, use_reentrant=False, preserve_rng_state=False)
+    total = torch.zeros((), device=hidden.device)
+    for chunk in _chunks(len(labels), rows, chunk_tokens):
+        part_loss: torch.Tensor = checkpoint(part, hidden[chunk], chunk, use_reentrant=False, preserve_rng_state=False)
         total = total + part_loss
     return total.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
+    """Where the labels are, int64 [rows], if few tokens have one, as in a conversation; else None.
+
+    The head costs as much as several layers of a small model, and gives nothing elsewhere. Labels in host memory: on a device the
+    host would wait for their number.
+    """
+    rows = (labels != IGNORED_LABEL).nonzero()[:, 0]
+    return rows if len(rows) < FEW_LABELS * len(labels) else None
+
+
+def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequence[Rows]:
+    """At least one, so that a rank without labels has a graph, too."""
+    if rows is not None:
+        return rows.split(chunk_tokens)
+    return [slice(start, start + chunk_tokens) for start in range(0, max(1, tokens), chunk_tokens)]
 
 
 @torch.no_grad()
 def log_probabilities(
     hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
 ) -> torch.Tensor:
-    """log p of every label, float32 [tokens], 0 where nothing is predicted; arguments as in `cross_entropy_sum`."""
-    if not isinstance(weight, torch.Tensor):
-        if not len(labels):
-            return labels.float()
-        targets = labels.where(labels != IGNORED_LABEL, 0).unsqueeze(-1)
-        logits = (weight(rows).float().log_softmax(-1) for rows in hidden.split(chunk_tokens))
-        by_chunk = [rows.gather(1, at)[:, 0] for rows, at in zip(logits, targets.split(chunk_tokens), strict=True)]
-        return torch.cat(by_chunk).where(labels != IGNORED_LABEL, 0)
-    hidden, weight, part = vocabulary_part(hidden, weight)
-    found = [
-        chunk.target_logits - chunk.log_total
-        for rows, targets in zip(hidden.split(chunk_tokens), labels.split(chunk_tokens), strict=True)
-        for chunk in [_Chunk.of(rows, weight, targets, part, softcap)]
-    ]
-    return torch.cat(found).where(labels != IGNORED_LABEL, 0)
+    """log p of every label [tokens], in float32 or better, 0 where nothing is predicted; arguments as in `cross_entropy_sum`.
+
+    Logits are computed where there is a label, and nowhere else.
+    """
+    part = None
+    if isinstance(weight, torch.Tensor):
+        hidden, weight, part = vocabulary_part(hidden, weight)
+    found = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
+    for some in (labels != IGNORED_LABEL).nonzero()[:, 0].split(chunk_tokens):
+        if isinstance(weight, torch.Tensor):
+            chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
+            found[some] = chunk.target_logits - chunk.log_total
+        else:
+            logits = weight(hidden[some]).to(found.dtype).log_softmax(-1)
+            found[some] = logits.gather(1, labels[some].unsqueeze(-1))[:, 0]
+    return found
 
 
 @torch.no_grad()

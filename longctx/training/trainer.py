@@ -33,7 +33,7 @@ from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
-from longctx.training.loss import cross_entropy_sum, log_probabilities
+from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.model_folder import keep_model_files
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
@@ -250,12 +250,14 @@ class Trainer:
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
             attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
+        rows = rows_with_labels(micro_batch.labels)
         head = partial(
             cross_entropy_sum,
             labels=copy_to(micro_batch.labels, device),
             divisor=weights.divisor,
             weights=counted,
             softcap=self.model.spec.logit_softcap,
+            rows=None if rows is None else copy_to(rows, device),
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)
