@@ -121,11 +121,11 @@ def cross_entropy_sum(
     gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
 
     hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted, weights [tokens]
-    (None: 1); `softcap` bounds the logits by tanh, unless it is 0; `rows` are those with a label, where logits of the others need
-not be computed: see `rows_with_labels`. In place of the weight there may be a function from hidden
-    states to logits, which backward calls again for every chunk. No valid target, or no token at all, gives 0 with zero
-    gradients. At most `chunk_tokens` rows of logits exist at a time. Where tensor parallelism has split the weight by entries
-    and hidden by tokens, every rank gives all labels and gets the whole loss.
+    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. With `rows`, those with a label (`rows_with_labels`), no
+    other logits are computed. In place of the weight there may be a function from hidden states to logits, which backward
+    calls again for every chunk. No valid target, or no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows
+    of logits exist at a time. Where tensor parallelism has split the weight by entries and hidden by tokens, every rank gives
+    all labels and gets the whole loss.
     """
     if not isinstance(weight, torch.Tensor):
         return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights, rows)
@@ -164,8 +164,8 @@ def _sum_by_projection(
 def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
     """Where the labels are, int64 [rows], if few tokens have one, as in a conversation; else None.
 
-    The head costs as much as several layers of a small model, and gives nothing elsewhere. Labels in host memory: on a device the
-    host would wait for their number.
+    The head costs as much as several layers of a small model, and gives nothing elsewhere. The labels are in host memory: on a
+    device, the host would wait for their number.
     """
     rows = (labels != IGNORED_LABEL).nonzero()[:, 0]
     return rows if len(rows) < FEW_LABELS * len(labels) else None
@@ -174,7 +174,7 @@ def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
 def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequence[Rows]:
     """At least one, so that a rank without labels has a graph, too."""
     if rows is not None:
-        return rows.split(chunk_tokens)
+        return list(rows.split(chunk_tokens))
     return [slice(start, start + chunk_tokens) for start in range(0, max(1, tokens), chunk_tokens)]
 
 
