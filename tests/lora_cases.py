@@ -134,6 +134,12 @@ def reference(
     with torch.no_grad():
         for name, weight in trained.items():
             weight.copy_(first[name.removeprefix("base_model.model.")])
+    losses = plain_loop(model, trained, config, store)
+    return losses, {name.removeprefix("base_model.model."): weight.detach() for name, weight in trained.items()}
+
+
+def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: Path) -> list[float]:
+    """Losses of STEPS steps of one process on document after document, by a model of transformers."""
     given = config.optimizer
     optimizer = torch.optim.AdamW(trained.values(), betas=given.betas, eps=given.eps, weight_decay=given.weight_decay)
     losses = []
@@ -149,7 +155,7 @@ def reference(
         optimizer.param_groups[0]["lr"] = learning_rate(step, config.train.steps, given)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name.removeprefix("base_model.model."): weight.detach() for name, weight in trained.items()}
+    return losses
 
 
 def documents_of(config: Config, store: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

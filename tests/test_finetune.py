@@ -83,6 +83,17 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys:
     torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("example", ["finetune_chat", "lora"])
+def test_examples(checkpoint: Path, conversations: Path, tmp_path: Path, example: str) -> None:
+    """As they are but for the sizes of the data."""
+    sizes = ["--batch.tokens_per_rank=1100", "--data.held_out=0.3", "--eval.every=2", "--train.compile=false"]
+    out = tmp_path / "run"
+    finetune(checkpoint, conversations, "--config", f"examples/{example}.yaml", "--out", out, *sizes)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["validation_loss"] is not None for row in rows] == [False, True, True]
+    assert (out / "export" / ("adapter_config.json" if example == "lora" else "config.json")).is_file()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
