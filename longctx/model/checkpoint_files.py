@@ -116,12 +116,6 @@ class CheckpointFiles:
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights by the config, else float32."""
-        dtype = getattr(self.config, "dtype", None)
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or rows of it, on the CPU, as a copy: what safetensors gives may be a view of the file."""
         with self._opened(name) as tensors:
