@@ -2,6 +2,7 @@
 and checkpoints take any `Model`. A base class and not a `typing.Protocol`, as torch's functions take an `nn.Module`.
 """
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,12 @@ Head = Callable[[torch.Tensor, Any], torch.Tensor]
 """From hidden states [tokens, hidden] and a `Projection` to whatever the caller wants: logits, or a loss."""
 MakeAttention = Callable[[float | None, float, int | None], RingAttention | HybridAttention]
 """From scale, softcap and window to the attention of a micro-batch."""
+
+
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """What draws the first values of a parameter, whichever others are drawn, by seed and name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class Model(nn.Module, ABC):
