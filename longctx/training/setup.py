@@ -24,7 +24,7 @@ from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
-from longctx.parallel.sharding import initialize_sharded, shard, sharded_modules
+from longctx.parallel.sharding import initialize_sharded, reshard, shard
 from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import choose_ulysses_degree
@@ -72,8 +72,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
         model.finish(mesh.device, dtype)
-        for module in sharded_modules(model):
-            module.reshard()  # it may have run: the optimizer is to have the shards
+        reshard(model)  # it may have run: the optimizer is to have the shards
     run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
     return model, run
 
