@@ -1,11 +1,12 @@
 """Where a run's model comes from: a shape with new weights, or a checkpoint of transformers."""
 
+import importlib.util
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longctx.model.adapters import Lora
+from longctx.model.adapters import Lora, LoraError
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
@@ -97,8 +98,10 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> Mod
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     """The same with adapters, run by transformers' own code; frozen weights are held in `dtype`.
 
-    Raises PretrainedError if it cannot be used.
+    Raises PretrainedError if it cannot be used, LoraError if there is no peft.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise LoraError("adapters need peft, which is not there: pip install 'longctx[huggingface]'")
     import torch
 
     from longctx.model.checkpoint_files import CheckpointFiles
