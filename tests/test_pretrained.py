@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from longctx.cli import main
 from tests.marks import slow_unless
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface_cases import build_model  # noqa: E402
-from tests.pretrained_cases import largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
+from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("llama", "gemma2", "mixtral", "gpt2", "phi", "cohere", "deepseek_v3", "gpt_oss")
@@ -95,3 +98,18 @@ def test_every_weight_is_trained(workers: Workers, checkpoints: dict[str, Path])
     """Also those beside the blocks, which the check of the model gathers before the optimizer is made."""
     for sharded, moved in workers.run(trained_weights, 2, checkpoints["llama"]):
         assert sharded and min(moved.values()) > 0, moved
+
+
+@pytest.mark.parametrize("last", [["--dry-run"], []])
+def test_tensors_without_a_place_are_told(tmp_path: Path, last: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As transformers does when it loads; what it computes anew is no loss."""
+    build_model("llama", "eager", vocab_size=260).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    others = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
+    settings = [*SETTINGS, f"model.from_pretrained={tmp_path / 'model'}", f"data.store={make_store(tmp_path, (250,))}"]
+    settings += ["batch.global_tokens=1000", f"train.run_dir={tmp_path / 'run'}", "log.tensorboard=false"]
+    assert main(["train", *(f"--{setting}" for setting in settings), *last]) == 0
+    told = capsys.readouterr().out
+    assert "no place for 1 tensor of this checkpoint, and exports will lack them: model.layers.2.eh_proj.weight\n" in told
+    assert "transformers' own code runs it" in told

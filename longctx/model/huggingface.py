@@ -46,6 +46,11 @@ class TransformersSource:
     def spec(self) -> ModelSpec:
         return self._without_values.spec
 
+    @property
+    def unused(self) -> list[str]:
+        """Without what is computed anew from the config."""
+        return [name for name in self._without_values.conversion.unused if not name.endswith("rotary_emb.inv_freq")]
+
     def check_length(self, longest: int) -> None:
         hf = self._without_values.hf
         config = hf.config.get_text_config()

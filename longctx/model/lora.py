@@ -45,6 +45,10 @@ class AdaptedSource:
     def files(self) -> CheckpointFiles:
         return self.base.files
 
+    @property
+    def unused(self) -> list[str]:
+        return self.base.unused
+
     def check_length(self, longest: int) -> None:
         self.base.check_length(longest)
 
