@@ -14,23 +14,10 @@ from typing import Any
 import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.tokenizer_files import TOKENIZER_FILES, find
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "generation_config.json",
-)
-"""What belongs to a tokenizer. `config.json` is read with them, and not theirs."""
+FILES = (*TOKENIZER_FILES, "generation_config.json")
+"""What belongs to a tokenizer, and the ends of text. `config.json` is read with them, and not theirs."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -92,7 +79,6 @@ class Checkpoint:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
-        files = sorted({file.relative_to(folder) for pattern in FILES for file in folder.glob(pattern) if file.is_file()})
         return cls(
             name,
             tokenizer,
@@ -101,7 +87,7 @@ class Checkpoint:
             dict(loaded.special_tokens_map),
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
-            files,
+            find(folder, FILES),
         )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from longctx import tokenizer_files
 from longctx.data.chat import TRAIN_ON, ChatError
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
@@ -346,9 +347,7 @@ def _encoder(
 
 def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
     """The checkpoint's own files, and the template if it is another."""
-    for file in checkpoint.files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.folder / file, folder / file)
+    tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
     if templates is not None and templates != checkpoint.templates:
         folder.mkdir(exist_ok=True)
         (folder / "chat_template.jinja").write_text(templates[False], "utf-8", newline="")

@@ -31,6 +31,7 @@ from tests.test_decoder_options import attention_of  # noqa: E402
 
 FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe gpt2 gpt_neox phi phi3 cohere olmo2 starcoder2"
 KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
+SECOND = "additional_chat_templates/tools.jinja"
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3"]
 
 
@@ -51,6 +52,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / kind / "tokenizer.json").write_text("{}")
         (folder / kind / "chat_template.jinja").write_text("{{ messages }}")
         (folder / kind / "trainer_state.json").write_text("{}")
+        (folder / kind / "additional_chat_templates").mkdir()
+        (folder / kind / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -85,7 +88,7 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
     theirs, ours = contents(tmp_path / "theirs"), contents(tmp_path / "ours")
     assert {name: tensor.dtype for name, tensor in ours.items()} == {name: tensor.dtype for name, tensor in theirs.items()}
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SECOND):
         assert (tmp_path / "ours" / name).read_bytes() == (source / name).read_bytes()
     extra = {file.name for file in (tmp_path / "ours").iterdir()} - {file.name for file in source.iterdir()}
     assert all(name.endswith(".safetensors") or name == INDEX for name in extra)

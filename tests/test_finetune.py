@@ -24,6 +24,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer and a chat template, all its weights in bfloat16."""
     folder = FAMILIES["SmolLM2"].save(tmp_path_factory.mktemp("checkpoint"))
     entries = len(transformers.AutoTokenizer.from_pretrained(folder))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "short.jinja").write_text("{{ messages[0].content }}")
     build_model("llama", "eager", vocab_size=entries).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -67,7 +69,8 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
         for folder in (checkpoint, out / "export")
     )
     assert (logits(after) - logits(before)).abs().max() > 0.01
-    assert transformers.AutoTokenizer.from_pretrained(out / "export").chat_template
+    templates = [transformers.AutoTokenizer.from_pretrained(folder).chat_template for folder in (checkpoint, out / "export")]
+    assert templates[0] == templates[1] and templates[0].keys() == {"default", "short"}
 
 
 def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,13 @@ from typing import Any
 
 import torch
 
+from longctx import tokenizer_files
 from longctx.errors import UserError
+from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
-BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
 """Files of a checkpoint that are no weights: config, tokenizer, chat template."""
-
-
 DESCRIBED = "tensors.json"
 """In a checkpoint without its weights: every tensor's name and dtype."""
 OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
@@ -109,8 +108,7 @@ class CheckpointFiles:
 
     def describe(self, folder: Path) -> None:
         """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""
-        for file in small_files(self.folder):
-            shutil.copyfile(file, folder / file.name)
+        tokenizer_files.copy(small_files(self.folder), self.folder, folder)
         if self.rope:
             self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
@@ -140,9 +138,8 @@ class CheckpointFiles:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Those of a checkpoint that are no weights, and say nothing of them."""
-    found = {file for pattern in BESIDE_WEIGHTS for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.name not in OF_WEIGHTS)
+    """Those of a checkpoint that are no weights, and say nothing of them, relative to its folder."""
+    return [file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS]
 
 
 def _folder(source: str) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from longctx import tokenizer_files
 from longctx.errors import UserError
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
@@ -130,9 +131,8 @@ def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept
     """Returns how many bytes of weights they have."""
     trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     write_adapter(folder, model, trained)
-    for file in beside_weights(kept):
-        if file.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(file, folder / file.name)
+    of_base = ("config.json", "generation_config.json")
+    tokenizer_files.copy([file for file in beside_weights(kept) if file.name not in of_base], kept, folder)
     return sum(tensor.nbytes for tensor in trained.values())
 
 
@@ -224,8 +224,7 @@ def _write_beside(
     """Writes config, generation config, tokenizer and chat template. Returns the class of transformers."""
     from transformers import GenerationConfig
 
-    for file in beside_weights(kept):
-        shutil.copyfile(file, folder / file.name)
+    tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
         assert isinstance(model, Decoder)
