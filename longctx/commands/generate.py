@@ -23,20 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from longctx.model.checkpoint_files import check_name
+
     folder = Path(arguments.checkpoint)
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: give 1 or more")
     if arguments.temperature is not None and arguments.temperature <= 0:
         raise UserError(f"--temperature is {arguments.temperature}: give a positive one, or leave it out for greedy decoding")
-    if (folder / "config.yaml").is_file():
-        raise UserError(
-            f"{folder} is the folder of a run, whose checkpoints only longctx reads: export it first, with\n"
-            f"  longctx export {folder} OUT\n  longctx generate OUT --prompt TEXT"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: give the folder of a checkpoint of transformers")
-    if not folder.is_dir() and (arguments.checkpoint.count("/") != 1 or arguments.checkpoint.startswith((".", "/", "~"))):
-        raise UserError(f"there is no folder {folder}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{folder} holds adapters, and no model: merge them with longctx export RUN OUT --merge, and give OUT")
+    check_name(arguments.checkpoint)
     return _generate(arguments)
 
 

@@ -59,9 +59,8 @@ class CheckpointFiles:
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
         """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if there is no sound one."""
+        check_name(source)
         folder = _folder(source)
-        if not (folder / "config.json").is_file():
-            raise PretrainedError(f"{source} has no config.json: give the folder of a checkpoint as transformers saves it")
         if (folder / DESCRIBED).is_file():
             return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
@@ -142,12 +141,28 @@ def small_files(folder: Path) -> list[Path]:
     return [file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS]
 
 
+def check_name(source: str) -> None:
+    """Raises PretrainedError unless this is the folder of a checkpoint, or may be a name on the hub."""
+    folder = Path(source)
+    if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if (folder / "config.yaml").is_file():
+        raise PretrainedError(
+            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first (longctx export {source} "
+            "OUT), and give OUT"
+        )
+    found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
+    raise PretrainedError(
+        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one holds {found})"
+    )
+
+
 def _folder(source: str) -> Path:
     """The folder of a checkpoint, from the hub if there is none of this name."""
     if Path(source).is_dir():
         return Path(source)
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
 
