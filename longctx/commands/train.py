@@ -126,7 +126,7 @@ def _train(
     from longctx.training.trace import Tracer
     from longctx.training.trainer import NonFiniteLoss, Trainer
 
-    stop = mesh.StopSignal.install()
+    stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         groups = join_run(config, launch, device)
         try:
@@ -150,6 +150,7 @@ def _train(
             print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         groups.close()
+        stop.release_interrupts()
         steps_done = trainer.steps_done
         del trainer  # weights and moments, before others are read
         if finished and launch.rank == 0:
@@ -157,8 +158,8 @@ def _train(
     if not finished and launch.rank == 0:
         written = config.checkpoint.every is not None
         saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
-        print(f"stopped by SIGTERM after step {steps_done}; {saved}", file=sys.stderr)
-    return 0 if finished else 143
+        print(f"stopped by {stop.number.name} after step {steps_done}; {saved}", file=sys.stderr)
+    return 0 if finished else 128 + stop.number
 
 
 def _finish(config: Config, step: int) -> None:

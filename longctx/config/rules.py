@@ -36,7 +36,7 @@ def _model(config: Config) -> Iterator[Problem]:
     if isinstance(found, ConfigError):
         yield from found.problems
     elif isinstance(found, UserError) and not isinstance(found, LoraError):  # which is told with the settings of LoRA
-        fix = "give another checkpoint, or model.preset for new weights"
+        fix = "mend or replace that checkpoint, or give another"
         yield Problem("model.from_pretrained", model.from_pretrained, str(found), fix, ("model.implementation",))
     if model.from_pretrained is None:
         if model.implementation != "auto":
