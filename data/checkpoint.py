@@ -62,10 +62,12 @@ class Checkpoint:
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder))
         except Exception as error:  # whatever a damaged file makes it raise
+            has_files = any(file.suffix != ".jinja" for file in find(folder))
+            why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"
+            why = why if has_files else f"there is no tokenizer in {name}"
             found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
             raise TokenizerError(
-                f"transformers cannot load a tokenizer from {name}: {_first_line(error)}; the folder of a checkpoint has "
-                f"tokenizer.json and tokenizer_config.json, and this one holds {found}"
+                f"{why}; the folder of a checkpoint has tokenizer.json and tokenizer_config.json, and this one holds {found}"
             ) from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:

@@ -151,10 +151,11 @@ def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_lengt
     """Raises CorpusError if there is nothing to learn."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
-        raise CorpusError(
-            f"source {corpus.source!r} has no document with text: {found.empty} are empty, "
-            f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3]) or 'none'})"
-        )
+        left_out = [f"{found.empty} are empty"] * bool(found.empty)
+        if found.not_text:
+            left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
+        why = ", ".join(left_out) or "it holds nothing"
+        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
     if dropped and not any(part.documents for part in parts):
         raise CorpusError(
             f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"

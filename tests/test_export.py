@@ -231,6 +231,10 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     shutil.copytree(runs / "native/llama", run, symlinks=True)
     with pytest.raises(ExportError, match="there is no run folder"):
         export(tmp_path / "nowhere", out)
+    with pytest.raises(ExportError, match="is no run folder, as it has no checkpoints"):
+        export(tmp_path, out)
+    with pytest.raises(ExportError, match="is a checkpoint of transformers already"):
+        export(runs / "native/llama/model", out)
     with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
         export(run, out, step=7)
     out.mkdir()
@@ -239,6 +243,9 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     with pytest.raises(ExportError, match=r"is no checkpoint of transformers .*: it will not be replaced"):
         export(run, out, overwrite=True)
     out.rmdir()
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ExportError, match=r"has no complete checkpoint: let the run write one \(checkpoint.every\)"):
+        export(tmp_path / "begun", out)
     assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"step 0 exported to {out}: LlamaForCausalLM, 0.000 GB in ")

@@ -62,6 +62,7 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
         (["{checkpoint}", "--prompt=a", "--temperature=0"], "give a positive one, or leave it out for greedy"),
         (["{checkpoint}", "--prompt=a", "--max-new-tokens=0"], "--max-new-tokens is 0"),
         (["{plain}", "--chat=a"], "has no chat template: give --prompt"),
+        (["{plain}", "--prompt=a"], "{plain} cannot be used: Error while deserializing header"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(
@@ -74,5 +75,8 @@ def test_what_cannot_be_generated_is_refused(
     names = {name: tmp_path / name for name in ("run", "adapters", "plain")} | {"folder": tmp_path, "checkpoint": checkpoint}
     if "{plain}" in arguments[0]:
         save_checkpoint(tmp_path / "plain", chat=False)
+    if "--prompt=a" in arguments and "{plain}" in arguments:
+        file = tmp_path / "plain" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
     assert main(["generate", *(text.format(**names) for text in arguments)]) == 2
     assert words.format(**names) in capfd.readouterr().err

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError
+from longctx.errors import UserError, brief
 
 SUMMARY = "Continue a text, or answer a question, with an exported model"
 
@@ -25,13 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.model.checkpoint_files import check_name
 
-    folder = Path(arguments.checkpoint)
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: give 1 or more")
     if arguments.temperature is not None and arguments.temperature <= 0:
         raise UserError(f"--temperature is {arguments.temperature}: give a positive one, or leave it out for greedy decoding")
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{folder} holds adapters, and no model: merge them with longctx export RUN OUT --merge, and give OUT")
     check_name(arguments.checkpoint)
     return _generate(arguments)
 
@@ -40,6 +36,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
     except ImportError as error:
         raise UserError(
@@ -52,8 +49,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{arguments.checkpoint} cannot be used: {' '.join(str(error).split())[:300]}") from error
+    except (ValueError, OSError, KeyError, SafetensorError) as error:
+        raise UserError(f"{arguments.checkpoint} cannot be used: {brief(error)}") from error
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:

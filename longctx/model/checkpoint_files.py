@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.errors import UserError
+from longctx.errors import UserError, brief
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -77,7 +77,7 @@ class CheckpointFiles:
         try:
             config = AutoConfig.from_pretrained(self.folder)
         except (ValueError, KeyError, OSError) as error:
-            raise PretrainedError(f"{self.folder}/config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
+            raise PretrainedError(f"{self.folder}/config.json cannot be used: {brief(error)}") from error
         if self.rope:
             from longctx.model.context_extension import with_rope
 
@@ -152,6 +152,10 @@ def check_name(source: str) -> None:
         raise PretrainedError(
             f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first (longctx export {source} "
             "OUT), and give OUT"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise PretrainedError(
+            f"{source} holds adapters, and no model: merge them with longctx export RUN OUT --merge, and give OUT"
         )
     found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
     raise PretrainedError(

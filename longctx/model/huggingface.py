@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from longctx.attention.huggingface import Rings, check_length, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
+from longctx.errors import brief
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion, groups
 from longctx.model.protocol import Head, MakeAttention, Model
@@ -268,9 +269,7 @@ def _build(files: CheckpointFiles) -> Any:
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise PretrainedError(
-            f"transformers cannot build a causal language model of {files.folder}: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise PretrainedError(f"transformers cannot build a causal language model of {files.folder}: {brief(error)}") from error
     if model.base_model is model:
         raise PretrainedError(f"{type(model).__name__} has no base model that gives hidden states: it cannot be trained here")
     return model

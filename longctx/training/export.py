@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
+from longctx.data.store import is_store
 from longctx.errors import UserError
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
@@ -154,12 +155,17 @@ def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> 
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
         raise ExportError(f"there is no run folder {run}: give train.run_dir of a run")
+    if not checkpoint.is_run(run):
+        what = "a store of documents" if is_store(run) else "no run folder, as it has no checkpoints"
+        what = "a checkpoint of transformers already" if (run / "config.json").is_file() else what
+        raise ExportError(f"{run} is {what}: give train.run_dir of a run")
     found, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if found is None:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        steps = ", ".join(map(str, checkpoint.steps(run))) or "none"
         why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise ExportError(f"{run} has {what}{why}: complete are those of steps {steps}")
+        steps = ", ".join(map(str, checkpoint.steps(run)))
+        way_out = f"complete are those of steps {steps}" if steps else "let the run write one (checkpoint.every)"
+        raise ExportError(f"{run} has {what}{why}: {way_out}")
     return found
 
 
