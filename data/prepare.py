@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from longctx import tokenizer_files
-from longctx.data.chat import TRAIN_ON, ChatError
+from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
 from longctx.data.encode import Encoder
@@ -123,6 +123,9 @@ def prepare(
         found = Found()
         parts = write_parts(folder, corpus, encoder, found, part_tokens=part_tokens, progress=progress)
         _check_learnt(corpus, found, parts, max_length)
+        conversations = bool(set(found.formats) - {"text"})
+        if checkpoint is not None and templates is None and conversations:
+            (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
@@ -134,7 +137,7 @@ def prepare(
             found,
             request=request,
             fingerprint=fingerprint,
-            template=_in_words(tokenizer, chat_template, templates, train_on) if set(found.formats) - {"text"} else "",
+            template=_in_words(tokenizer, chat_template, templates, train_on, used) if conversations else "",
             train_on=train_on,
             max_length=max_length,
         )
@@ -319,10 +322,12 @@ def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[boo
     return {False: text, True: text}
 
 
-def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str) -> str:
+def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str, used: Tokenizer) -> str:
     """Which template conversations were given, and how what is learnt was found."""
     if templates is None:
-        return "ChatML" if chat_template == "chatml" else "ChatML, as the tokenizer brings none"
+        why = "" if chat_template == "chatml" else ", as the tokenizer brings none"
+        differs = "" if ChatML(used).is_its_rendering else "; transformers gives its marks other tokens with this tokenizer"
+        return f"ChatML{why}{differs}"
     whose = f"that of {tokenizer}" if chat_template == "auto" else chat_template
     if train_on == "all":
         return whose
@@ -351,7 +356,7 @@ def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, s
     tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
     if templates is not None and templates != checkpoint.templates:
         folder.mkdir(exist_ok=True)
-        (folder / "chat_template.jinja").write_text(templates[False], "utf-8", newline="")
+        (folder / TEMPLATE_FILE).write_text(templates[False], "utf-8", newline="")
 
 
 def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:

@@ -9,16 +9,12 @@ import shutil
 from pathlib import Path
 
 from longctx import tokenizer_files
+from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.store import TOKENIZER, TOKENIZER_FILES, Store
 from longctx.model.checkpoint_files import DESCRIBED, small_files
 from longctx.model.source import ModelSource
 
 FOLDER = "model"
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""The template of `longctx.data.chat`."""
 
 
 def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
@@ -33,22 +29,21 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
         for file in kept:
             (folder / file).unlink()
         tokenizer_files.copy(tokenizer_files.find(its_own, ["**/*"]), its_own, folder)
-    elif not kept:
+        return
+    if not kept:
         shutil.copyfile(store.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
+    if store.manifest.conversations:  # without a checkpoint's tokenizer they became ChatML
+        (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 
 
 def _tokenizer_config(store: Store) -> dict[str, object]:
     """For transformers, of a tokenizer.json of ours."""
-    config: dict[str, object] = {
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": store.tokenizer.end_of_document_token,
     }
-    manifest = store.manifest
-    if manifest.trained_tokens != manifest.tokens - manifest.documents:  # conversations: not every token is a target
-        config["chat_template"] = CHATML
-    return config
 
 
 def beside_weights(folder: Path) -> list[Path]:
