@@ -1,5 +1,6 @@
 """Checkpoints of transformers in the trainer: read, packed, split over ranks and sharded, against transformers alone."""
 
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from longctx.cli import main
+from longctx.model.source import adapted, pretrained
+from longctx.training import checkpoint
 from tests.marks import slow_unless
 from tests.training_cases import make_store
 from tests.workers import Workers
@@ -100,16 +103,45 @@ def test_every_weight_is_trained(workers: Workers, checkpoints: dict[str, Path])
         assert sharded and min(moved.values()) > 0, moved
 
 
+def settings_of_a_run(folder: Path) -> list[str]:
+    """Of a new checkpoint and a new store."""
+    build_model("llama", "eager", vocab_size=260).save_pretrained(folder / "model")
+    settings = [*SETTINGS, f"model.from_pretrained={folder / 'model'}", f"data.store={make_store(folder, (250,))}"]
+    settings += ["batch.global_tokens=1000", f"train.run_dir={folder / 'run'}", "log.tensorboard=false"]
+    return [f"--{setting}" for setting in settings]
+
+
 @pytest.mark.parametrize("last", [["--dry-run"], []])
 def test_tensors_without_a_place_are_told(tmp_path: Path, last: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """As transformers does when it loads; what it computes anew is no loss."""
-    build_model("llama", "eager", vocab_size=260).save_pretrained(tmp_path / "model")
+    settings = settings_of_a_run(tmp_path)
     file = tmp_path / "model" / "model.safetensors"
     others = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
-    settings = [*SETTINGS, f"model.from_pretrained={tmp_path / 'model'}", f"data.store={make_store(tmp_path, (250,))}"]
-    settings += ["batch.global_tokens=1000", f"train.run_dir={tmp_path / 'run'}", "log.tensorboard=false"]
-    assert main(["train", *(f"--{setting}" for setting in settings), *last]) == 0
+    assert main(["train", *settings, *last]) == 0
     told = capsys.readouterr().out
     assert "no place for 1 tensor of this checkpoint, and exports will lack them: model.layers.2.eh_proj.weight\n" in told
     assert "transformers' own code runs it" in told
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
+    tmp_path: Path, rank: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does: an export stands in for the checkpoint, as all weights are in those of the run. Adapters are not enough."""
+    settings, run, out = settings_of_a_run(tmp_path), tmp_path / "run", tmp_path / "out"
+    settings += [f"--lora.rank={rank}"] * (rank is not None)
+    assert main(["train", *settings, "--train.steps=2"]) == 0
+    shutil.rmtree(tmp_path / "model")
+    pretrained.cache_clear()
+    adapted.cache_clear()
+    assert main(["train", *settings, "--train.steps=3", "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'model'}" in told
+    assert main(["export", str(run), str(out)]) == (0 if rank is None else 2)
+    if rank is not None:
+        assert "have the adapters alone" in told and "the frozen weights are not in" in capsys.readouterr().err
+        return
+    assert f"longctx export {run} OUT, and give --model.from_pretrained OUT" in told
+    assert main(["train", *settings, "--train.steps=3", "--resume", f"--model.from_pretrained={out}"]) == 0
+    assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3

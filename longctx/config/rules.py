@@ -36,8 +36,7 @@ def _model(config: Config) -> Iterator[Problem]:
     if isinstance(found, ConfigError):
         yield from found.problems
     elif isinstance(found, UserError) and not isinstance(found, LoraError):  # which is told with the settings of LoRA
-        fix = "mend or replace that checkpoint, or give another"
-        yield Problem("model.from_pretrained", model.from_pretrained, str(found), fix, ("model.implementation",))
+        yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
     if model.from_pretrained is None:
         if model.implementation != "auto":
             rule = "it says whose code runs a checkpoint, and model.from_pretrained names none"
@@ -48,6 +47,19 @@ def _model(config: Config) -> Iterator[Problem]:
     for name in sorted(own):
         rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
         yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))
+
+
+def _without(config: Config) -> str:
+    """What to do without the checkpoint that a run began with, or is to begin with."""
+    run = config.train.run_dir
+    if not (run / "checkpoints").is_dir():
+        return "mend or replace that checkpoint, or give another"
+    if config.lora.rank is not None:
+        return f"put it back where it was: the checkpoints of {run} have the adapters alone, and not the weights beside them"
+    return (
+        f"put it back where it was; or, as the checkpoints of {run} have all weights: longctx export {run} OUT, and give "
+        "--model.from_pretrained OUT, without settings of RoPE"
+    )
 
 
 def _lora(config: Config) -> Iterator[Problem]:
