@@ -1,8 +1,10 @@
 """Checkpoints of transformers in the trainer: read, packed, split over ranks and sharded, against transformers alone."""
 
 import shutil
+from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from longctx.attention import operator
+from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.model.source import adapted, pretrained
 from longctx.training import checkpoint
@@ -53,6 +57,7 @@ OPTIONS = {
     "every rank holds all": ["parallel.shard_ranks=1"],
     "Ulysses": ["context.ulysses_degree=2"],
 }
+ULYSSES = OPTIONS["Ulysses"]
 
 
 COMBINED = [(kind, name) for kind in ("llama", "gemma2", "mixtral") for name in OPTIONS]
@@ -64,6 +69,48 @@ def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path],
     for found_loss, found_gradients, _ in workers.run(step, 2, checkpoints[kind], OPTIONS[name]):
         assert found_loss == pytest.approx(loss, rel=1e-5)
         assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
+    """How often this rank runs, in a step's passes through the first block: a projection of attention and one of the MLP,
+    attention itself, and swaps of heads."""
+    trainer = make_trainer(folder, settings)
+    block, done = trainer.model.layers[0], Counter[str]()
+    block.self_attn.q_proj.register_forward_hook(lambda *_: done.update(["projection"]))
+    block.mlp.gate_proj.register_forward_hook(lambda *_: done.update(["mlp"]))
+    run, attend = HeadSwap.run, operator._Pass.__init__
+
+    def swapped(self: HeadSwap, *arguments: Any) -> Any:
+        done["swap"] += arguments[-1] == 0
+        return run(self, *arguments)
+
+    def attended(self: Any, call: Any, layer: int, name: str, *arguments: Any) -> None:
+        done["attention"] += (layer, name) == (0, "forward")
+        attend(self, call, layer, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadSwap, "run", swapped)
+        patch.setattr(operator._Pass, "__init__", attended)
+        trainer._forward_backward(make_batch(dist.get_world_size(), dist.get_rank()))
+    return done
+
+
+def works(folder: Path, settings: list[list[str]]) -> list[Counter[str]]:
+    return [work_of_a_step(folder, each) for each in settings]
+
+
+def test_settings_take_effect_on_the_blocks_of_transformers(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    """Or that they change nothing would prove nothing."""
+
+    settings = ([], *(["train." + each] for each in ("recompute=full", "recompute=selective", "mlp_tile_tokens=7")), ULYSSES)
+    by_rank = workers.run(works, 2, checkpoints["llama"], settings)
+    plain, full, selective, tiled, swapped = (sum(done, Counter()) for done in zip(*by_rank, strict=True))
+    assert plain["projection"] == plain["mlp"] == plain["attention"] > 0 == plain["swap"]
+    twice = {"projection": 2 * plain["projection"], "mlp": 2 * plain["mlp"]}
+    assert full == {**twice, "attention": 2 * plain["attention"]}
+    assert selective == {**twice, "attention": plain["attention"]}
+    assert tiled["mlp"] > 4 * plain["mlp"] and tiled["projection"] == plain["projection"]
+    assert swapped["swap"] > 0
 
 
 def exact_families() -> list[str]:
