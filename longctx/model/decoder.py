@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from longctx.model.families import Family, expressed
 from longctx.model.presets import ModelShape
-from longctx.model.protocol import Attention, AttentionByLayer, Head, Model, generator_of
+from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
@@ -103,7 +103,7 @@ class Embedding(nn.Embedding):
         return super().forward(tokens)
 
 
-class Decoder(Model):
+class Decoder(StagedModel):
     """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
 
     With `layers` it holds these blocks alone, under the names they have in the whole model: the embedding comes with the first,

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -82,8 +82,6 @@ class TransformersModel(Model):
     Always in evaluation mode: dropout would depend on how documents are split.
     """
 
-    tensor_plan: ClassVar[Mapping[str, str]] = {}
-
     def __init__(self, files: CheckpointFiles) -> None:
         """On torch's default device. Raises HuggingFaceError or PretrainedError for what cannot be trained."""
         super().__init__()
@@ -125,14 +123,6 @@ class TransformersModel(Model):
             return logits
         finally:
             self.hf._modules[prefix] = base
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
-
-    def run(
-        self, blocks: Iterable[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: Any, head: Head | None
-    ) -> torch.Tensor:
-        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
 
     def attention(self, make: MakeAttention) -> Rings:
         """One for every kind of layer, made before the layers run: torch.compile would trace the making of their schedules."""
