@@ -19,6 +19,13 @@ import numpy.typing as npt
 from longctx.data.tokenizer import TokenArray, Tokenizer
 from longctx.errors import UserError
 
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The same in Jinja, for transformers."""
+TEMPLATE_FILE = "chat_template.jinja"
+"""Where transformers looks for it first."""
 ROLES = ("system", "user", "assistant", "tool")
 TRAIN_ON = ("assistant", "last", "all")
 """What is learnt of a conversation: the assistant's turns, the last one of them, or every token."""
@@ -54,6 +61,17 @@ class ChatML:
         """The head of a message by role, its end, and the line break behind it."""
         encode = self._tokenizer.encode_markup
         return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
+
+    @property
+    def is_its_rendering(self) -> bool:
+        """Whether the tokens of a conversation are those of its rendering by `CHATML`, as far as one conversation shows.
+
+        They are not where a tokenizer joins a marker and what stands beside it to a token, or begins every text with a space.
+        """
+        messages = [{"role": role, "content": content} for role, content in (("user", "Is it?"), ("assistant", "Yes."))]
+        contents = [self._tokenizer.encode(message["content"]) for message in messages]
+        rendered = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages)
+        return np.array_equal(self.join(messages, contents, ())[0], self._tokenizer.encode_markup(rendered))
 
     def join(
         self, messages: Sequence[Message], contents: Sequence[TokenArray], learnt: Collection[int]

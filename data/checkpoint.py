@@ -14,23 +14,10 @@ from typing import Any
 import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.tokenizer_files import TOKENIZER_FILES, find
 
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "generation_config.json",
-)
-"""What belongs to a tokenizer. `config.json` is read with them, and not theirs."""
+FILES = (*TOKENIZER_FILES, "generation_config.json")
+"""What belongs to a tokenizer, and the ends of text. `config.json` is read with them, and not theirs."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -75,10 +62,12 @@ class Checkpoint:
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder))
         except Exception as error:  # whatever a damaged file makes it raise
+            has_files = any(file.suffix != ".jinja" for file in find(folder))
+            why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"
+            why = why if has_files else f"there is no tokenizer in {name}"
             found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
             raise TokenizerError(
-                f"transformers cannot load a tokenizer from {name}: {_first_line(error)}; the folder of a checkpoint has "
-                f"tokenizer.json and tokenizer_config.json, and this one holds {found}"
+                f"{why}; the folder of a checkpoint has tokenizer.json and tokenizer_config.json, and this one holds {found}"
             ) from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:
@@ -92,7 +81,6 @@ class Checkpoint:
             tokenizer = Tokenizer(backend.to_str(), end)
         except TokenizerError as error:
             raise TokenizerError(f"{name}: {error}") from error
-        files = sorted({file.relative_to(folder) for pattern in FILES for file in folder.glob(pattern) if file.is_file()})
         return cls(
             name,
             tokenizer,
@@ -101,7 +89,7 @@ class Checkpoint:
             dict(loaded.special_tokens_map),
             tuple(dict.fromkeys(filter(None, [loaded.eos_token, *ends]))),
             folder,
-            files,
+            find(folder, FILES),
         )
 
 

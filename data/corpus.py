@@ -112,6 +112,8 @@ def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
         return Corpus(source, STANDARD_LIBRARY, root, tuple(files), text_column)
     path = Path(source)
     if path.is_file():
+        if path.suffix == ".json" and text_column is None:
+            _refuse_records(path)
         return Corpus(source, "files", path.parent, (path,), text_column)
     if not path.is_dir():
         raise CorpusError(f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, or a saved dataset")
@@ -127,6 +129,19 @@ def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
         raise CorpusError(f"source {source!r} is a folder without files: put text, .jsonl or .parquet files there")
     is_dataset = {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}
     return Corpus(source, "dataset" if is_dataset else "files", path, tuple(files), text_column)
+
+
+def _refuse_records(file: Path) -> None:
+    """Raises CorpusError for a list of records: as one text, their JSON would be learnt."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError:
+        return
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        raise CorpusError(
+            f"{file} is a list of {len(content):,} records, and records stand one a line in a .jsonl file: "
+            f"jq -c '.[]' {file} > {file.with_suffix('.jsonl')}"
+        )
 
 
 def _walk(root: Path, leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -160,7 +175,9 @@ def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[Document]
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
             except json.JSONDecodeError as error:
-                raise CorpusError(f"{file}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+                raise CorpusError(
+                    f"{file}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+                ) from error
             if not isinstance(record, dict):
                 raise CorpusError(f'{file}:{number}: a line must be an object like {{"text": ".."}}')
             yield _document(record, f"{name}:{number}", f"{file}:{number}", column, len(line))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer as TokenizerJson
 
 from longctx.data.lost_text import LostText
-from longctx.data.tokenizer import ANOTHER_TOKENIZER, TokenArray, TokenizerError, byte_vocabulary
+from longctx.data.tokenizer import TokenArray, byte_vocabulary, ids_of
 
 Spans = Sequence[tuple[int, int]]
 """Characters start … stop - 1 of a text, in order and apart."""
@@ -69,13 +69,7 @@ class Markup:
 
     def encode(self, text: str, spans: Spans) -> Marked:
         """One text. Raises TokenizerError if the tokenizer cannot encode it."""
-        try:
-            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(
-                f"the tokenizer cannot encode a conversation that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
-            ) from error
-        ids = encoding.ids
+        ids = ids_of(self._inner, text, "a conversation")
         tokens = np.array(ids, self._dtype)
         learnt, straddling = self._learnt(text, ids, tokens, spans)
         if not self._lost.possible:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from longctx.data.chat import TRAIN_ON, ChatError
+from longctx import tokenizer_files
+from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
 from longctx.data.encode import Encoder
@@ -122,6 +123,9 @@ def prepare(
         found = Found()
         parts = write_parts(folder, corpus, encoder, found, part_tokens=part_tokens, progress=progress)
         _check_learnt(corpus, found, parts, max_length)
+        conversations = bool(set(found.formats) - {"text"})
+        if checkpoint is not None and templates is None and conversations:
+            (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
@@ -133,7 +137,7 @@ def prepare(
             found,
             request=request,
             fingerprint=fingerprint,
-            template=_in_words(tokenizer, chat_template, templates, train_on) if set(found.formats) - {"text"} else "",
+            template=_in_words(tokenizer, chat_template, templates, train_on, used) if conversations else "",
             train_on=train_on,
             max_length=max_length,
         )
@@ -150,10 +154,11 @@ def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_lengt
     """Raises CorpusError if there is nothing to learn."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
-        raise CorpusError(
-            f"source {corpus.source!r} has no document with text: {found.empty} are empty, "
-            f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3]) or 'none'})"
-        )
+        left_out = [f"{found.empty} are empty"] * bool(found.empty)
+        if found.not_text:
+            left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
+        why = ", ".join(left_out) or "it holds nothing"
+        raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
     if dropped and not any(part.documents for part in parts):
         raise CorpusError(
             f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"
@@ -317,10 +322,12 @@ def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[boo
     return {False: text, True: text}
 
 
-def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str) -> str:
+def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str, used: Tokenizer) -> str:
     """Which template conversations were given, and how what is learnt was found."""
     if templates is None:
-        return "ChatML" if chat_template == "chatml" else "ChatML, as the tokenizer brings none"
+        why = "" if chat_template == "chatml" else ", as the tokenizer brings none"
+        differs = "" if ChatML(used).is_its_rendering else "; transformers gives its marks other tokens with this tokenizer"
+        return f"ChatML{why}{differs}"
     whose = f"that of {tokenizer}" if chat_template == "auto" else chat_template
     if train_on == "all":
         return whose
@@ -346,12 +353,10 @@ def _encoder(
 
 def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
     """The checkpoint's own files, and the template if it is another."""
-    for file in checkpoint.files:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(checkpoint.folder / file, folder / file)
+    tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
     if templates is not None and templates != checkpoint.templates:
         folder.mkdir(exist_ok=True)
-        (folder / "chat_template.jinja").write_text(templates[False], "utf-8", newline="")
+        (folder / TEMPLATE_FILE).write_text(templates[False], "utf-8", newline="")
 
 
 def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:

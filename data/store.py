@@ -102,6 +102,12 @@ class Manifest:
     heaviest: float = 1.0
 
     @property
+    def conversations(self) -> bool:
+        """Whether there are any. Stores of older versions say so only by tokens that are no targets."""
+        known = bool(set(self.formats) - {"text"})
+        return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
+
+    @property
     def loss(self) -> str:
         """What the tokenizer lost, in a sentence; empty if nothing."""
         if not self.lost_characters:

@@ -143,13 +143,7 @@ class Tokenizer:
             return list(threads.map(self._encode_one, texts))
 
     def _encode_one(self, text: str) -> Encoded:
-        try:
-            (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(
-                f"the tokenizer cannot encode a text that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
-            ) from error
-        tokens = np.array(encoding.ids, self.dtype)
+        tokens = np.array(ids_of(self._inner, text, "a text"), self.dtype)
         return Encoded(tokens, *self._lost.count(text, tokens)) if self._lost.possible else Encoded(tokens)
 
     def encode_markup(self, text: str) -> TokenArray:
@@ -175,6 +169,18 @@ class Tokenizer:
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of token ids; special tokens appear by name."""
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
+
+
+def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
+    """Token ids of a text, without special tokens around it. Raises TokenizerError saying which `kind` of text it was."""
+    try:
+        (encoding,) = inner.encode_batch_fast([text], add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise TokenizerError(
+            f"the tokenizer cannot encode {kind} that begins with {text[:40]!r}: {error}; {ANOTHER_TOKENIZER}"
+        ) from error
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def fingerprint(text: str) -> str:

@@ -48,6 +48,18 @@ def test_a_checkpoint_takes_another_rope(workers: Workers, tmp_path: Path, kind:
     assert largest_error(found_gradients, gradients) < 1e-4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_config_says_no_more_than_its_rope_has(tmp_path: Path, kind: str) -> None:
+    """As in transformers: what another type has would be warned of, or taken for a length that was trained."""
+    settings, rope = KINDS[kind]
+    build_model("llama", "eager").save_pretrained(tmp_path)
+    config = (
+        load(None, [f"model.from_pretrained={tmp_path}", *(f"model.{each}" for each in settings)]).model_source().files.config
+    )
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0} if kind == "yarn" else {}
+    assert config.rope_parameters == {"rope_theta": 1e4, **defaults, **rope}
+
+
 def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     build_model("gemma3_text", "eager").save_pretrained(tmp_path)
     config = load(None, [f"model.from_pretrained={tmp_path}", "model.rope_scaling=linear", "model.rope_factor=8.0"])

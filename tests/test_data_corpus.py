@@ -67,6 +67,7 @@ def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
     ("line", "says"),
     [
         ('{"text": ', "not JSON"),
+        ('{"text": "\t"}', "not JSON: Invalid control character at column 11"),
         ("[1]", "must be an object"),
         ('{"body": "x"}', "neither 'text' nor messages, conversations, prompt"),
         ('{"text": 3}', "'text' is of type int"),
@@ -157,3 +158,13 @@ def test_shares_of_the_source_add_up(tmp_path: Path) -> None:
     corpus = open_corpus(str(tmp_path))
     assert sum(document.source_bytes for document in corpus.documents()) == pytest.approx(corpus.bytes)
     assert json.loads(file.read_text("utf-8").splitlines()[0]) == {"text": "é"}
+
+
+def test_a_list_of_records_is_not_one_text(tmp_path: Path) -> None:
+    """Its JSON would be learnt, as that of other files is."""
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps([{"messages": CONVERSATION}] * 2), "utf-8")
+    with pytest.raises(CorpusError, match=r"is a list of 2 records, .*: jq -c '.\[\]' "):
+        open_corpus(str(file))
+    file.write_text('{"a": 1}', "utf-8")
+    assert len(texts(file)) == 1

@@ -158,6 +158,9 @@ def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(CorpusError, match=r"no document with text: 1 are empty, 1 files are not UTF-8 text \(photo.jpg\)"):
             prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
+    (tmp_path / "none.jsonl").write_bytes(b"")
+    with pytest.raises(CorpusError, match="no document with text: it holds nothing"):
+        prepare(open_corpus(str(tmp_path / "none.jsonl")), tmp_path / "out", tokenizer="bytes")
 
 
 def test_bad_line_leaves_nothing(tmp_path: Path) -> None:

@@ -228,10 +228,10 @@ def test_a_template_can_be_asked_for_only_where_it_can_run(tmp_path: Path, check
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "cannot load a tokenizer from .* holds nothing"),
+        ({}, "there is no tokenizer in .* holds nothing"),
         ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* holds tokenizer.json"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}, "cannot load a tokenizer from"),
-        ({"config.json": '{"model_type": "llama"}'}, "cannot load a tokenizer from .* holds config.json"),
+        ({"config.json": '{"model_type": "llama"}'}, "there is no tokenizer in .* holds config.json"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path: Path, files: dict[str, str], says: str) -> None:

@@ -31,6 +31,7 @@ from tests.test_decoder_options import attention_of  # noqa: E402
 
 FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe gpt2 gpt_neox phi phi3 cohere olmo2 starcoder2"
 KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
+SECOND = "additional_chat_templates/tools.jinja"
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3"]
 
 
@@ -51,6 +52,8 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / kind / "tokenizer.json").write_text("{}")
         (folder / kind / "chat_template.jinja").write_text("{{ messages }}")
         (folder / kind / "trainer_state.json").write_text("{}")
+        (folder / kind / "additional_chat_templates").mkdir()
+        (folder / kind / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder
 
 
@@ -85,7 +88,7 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
     theirs, ours = contents(tmp_path / "theirs"), contents(tmp_path / "ours")
     assert {name: tensor.dtype for name, tensor in ours.items()} == {name: tensor.dtype for name, tensor in theirs.items()}
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", SECOND):
         assert (tmp_path / "ours" / name).read_bytes() == (source / name).read_bytes()
     extra = {file.name for file in (tmp_path / "ours").iterdir()} - {file.name for file in source.iterdir()}
     assert all(name.endswith(".safetensors") or name == INDEX for name in extra)
@@ -228,6 +231,10 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     shutil.copytree(runs / "native/llama", run, symlinks=True)
     with pytest.raises(ExportError, match="there is no run folder"):
         export(tmp_path / "nowhere", out)
+    with pytest.raises(ExportError, match="is no run folder, as it has no checkpoints"):
+        export(tmp_path, out)
+    with pytest.raises(ExportError, match="is a checkpoint of transformers already"):
+        export(runs / "native/llama/model", out)
     with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
         export(run, out, step=7)
     out.mkdir()
@@ -236,6 +243,9 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     with pytest.raises(ExportError, match=r"is no checkpoint of transformers .*: it will not be replaced"):
         export(run, out, overwrite=True)
     out.rmdir()
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ExportError, match=r"has no complete checkpoint: let the run write one \(checkpoint.every\)"):
+        export(tmp_path / "begun", out)
     assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"step 0 exported to {out}: LlamaForCausalLM, 0.000 GB in ")

@@ -2,14 +2,18 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from longctx.cli import main
+from longctx.training.checkpoint import steps
 from tests.template_cases import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -24,6 +28,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer and a chat template, all its weights in bfloat16."""
     folder = FAMILIES["SmolLM2"].save(tmp_path_factory.mktemp("checkpoint"))
     entries = len(transformers.AutoTokenizer.from_pretrained(folder))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "short.jinja").write_text("{{ messages[0].content }}")
     build_model("llama", "eager", vocab_size=entries).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
@@ -67,7 +73,8 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
         for folder in (checkpoint, out / "export")
     )
     assert (logits(after) - logits(before)).abs().max() > 0.01
-    assert transformers.AutoTokenizer.from_pretrained(out / "export").chat_template
+    templates = [transformers.AutoTokenizer.from_pretrained(folder).chat_template for folder in (checkpoint, out / "export")]
+    assert templates[0] == templates[1] and templates[0].keys() == {"default", "short"}
 
 
 def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,15 +108,67 @@ def test_examples(checkpoint: Path, conversations: Path, tmp_path: Path, example
         (["{checkpoint}", "missing.jsonl"], "missing.jsonl"),
         (["{checkpoint}", "{data}", "--epochs", "0"], "--epochs is 0.0"),
         (["{checkpoint}", "{data}", "--processes", "-1"], "--processes is -1"),
+        (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: give a rank of 1 or more"),
+        (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
+        (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),
+        (["{few}", "{data}"], "and the model there embeds 64: they do not belong together"),
+        (["{no_tokenizer}", "{data}"], "there is no tokenizer in"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
     checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
-    given = [each.format(checkpoint=checkpoint, data=conversations) for each in arguments]
+    if arguments[0].startswith("{few") or arguments[0].startswith("{no"):
+        shutil.copytree(checkpoint, tmp_path / "few")
+        build_model("llama", "eager").save_pretrained(tmp_path / "few")
+        shutil.copytree(tmp_path / "few", tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*"))
+    places = {"checkpoint": checkpoint, "data": conversations, "few": tmp_path / "few", "no_tokenizer": tmp_path / "none"}
+    given = [each.format(**places) for each in arguments]
     assert main(["finetune", *given, "--out", str(tmp_path / "run")]) == 2
     assert named in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_data_are_replaced_if_asked_for_and_no_run_has_them(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fewer = tmp_path / "fewer.jsonl"
+    fewer.write_text("".join(conversations.read_text().splitlines(keepends=True)[:6]))
+    out = tmp_path / "run"
+    command = ["finetune", str(checkpoint), "{data}", "--out", str(out), "--processes=2", "--prepare-only"]
+
+    def prepare(data: Path, *others: str) -> int:
+        return main([each.format(data=data) for each in command] + list(others))
+
+    assert prepare(conversations) == 0
+    assert prepare(fewer) == 2
+    assert "or replace it with --overwrite" in capsys.readouterr().err
+    assert prepare(fewer, "--overwrite") == 0
+    assert json.loads((out / "store" / "manifest.json").read_text())["documents"] == 6
+    trained = out / "checkpoints" / "step-000003"
+    trained.mkdir(parents=True)
+    (trained / "state.json").write_text('{"step": 3, "files": {}}')
+    assert prepare(conversations, "--overwrite") == 2
+    assert "holds a run up to step 3, which goes on with its own data only" in capsys.readouterr().err
+
+
+def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "longctx", "finetune", str(checkpoint), str(conversations), "--out", str(out)]
+    command += ["--processes=1", "--train.steps=5000", "--batch.global_tokens=2000", "--checkpoint.every=5000"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        log, deadline = out / "metrics.jsonl", time.monotonic() + 120
+        while not (log.is_file() and log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        _, said = running.communicate(timeout=60)
+    finally:
+        running.kill()
+    (step,) = steps(out)
+    assert running.returncode == 130
+    assert f"stopped by SIGINT after step {step}; checkpoint written" in said
+    assert f"the same command goes on from step {step}\n" in said and "Traceback" not in said
 
 
 def test_settings_can_be_made_without_training(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:

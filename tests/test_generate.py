@@ -54,13 +54,15 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{run}", "--prompt=a"], "longctx export {run} OUT\n  longctx generate OUT"),
+        (["{run}", "--prompt=a"], "export it first (longctx export {run} OUT)"),
+        (["{adapters}", "--prompt=a"], "longctx export RUN OUT --merge"),
         (["{folder}", "--prompt=a"], "has no config.json"),
         (["{folder}/none", "--prompt=a"], "there is no folder"),
         (["{checkpoint}", "--prompt="], "--prompt is empty"),
         (["{checkpoint}", "--prompt=a", "--temperature=0"], "give a positive one, or leave it out for greedy"),
         (["{checkpoint}", "--prompt=a", "--max-new-tokens=0"], "--max-new-tokens is 0"),
         (["{plain}", "--chat=a"], "has no chat template: give --prompt"),
+        (["{plain}", "--prompt=a"], "{plain} cannot be used: Error while deserializing header"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(
@@ -68,8 +70,13 @@ def test_what_cannot_be_generated_is_refused(
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("{}")
-    names = {"run": tmp_path / "run", "folder": tmp_path, "checkpoint": checkpoint, "plain": tmp_path / "plain"}
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "adapters" / "adapter_config.json").write_text("{}")
+    names = {name: tmp_path / name for name in ("run", "adapters", "plain")} | {"folder": tmp_path, "checkpoint": checkpoint}
     if "{plain}" in arguments[0]:
         save_checkpoint(tmp_path / "plain", chat=False)
+    if "--prompt=a" in arguments and "{plain}" in arguments:
+        file = tmp_path / "plain" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
     assert main(["generate", *(text.format(**names) for text in arguments)]) == 2
     assert words.format(**names) in capfd.readouterr().err

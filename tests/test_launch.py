@@ -112,3 +112,10 @@ def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp
     (run / "latest").unlink()
     (run / "latest").symlink_to("checkpoints/step-000008")
     assert [(step["step"], step["loss"]) for step in steps()] == [(step["step"], step["loss"]) for step in whole]
+
+
+def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
+    code = "from longctx.parallel.launch import launch; raise SystemExit(launch(2, 'longctx', ['train', 'nowhere.yaml']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.count("no configuration file nowhere.yaml") == 1 and "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,19 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
 def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, settings: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(None, settings_of(checkpoints[kind], "batch.tokens_per_rank=300", *settings))
+
+
+def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
+    """And not of the checkpoint as well."""
+    with pytest.raises(ConfigError) as raised:
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.target_modules=[wq]"))
+    assert str(raised.value).count("no layer is called wq") == 1 and "give another checkpoint" not in str(raised.value)
+
+
+def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="adapters need peft, which is not there"):
+        load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))  # of no other test
 
 
 def test_peft_takes_some_names_for_experts(tmp_path: Path) -> None:

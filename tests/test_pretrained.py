@@ -1,20 +1,30 @@
 """Checkpoints of transformers in the trainer: read, packed, split over ranks and sharded, against transformers alone."""
 
+import shutil
+from collections import Counter
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from longctx.attention import operator
+from longctx.attention.ulysses import HeadSwap
+from longctx.cli import main
+from longctx.model.source import adapted, pretrained
+from longctx.training import checkpoint
 from tests.marks import slow_unless
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface_cases import build_model  # noqa: E402
-from tests.pretrained_cases import largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
+from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("llama", "gemma2", "mixtral", "gpt2", "phi", "cohere", "deepseek_v3", "gpt_oss")
@@ -47,6 +57,7 @@ OPTIONS = {
     "every rank holds all": ["parallel.shard_ranks=1"],
     "Ulysses": ["context.ulysses_degree=2"],
 }
+ULYSSES = OPTIONS["Ulysses"]
 
 
 COMBINED = [(kind, name) for kind in ("llama", "gemma2", "mixtral") for name in OPTIONS]
@@ -58,6 +69,48 @@ def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path],
     for found_loss, found_gradients, _ in workers.run(step, 2, checkpoints[kind], OPTIONS[name]):
         assert found_loss == pytest.approx(loss, rel=1e-5)
         assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
+    """How often this rank runs, in a step's passes through the first block: a projection of attention and one of the MLP,
+    attention itself, and swaps of heads."""
+    trainer = make_trainer(folder, settings)
+    block, done = trainer.model.layers[0], Counter[str]()
+    block.self_attn.q_proj.register_forward_hook(lambda *_: done.update(["projection"]))
+    block.mlp.gate_proj.register_forward_hook(lambda *_: done.update(["mlp"]))
+    run, attend = HeadSwap.run, operator._Pass.__init__
+
+    def swapped(self: HeadSwap, *arguments: Any) -> Any:
+        done["swap"] += arguments[-1] == 0
+        return run(self, *arguments)
+
+    def attended(self: Any, call: Any, layer: int, name: str, *arguments: Any) -> None:
+        done["attention"] += (layer, name) == (0, "forward")
+        attend(self, call, layer, name, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadSwap, "run", swapped)
+        patch.setattr(operator._Pass, "__init__", attended)
+        trainer._forward_backward(make_batch(dist.get_world_size(), dist.get_rank()))
+    return done
+
+
+def works(folder: Path, settings: list[list[str]]) -> list[Counter[str]]:
+    return [work_of_a_step(folder, each) for each in settings]
+
+
+def test_settings_take_effect_on_the_blocks_of_transformers(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    """Or that they change nothing would prove nothing."""
+
+    settings = ([], *(["train." + each] for each in ("recompute=full", "recompute=selective", "mlp_tile_tokens=7")), ULYSSES)
+    by_rank = workers.run(works, 2, checkpoints["llama"], settings)
+    plain, full, selective, tiled, swapped = (sum(done, Counter()) for done in zip(*by_rank, strict=True))
+    assert plain["projection"] == plain["mlp"] == plain["attention"] > 0 == plain["swap"]
+    twice = {"projection": 2 * plain["projection"], "mlp": 2 * plain["mlp"]}
+    assert full == {**twice, "attention": 2 * plain["attention"]}
+    assert selective == {**twice, "attention": plain["attention"]}
+    assert tiled["mlp"] > 4 * plain["mlp"] and tiled["projection"] == plain["projection"]
+    assert swapped["swap"] > 0
 
 
 def exact_families() -> list[str]:
@@ -95,3 +148,47 @@ def test_every_weight_is_trained(workers: Workers, checkpoints: dict[str, Path])
     """Also those beside the blocks, which the check of the model gathers before the optimizer is made."""
     for sharded, moved in workers.run(trained_weights, 2, checkpoints["llama"]):
         assert sharded and min(moved.values()) > 0, moved
+
+
+def settings_of_a_run(folder: Path) -> list[str]:
+    """Of a new checkpoint and a new store."""
+    build_model("llama", "eager", vocab_size=260).save_pretrained(folder / "model")
+    settings = [*SETTINGS, f"model.from_pretrained={folder / 'model'}", f"data.store={make_store(folder, (250,))}"]
+    settings += ["batch.global_tokens=1000", f"train.run_dir={folder / 'run'}", "log.tensorboard=false"]
+    return [f"--{setting}" for setting in settings]
+
+
+@pytest.mark.parametrize("last", [["--dry-run"], []])
+def test_tensors_without_a_place_are_told(tmp_path: Path, last: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As transformers does when it loads; what it computes anew is no loss."""
+    settings = settings_of_a_run(tmp_path)
+    file = tmp_path / "model" / "model.safetensors"
+    others = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
+    assert main(["train", *settings, *last]) == 0
+    told = capsys.readouterr().out
+    assert "no place for 1 tensor of this checkpoint, and exports will lack them: model.layers.2.eh_proj.weight\n" in told
+    assert "transformers' own code runs it" in told
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
+    tmp_path: Path, rank: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does: an export stands in for the checkpoint, as all weights are in those of the run. Adapters are not enough."""
+    settings, run, out = settings_of_a_run(tmp_path), tmp_path / "run", tmp_path / "out"
+    settings += [f"--lora.rank={rank}"] * (rank is not None)
+    assert main(["train", *settings, "--train.steps=2"]) == 0
+    shutil.rmtree(tmp_path / "model")
+    pretrained.cache_clear()
+    adapted.cache_clear()
+    assert main(["train", *settings, "--train.steps=3", "--resume"]) == 2
+    told = capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'model'}" in told
+    assert main(["export", str(run), str(out)]) == (0 if rank is None else 2)
+    if rank is not None:
+        assert "have the adapters alone" in told and "the frozen weights are not in" in capsys.readouterr().err
+        return
+    assert f"longctx export {run} OUT, and give --model.from_pretrained OUT" in told
+    assert main(["train", *settings, "--train.steps=3", "--resume", f"--model.from_pretrained={out}"]) == 0
+    assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3

@@ -7,6 +7,7 @@ from longctx.config import Config
 from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
+from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import plan_steps
 from longctx.training.run_profile import run_profile
@@ -25,7 +26,8 @@ def dry_run(config: Config, ranks: int) -> None:
     print(
         f"dry run on {ranks} ranks\n"
         f"model      {spec.parameters / 1e9:.3f}B parameters, "
-        f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}: {source.said}'}\n"
+        f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
+        *lines_on(source, pretrained),
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.store}",
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,

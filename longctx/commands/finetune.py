@@ -3,7 +3,7 @@
 import argparse
 import math
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 FEWEST_STEPS = 20
 """Batches become smaller than 64 Ki tokens if an epoch would have fewer steps."""
 WARMUP = 0.03
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of a training that was asked to end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, metavar="N", help="default: one for every GPU, or two on a CPU")
     parser.add_argument("--train-on", choices=("assistant", "last", "all"), default="assistant", help="as in prepare")
     parser.add_argument("--max-length", type=int, metavar="N", help="leave conversations of more than N tokens out")
+    parser.add_argument("--overwrite", action="store_true", help="replace the prepared data of another source in OUT")
     parser.add_argument("--config", type=Path, metavar="YAML", help="settings that go before this command's own defaults")
     parser.add_argument("--prepare-only", action="store_true", help="make the store and the settings, and say how to train")
     parser.epilog = "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6"
@@ -45,8 +48,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from longctx.commands import prepare
     from longctx.data.store import Store
-    from longctx.parallel.mesh import environment_of_ranks
+    from longctx.model.checkpoint_files import check_name
+    from longctx.parallel.launch import launch
+    from longctx.training import checkpoint
+    from longctx.training.setup import check_checkpoint
 
+    if arguments.lora is not None and arguments.lora < 1:
+        raise UserError(f"--lora is {arguments.lora}: give a rank of 1 or more, or leave it out to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be more than 0")
     ranks = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
@@ -54,28 +62,61 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--processes is {ranks}: at least one process must train")
     out: Path = arguments.out or Path("runs", Path(arguments.data).stem)
     store_folder, settings_file = out / "store", out / "finetune.yaml"
-    # What is wrong with the model is said before the data are read.
-    first = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
+    # What is wrong with the model, its tokenizer, the adapters or the folder is said before the data are read.
+    check_name(arguments.model)
+    first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
+    if arguments.lora is not None:
+        first["lora"] = {"rank": arguments.lora}
     given = load(arguments.config, arguments.overrides, defaults=first)
+    _check_tokenizer(arguments.model, given)
+    _check_out(out, arguments.overwrite)
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     source = ["--source", arguments.data, "--out", str(store_folder), "--tokenizer", arguments.model]
     longest = [] if arguments.max_length is None else ["--max-length", str(arguments.max_length)]
-    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on, *longest]))
+    replaced = ["--overwrite"] if arguments.overwrite else []
+    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on, *longest, *replaced]))
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
+    check_checkpoint(config, store, ranks)
     settings_file.write_text(config.to_yaml(), "utf-8")
-    train = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "longctx", "train"]
-    train += [str(settings_file), "--resume-if-any"]
     if arguments.prepare_only:
-        print(f"to train: {' '.join(['python', *train])}")
+        torchrun = f"python -m torch.distributed.run --standalone --nproc-per-node={ranks} -m longctx"
+        print(f"to train: {torchrun} train {settings_file} --resume-if-any")
         return 0
     print(_told(config, store, ranks), flush=True)
-    ended = subprocess.run([sys.executable, *train], env=environment_of_ranks(ranks), check=False).returncode
+    ended = launch(ranks, "longctx", ["train", str(settings_file), "--resume-if-any"])
     if ended == 0 and config.checkpoint.export is not None:
         print(_next(config, config.checkpoint.export))
+    if ended in INTERRUPTED:
+        kept = checkpoint.steps(out)
+        how = f"goes on from step {kept[-1]}" if kept else "begins anew, as there is no checkpoint yet"
+        print(f"the same command {how}", file=sys.stderr)
     return ended
+
+
+def _check_tokenizer(model: str, config: Config) -> None:
+    """Raises UserError if the checkpoint has no tokenizer, or one with more entries than are embedded."""
+    from longctx.data.checkpoint import Checkpoint
+
+    entries, embedded = Checkpoint.load(model).tokenizer.vocab_size, config.model_source().spec.vocab_size
+    if embedded is not None and entries > embedded:
+        raise UserError(
+            f"the tokenizer in {model} has {entries:,} entries, and the model there embeds {embedded:,}: they do not belong "
+            "together; give the folder of a checkpoint with its own tokenizer"
+        )
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Raises UserError if other data would be put where a run has been trained already."""
+    from longctx.training import checkpoint
+
+    if overwrite and (steps := checkpoint.steps(out)):
+        raise UserError(
+            f"{out} holds a run up to step {steps[-1]}, which goes on with its own data only: leave --overwrite out to go on, "
+            "give another --out, or remove the folder yourself"
+        )
 
 
 def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:

@@ -2,10 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from longctx.errors import UserError
+from longctx.errors import UserError, brief
 
 SUMMARY = "Continue a text, or answer a question, with an exported model"
 
@@ -23,20 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = Path(arguments.checkpoint)
+    from longctx.model.checkpoint_files import check_name
+
     if arguments.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: give 1 or more")
     if arguments.temperature is not None and arguments.temperature <= 0:
         raise UserError(f"--temperature is {arguments.temperature}: give a positive one, or leave it out for greedy decoding")
-    if (folder / "config.yaml").is_file():
-        raise UserError(
-            f"{folder} is the folder of a run, whose checkpoints only longctx reads: export it first, with\n"
-            f"  longctx export {folder} OUT\n  longctx generate OUT --prompt TEXT"
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{folder} has no config.json: give the folder of a checkpoint of transformers")
-    if not folder.is_dir() and (arguments.checkpoint.count("/") != 1 or arguments.checkpoint.startswith((".", "/", "~"))):
-        raise UserError(f"there is no folder {folder}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    check_name(arguments.checkpoint)
     return _generate(arguments)
 
 
@@ -44,6 +36,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
     try:
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
     except ImportError as error:
         raise UserError(
@@ -56,8 +49,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
-    except (ValueError, OSError, KeyError) as error:
-        raise UserError(f"{arguments.checkpoint} cannot be used: {' '.join(str(error).split())[:300]}") from error
+    except (ValueError, OSError, KeyError, SafetensorError) as error:
+        raise UserError(f"{arguments.checkpoint} cannot be used: {brief(error)}") from error
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:

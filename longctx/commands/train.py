@@ -118,6 +118,7 @@ def _train(
     found: "Checkpoint | None",
     traced: range | None,
 ) -> int:
+    from longctx.model.source import lines_on
     from longctx.parallel import mesh
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
@@ -125,7 +126,7 @@ def _train(
     from longctx.training.trace import Tracer
     from longctx.training.trainer import NonFiniteLoss, Trainer
 
-    stop = mesh.StopSignal.install()
+    stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         groups = join_run(config, launch, device)
         try:
@@ -134,7 +135,8 @@ def _train(
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                print(_first_line(trainer, store, found), *_whose_code(config), *profile.lines, sep="\n", flush=True)
+                of_model = lines_on(config.model_source(), config.model.from_pretrained)
+                print(_first_line(trainer, store, found), *of_model, *profile.lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -148,6 +150,7 @@ def _train(
             print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         groups.close()
+        stop.release_interrupts()
         steps_done = trainer.steps_done
         del trainer  # weights and moments, before others are read
         if finished and launch.rank == 0:
@@ -155,8 +158,8 @@ def _train(
     if not finished and launch.rank == 0:
         written = config.checkpoint.every is not None
         saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
-        print(f"stopped by SIGTERM after step {steps_done}; {saved}", file=sys.stderr)
-    return 0 if finished else 143
+        print(f"stopped by {stop.number.name} after step {steps_done}; {saved}", file=sys.stderr)
+    return 0 if finished else 128 + stop.number
 
 
 def _finish(config: Config, step: int) -> None:
@@ -189,12 +192,6 @@ def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -
     source = config.model_source(vocab_size)
     if isinstance(source, NewDecoder):
         expressed(source.shape, longest=1)
-
-
-def _whose_code(config: Config) -> list[str]:
-    """A line on what runs a checkpoint; none for new weights."""
-    said = config.model_source().said
-    return [f"{config.model.from_pretrained}: {said}"] if said else []
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:

@@ -41,7 +41,9 @@ def load(
     With `world_size` (processes of the run) the rules that depend on it are checked as well.
     Raises ConfigError with all problems at once.
     """
-    source = " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides)) or "the defaults"
+    source = (
+        " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)) or "the defaults"
+    )
     values = {} if path is None else _read(Path(path))
     for section, settings in (defaults or {}).items():
         given = values.setdefault(section, {})

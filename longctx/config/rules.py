@@ -32,14 +32,11 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
 
 
 def _model(config: Config) -> Iterator[Problem]:
-    model = config.model
-    try:
-        config.model_source().spec  # noqa: B018  # builds the model, without values
-    except ConfigError as error:
-        yield from error.problems
-    except UserError as error:
-        fix = "give another checkpoint, or model.preset for new weights"
-        yield Problem("model.from_pretrained", model.from_pretrained, str(error), fix, ("model.implementation",))
+    model, found = config.model, _sizes(config)
+    if isinstance(found, ConfigError):
+        yield from found.problems
+    elif isinstance(found, UserError) and not isinstance(found, LoraError):  # which is told with the settings of LoRA
+        yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
     if model.from_pretrained is None:
         if model.implementation != "auto":
             rule = "it says whose code runs a checkpoint, and model.from_pretrained names none"
@@ -50,6 +47,19 @@ def _model(config: Config) -> Iterator[Problem]:
     for name in sorted(own):
         rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
         yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))
+
+
+def _without(config: Config) -> str:
+    """What to do without the checkpoint that a run began with, or is to begin with."""
+    run = config.train.run_dir
+    if not (run / "checkpoints").is_dir():
+        return "mend or replace that checkpoint, or give another"
+    if config.lora.rank is not None:
+        return f"put it back where it was: the checkpoints of {run} have the adapters alone, and not the weights beside them"
+    return (
+        f"put it back where it was; or, as the checkpoints of {run} have all weights: longctx export {run} OUT, and give "
+        "--model.from_pretrained OUT, without settings of RoPE"
+    )
 
 
 def _lora(config: Config) -> Iterator[Problem]:
@@ -84,21 +94,24 @@ def _lora(config: Config) -> Iterator[Problem]:
             rule = "adapters are put into transformers' own code, which runs with whole matrices and all layers on a rank"
             fix = "give 1 (frozen weights are sharded over all ranks, and have no gradients), or leave lora.rank out"
             yield Problem(f"parallel.{key}", size, rule, fix, ("lora.rank",))
-    try:
-        _ = config.model_source().spec
-    except LoraError as error:
+    found = _sizes(config)
+    if isinstance(found, LoraError):
         fix = f"name some of these, or leave it out for {ALL_LINEAR}"
-        yield Problem("lora.target_modules", lora.target_modules, str(error), fix, ("lora.rank", "model.from_pretrained"))
-    except UserError:
-        pass  # the rule on the model tells, or the first step of the run
+        yield Problem("lora.target_modules", lora.target_modules, str(found), fix, ("lora.rank", "model.from_pretrained"))
+
+
+def _sizes(config: Config) -> ModelSpec | UserError:
+    """The model's sizes, by building it without values; or why it cannot be built."""
+    try:
+        return config.model_source().spec
+    except UserError as error:
+        return error
 
 
 def _spec(config: Config) -> ModelSpec | None:
-    """The model's sizes; None where there is something wrong with them, which the rule on the model tells."""
-    try:
-        return config.model_source().spec
-    except UserError:
-        return None
+    """The model's sizes; None where there is something wrong with them, which the rules on model and LoRA tell."""
+    found = _sizes(config)
+    return found if isinstance(found, ModelSpec) else None
 
 
 def _files(config: Config) -> Iterator[Problem]:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx.config import Config, load
-from longctx.data.store import Store
+from longctx.data.store import Store, is_store
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
+from longctx.model.checkpoint_files import check_name
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
@@ -43,11 +44,14 @@ class Target:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
                 raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
             return cls(name, load(folder / "config.yaml", overrides, world_size=world_size), found, tuple(damaged))
-        if folder.is_dir() and not (folder / "config.json").is_file():
+        if is_store(folder):
+            raise TargetError(f"{folder} is a store of documents: give a run or a checkpoint, and this as --store {folder}")
+        if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise TargetError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
                 "checkpoint of transformers"
             )
+        check_name(name)
         return cls(name, load(None, [f"model.from_pretrained={name}", *overrides], world_size=world_size), None)
 
     @property

@@ -1,7 +1,6 @@
 """Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,13 +11,13 @@ from typing import Any
 
 import torch
 
-from longctx.errors import UserError
+from longctx import tokenizer_files
+from longctx.errors import UserError, brief
+from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
-BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
 """Files of a checkpoint that are no weights: config, tokenizer, chat template."""
-
-
 DESCRIBED = "tensors.json"
 """In a checkpoint without its weights: every tensor's name and dtype."""
 OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
@@ -60,9 +59,8 @@ class CheckpointFiles:
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
         """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if there is no sound one."""
+        check_name(source)
         folder = _folder(source)
-        if not (folder / "config.json").is_file():
-            raise PretrainedError(f"{source} has no config.json: give the folder of a checkpoint as transformers saves it")
         if (folder / DESCRIBED).is_file():
             return cls(folder, dict.fromkeys(json.loads((folder / DESCRIBED).read_text("utf-8")), folder / "weights"))
         return cls(folder, _index(folder))
@@ -79,7 +77,7 @@ class CheckpointFiles:
         try:
             config = AutoConfig.from_pretrained(self.folder)
         except (ValueError, KeyError, OSError) as error:
-            raise PretrainedError(f"{self.folder}/config.json cannot be used: {' '.join(str(error).split())[:300]}") from error
+            raise PretrainedError(f"{self.folder}/config.json cannot be used: {brief(error)}") from error
         if self.rope:
             from longctx.model.context_extension import with_rope
 
@@ -109,18 +107,11 @@ class CheckpointFiles:
 
     def describe(self, folder: Path) -> None:
         """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""
-        for file in small_files(self.folder):
-            shutil.copyfile(file, folder / file.name)
+        tokenizer_files.copy(small_files(self.folder), self.folder, folder)
         if self.rope:
             self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """That of the weights by the config, else float32."""
-        dtype = getattr(self.config, "dtype", None)
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or rows of it, on the CPU, as a copy: what safetensors gives may be a view of the file."""
@@ -146,17 +137,36 @@ class CheckpointFiles:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Those of a checkpoint that are no weights, and say nothing of them."""
-    found = {file for pattern in BESIDE_WEIGHTS for file in folder.glob(pattern)}
-    return sorted(file for file in found if file.name not in OF_WEIGHTS)
+    """Those of a checkpoint that are no weights, and say nothing of them, relative to its folder."""
+    return [file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS]
+
+
+def check_name(source: str) -> None:
+    """Raises PretrainedError unless this is the folder of a checkpoint, or may be a name on the hub."""
+    folder = Path(source)
+    if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return
+    if (folder / "config.yaml").is_file():
+        raise PretrainedError(
+            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first (longctx export {source} "
+            "OUT), and give OUT"
+        )
+    if (folder / "adapter_config.json").is_file():
+        raise PretrainedError(
+            f"{source} holds adapters, and no model: merge them with longctx export RUN OUT --merge, and give OUT"
+        )
+    found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
+    raise PretrainedError(
+        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one holds {found})"
+    )
 
 
 def _folder(source: str) -> Path:
     """The folder of a checkpoint, from the hub if there is none of this name."""
     if Path(source).is_dir():
         return Path(source)
-    if source.startswith((".", "/", "~")) or source.count("/") != 1:
-        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
     try:
         from huggingface_hub import snapshot_download
 

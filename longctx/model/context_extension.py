@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from longctx.errors import UserError
+from longctx.model.presets import ModelShape
 
 ROPE_SETTINGS = (
     "rope_theta",
@@ -22,11 +23,17 @@ class RopeError(UserError):
     """Settings of RoPE that a checkpoint's model cannot have."""
 
 
-OF_KIND = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
+ORIGINAL_LENGTH = {"original_max_position_embeddings": "rope_original_length"}
+ROPE_FIELDS: dict[str, dict[str, str]] = {
+    "llama3": {**ORIGINAL_LENGTH, "low_freq_factor": "rope_low_freq_factor", "high_freq_factor": "rope_high_freq_factor"},
+    "yarn": {**ORIGINAL_LENGTH, "beta_fast": "rope_beta_fast", "beta_slow": "rope_beta_slow"},
 }
-"""What the kinds of scaling need beside the factor and the original length, and what it is if not given."""
+"""What kinds of RoPE have besides base and factor: the names in transformers' configs → ours."""
+
+
+def ntk_theta(theta: float, factor: float, dim: int) -> float:
+    """The base by which the slowest of the frequencies of `dim` numbers is divided by `factor` (bloc97, 2023)."""
+    return float(theta * factor ** (dim / (dim - 2)))
 
 
 def with_rope(config: Any, settings: Mapping[str, Any]) -> None:
@@ -56,10 +63,11 @@ def with_rope(config: Any, settings: Mapping[str, Any]) -> None:
     elif kind == "ntk":  # which is another base, and nothing else
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         turned = int(head_dim * old.get("partial_rotary_factor", 1.0))
-        new |= {"rope_type": "default", "rope_theta": theta * factor ** (turned / (turned - 2))}
+        new |= {"rope_type": "default", "rope_theta": ntk_theta(theta, factor, turned)}
     else:
-        new |= {"rope_type": kind, "factor": factor, "original_max_position_embeddings": int(original)}
-        new |= {key: float(settings.get(f"rope_{key}", default)) for key, default in OF_KIND.get(kind, {}).items()}
+        new |= {"rope_type": kind, "factor": factor}
+        given, known = {**settings, "rope_original_length": int(original)}, ModelShape.model_fields
+        new |= {theirs: given.get(ours, known[ours].default) for theirs, ours in ROPE_FIELDS.get(kind, {}).items()}
     if old is ropes:
         text.rope_parameters = new
     else:

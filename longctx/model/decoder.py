@@ -5,7 +5,6 @@ token belongs to which document is known to the attention callable alone. Attent
 knows nothing of rings, shards or losses. What a shape leaves out (biases, norms of heads) is a module that does nothing.
 """
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from torch.nn import functional as F
 
 from longctx.model.families import Family, expressed
 from longctx.model.presets import ModelShape
-from longctx.model.protocol import Attention, AttentionByLayer, Head, Model
+from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
@@ -104,7 +103,7 @@ class Embedding(nn.Embedding):
         return super().forward(tokens)
 
 
-class Decoder(Model):
+class Decoder(StagedModel):
     """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
 
     With `layers` it holds these blocks alone, under the names they have in the whole model: the embedding comes with the first,
@@ -164,10 +163,9 @@ class Decoder(Model):
         """Normal with σ = 0.02, into the residual stream scaled by 1/√(2·layers) (GPT-2, §2.3); norms by 1, biases 0."""
         if parameter.dim() == 1:
             return torch.full_like(parameter, 0.0 if name.endswith("bias") or self.shape.norm_offset else 1.0)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
         scale = (2 * self.shape.num_hidden_layers) ** -0.5 if into_residual else 1.0
+        generator = generator_of(name, seed, parameter.device)
         return torch.empty_like(parameter).normal_(0.0, 0.02 * scale, generator=generator)
 
     def describe(self) -> dict[str, Any]:

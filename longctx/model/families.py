@@ -18,6 +18,7 @@ import torch
 from pydantic import ValidationError
 
 from longctx.errors import UserError
+from longctx.model.context_extension import ROPE_FIELDS, ntk_theta
 from longctx.model.presets import ModelShape
 
 SIZES = (
@@ -282,19 +283,6 @@ class Family:
         return made
 
 
-ROPE_FIELDS = {
-    "llama3": {
-        "original_max_position_embeddings": "rope_original_length",
-        "low_freq_factor": "rope_low_freq_factor",
-        "high_freq_factor": "rope_high_freq_factor",
-    },
-    "yarn": {
-        "original_max_position_embeddings": "rope_original_length",
-        "beta_fast": "rope_beta_fast",
-        "beta_slow": "rope_beta_slow",
-    },
-}
-"""What kinds of RoPE have besides base and factor: theirs → ours."""
 ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
 """What RoPE of another type makes nothing of."""
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
@@ -392,8 +380,7 @@ def canonical(shape: ModelShape) -> ModelShape:
     values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
     scaling = values["rope_scaling"]
     if scaling == "ntk":
-        dim = shape.rotary_dim
-        values["rope_theta"] *= values["rope_factor"] ** (dim / (dim - 2))
+        values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.rotary_dim)
     if scaling == "ntk" or values["rope_factor"] == 1:
         values["rope_scaling"] = scaling = "none"
     used = set(ROPE_FIELDS.get(scaling, {}).values())

@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from longctx.attention.huggingface import Rings, check_length, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
+from longctx.errors import brief
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion, groups
 from longctx.model.protocol import Head, MakeAttention, Model
@@ -45,6 +46,11 @@ class TransformersSource:
     @property
     def spec(self) -> ModelSpec:
         return self._without_values.spec
+
+    @property
+    def unused(self) -> list[str]:
+        """Without what is computed anew from the config."""
+        return [name for name in self._without_values.conversion.unused if not name.endswith("rotary_emb.inv_freq")]
 
     def check_length(self, longest: int) -> None:
         hf = self._without_values.hf
@@ -75,8 +81,6 @@ class TransformersModel(Model):
 
     Always in evaluation mode: dropout would depend on how documents are split.
     """
-
-    tensor_plan: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, files: CheckpointFiles) -> None:
         """On torch's default device. Raises HuggingFaceError or PretrainedError for what cannot be trained."""
@@ -119,14 +123,6 @@ class TransformersModel(Model):
             return logits
         finally:
             self.hf._modules[prefix] = base
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
-
-    def run(
-        self, blocks: Iterable[nn.Module], x: torch.Tensor, positions: torch.Tensor, attention: Any, head: Head | None
-    ) -> torch.Tensor:
-        raise NotImplementedError(f"{type(self.hf).__name__} runs as a whole")
 
     def attention(self, make: MakeAttention) -> Rings:
         """One for every kind of layer, made before the layers run: torch.compile would trace the making of their schedules."""
@@ -263,9 +259,7 @@ def _build(files: CheckpointFiles) -> Any:
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise PretrainedError(
-            f"transformers cannot build a causal language model of {files.folder}: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise PretrainedError(f"transformers cannot build a causal language model of {files.folder}: {brief(error)}") from error
     if model.base_model is model:
         raise PretrainedError(f"{type(model).__name__} has no base model that gives hidden states: it cannot be trained here")
     return model

@@ -21,7 +21,7 @@ from longctx.model.adapters import ALL_LINEAR, Lora, LoraError
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
-from longctx.model.protocol import Model
+from longctx.model.protocol import Model, generator_of
 from longctx.model.spec import ModelSpec
 
 ADAPTER = "default"
@@ -44,6 +44,10 @@ class AdaptedSource:
     @property
     def files(self) -> CheckpointFiles:
         return self.base.files
+
+    @property
+    def unused(self) -> list[str]:
+        return self.base.unused
 
     def check_length(self, longest: int) -> None:
         self.base.check_length(longest)
@@ -87,9 +91,8 @@ class AdaptedModel(TransformersModel):
         if name.endswith(B):
             return torch.zeros_like(parameter)
         if name.endswith(A):
-            digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:7], "big"))
             bound = parameter.shape[1] ** -0.5
+            generator = generator_of(name, seed, parameter.device)
             return torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
         return super().initial_value(plain_name(name), parameter, seed)
 

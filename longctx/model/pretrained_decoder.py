@@ -1,6 +1,6 @@
 """The native decoder with the weights of a checkpoint of transformers, read parameter by parameter."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 import torch
@@ -14,6 +14,9 @@ from longctx.model.spec import ModelSpec
 
 class NativeSource:
     """A checkpoint, run by the native decoder. Raises NoNativeModel if it cannot be."""
+
+    unused: Sequence[str] = ()
+    """None: a checkpoint with other tensors is refused (see `sizes`)."""
 
     def __init__(self, files: CheckpointFiles, said: str = "") -> None:
         self.files, self.said = files, said

@@ -2,6 +2,7 @@
 and checkpoints take any `Model`. A base class and not a `typing.Protocol`, as torch's functions take an `nn.Module`.
 """
 
+import hashlib
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,12 @@ MakeAttention = Callable[[float | None, float, int | None], RingAttention | Hybr
 """From scale, softcap and window to the attention of a micro-batch."""
 
 
+def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
+    """What draws the first values of a parameter, whichever others are drawn, by seed and name alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+
+
 class Model(nn.Module, ABC):
     """A causal language model, or a pipeline rank's part of one, over packed tokens, [tokens, ..] without a batch axis.
 
@@ -44,35 +51,19 @@ class Model(nn.Module, ABC):
     Attributes:
         spec: the sizes of the whole model.
         layers: the blocks that are held, in order, each under its number in the whole model.
-        embed_tokens: the embedding; where it is tied, beside the head as well.
-        norm, lm_head: what follows the last block, where that is held. `lm_head.weight` is what `Head` is given.
-        tensor_plan: how ranks that share every matrix share the modules of a block, by name: see `longctx.parallel.tensor`.
     """
 
     spec: ModelSpec
     layers: nn.ModuleList
-    embed_tokens: nn.Embedding
-    norm: nn.Module
-    lm_head: nn.Linear
-    tensor_plan: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [tokens] → hidden states [tokens, hidden]."""
-
-    @abstractmethod
-    def run(
-        self,
-        blocks: Iterable[nn.Module],
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Attention | AttentionByLayer,
-        head: Head | None,
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
+        """tokens and positions [tokens] → what `head` makes of hidden states and output weight."""
 
     def attention(self, make: MakeAttention) -> Any:
-        """What `run` is given as attention in a micro-batch."""
+        """What `forward` is given as attention in a micro-batch."""
         spec = self.spec
         windows = [layer.window for layer in spec.layers]
         return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
@@ -112,14 +103,43 @@ class Model(nn.Module, ABC):
         """
         raise NotImplementedError
 
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
-    ) -> torch.Tensor:
-        """tokens and positions [tokens] → what `head` makes of hidden states and output weight."""
-        return self.run(self.layers, self.embed(tokens), positions, attention, head)
-
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
         """Gives every parameter its `initial_value`."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter, seed))
+
+
+class StagedModel(Model):
+    """A model whose parts can be run one by one, in the stages of a pipeline, and by ranks that share every matrix.
+
+    Attributes:
+        embed_tokens: the embedding; where it is tied, beside the head as well.
+        norm, lm_head: what follows the last block, where that is held. `lm_head.weight` is what `Head` is given.
+        tensor_plan: how ranks that share every matrix share the modules of a block, by name: see `longctx.parallel.tensor`.
+    """
+
+    embed_tokens: nn.Embedding
+    norm: nn.Module
+    lm_head: nn.Linear
+    tensor_plan: ClassVar[Mapping[str, str]]
+
+    @abstractmethod
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids [tokens] → hidden states [tokens, hidden]."""
+
+    @abstractmethod
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head | None,
+    ) -> torch.Tensor:
+        """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
+    ) -> torch.Tensor:
+        return self.run(self.layers, self.embed(tokens), positions, attention, head)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from longctx.model.context_extension import ntk_theta
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -33,7 +35,7 @@ class Rope:
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Radians a token, float64 [dim / 2]."""
-        theta = self.theta * self.factor ** (self.dim / (self.dim - 2)) if self.scaling == "ntk" else self.theta
+        theta = ntk_theta(self.theta, self.factor, self.dim) if self.scaling == "ntk" else self.theta
         plain = theta ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim)
         if self.scaling == "linear":
             return plain / self.factor

@@ -1,11 +1,12 @@
 """Where a run's model comes from: a shape with new weights, or a checkpoint of transformers."""
 
-from collections.abc import Collection
+import importlib.util
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longctx.model.adapters import Lora
+from longctx.model.adapters import Lora, LoraError
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
@@ -29,11 +30,25 @@ class ModelSource(Protocol):
     def files(self) -> "CheckpointFiles | None":
         """The checkpoint; None for new weights."""
 
+    @property
+    def unused(self) -> Sequence[str]:
+        """Tensors of the checkpoint that the model has no place for."""
+
     def check_length(self, longest: int) -> None:
         """Raises UserError if the model cannot take documents of so many tokens."""
 
     def build(self, layers: Collection[int] | None = None) -> "Model":
         """The model, or these layers of it, on torch's default device; its values come later (`Model.initial_value`)."""
+
+
+def lines_on(source: ModelSource, name: str | None) -> list[str]:
+    """What the log says of a run's model, which was asked for by `name`; nothing of new weights."""
+    lines = [f"{name}: {source.said}"] if source.said else []
+    if unused := source.unused:
+        tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
+        named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
+        lines.append(f"{name}: the model has no place for {tensors} of this checkpoint, and exports will lack them: {named}")
+    return lines
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class NewDecoder:
     shape: ModelShape
     said: str = ""
     files: None = None
+    unused: Sequence[str] = ()
 
     @property
     def spec(self) -> ModelSpec:
@@ -97,8 +113,10 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> Mod
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     """The same with adapters, run by transformers' own code; frozen weights are held in `dtype`.
 
-    Raises PretrainedError if it cannot be used.
+    Raises PretrainedError if it cannot be used, LoraError if there is no peft.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise LoraError("adapters need peft, which is not there: pip install 'longctx[huggingface]'")
     import torch
 
     from longctx.model.checkpoint_files import CheckpointFiles

@@ -43,9 +43,9 @@ class Launch:
         return cls(*map(int, values.values()))
 
 
-def environment_of_ranks(ranks: int) -> dict[str, str]:
+def share_cores(ranks: int) -> None:
     """For torchrun on this machine: the cores are shared out among so many processes, unless OMP_NUM_THREADS says how."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
 @dataclass(frozen=True)
@@ -242,16 +242,30 @@ def _warm_up(mesh: Mesh) -> None:
 
 
 class StopSignal:
-    """Remembers that SIGTERM came, once installed, so that the run can end after the step with a checkpoint."""
+    """Remembers that SIGTERM or SIGINT came, once installed, so that the run can end after the step with a checkpoint.
+
+    Attributes:
+        received: whether one came.
+        number: which one; SIGTERM if another process was told.
+    """
 
     received = False
+    number: signal.Signals = signal.SIGTERM
 
     @classmethod
-    def install(cls) -> "StopSignal":
-        """Makes SIGTERM set `received` from now on, instead of ending the process."""
+    def install(cls, *, interrupts: bool = False) -> "StopSignal":
+        """Makes SIGTERM set `received` from now on, instead of ending the process; with `interrupts` the first SIGINT too."""
         stop = cls()
         signal.signal(signal.SIGTERM, stop._receive)
+        if interrupts:
+            signal.signal(signal.SIGINT, stop._receive)
         return stop
 
+    def release_interrupts(self) -> None:
+        """From now on SIGINT ends the process."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def _receive(self, number: int, frame: object) -> None:
-        self.received = True
+        self.received, self.number = True, signal.Signals(number)
+        if number == signal.SIGINT:
+            self.release_interrupts()  # whoever does not want to wait for the step asks again

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
-from longctx.model.protocol import Head, Model
+from longctx.model.protocol import Head, StagedModel
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
@@ -104,7 +104,7 @@ class Stage(nn.Module):
     The modules are the model's own. Hidden states come and go as [wire_rows, hidden].
     """
 
-    def __init__(self, model: Model, index: int, layers: range) -> None:
+    def __init__(self, model: StagedModel, index: int, layers: range) -> None:
         super().__init__()
         self.index = index
         self.run, self.embed = model.run, model.embed
@@ -144,7 +144,7 @@ class PipelineRun:
 
     def __init__(
         self,
-        model: Model,
+        model: StagedModel,
         stages: Sequence[Stage],
         pipeline: Pipeline,
         mesh: Mesh,

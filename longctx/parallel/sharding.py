@@ -77,6 +77,12 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(model: nn.Module) -> None:
+    """Lets go of gathered weights, as a pass without a backward leaves them."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
 def accumulate_gradients(root: nn.Module) -> None:
     """Adds gradients in the compute dtype to those in float32, where FSDP does not do so: after a backward of weights alone."""
     for module in sharded_modules(root):

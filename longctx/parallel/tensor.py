@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from longctx.model.protocol import Model
+from longctx.model.protocol import StagedModel
 
 
 def _gather_tokens(module: nn.Module) -> ParallelStyle:
@@ -60,7 +60,7 @@ ENDS: dict[str, ParallelStyle] = {
 """What is before and behind the blocks, or what a pipeline stage has of it. Of `lm_head` the loss uses the weight alone."""
 
 
-def parallelize(model: Model, mesh: DeviceMesh) -> None:
+def parallelize(model: StagedModel, mesh: DeviceMesh) -> None:
     """Splits every weight of a model on the meta device over the one-dimensional `mesh`, in place, before it is sharded.
 
     The model then takes the same tokens on every rank of the mesh, as many as are a multiple of its size, and gives its head

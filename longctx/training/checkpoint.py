@@ -120,6 +120,11 @@ def _folders(run: Path) -> list[Path]:
     return [folder for *_, folder in sorted((int(m[1]), m[2] is None, folder) for m, folder in found if m)]
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run has written to this folder, a checkpoint or not."""
+    return (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
+
+
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
     """The complete checkpoint with the highest step under `run`, and a sentence on each later one that is not complete."""
     damaged: list[str] = []

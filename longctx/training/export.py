@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from longctx import tokenizer_files
+from longctx.data.store import is_store
 from longctx.errors import UserError
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
@@ -130,9 +132,8 @@ def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept
     """Returns how many bytes of weights they have."""
     trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     write_adapter(folder, model, trained)
-    for file in beside_weights(kept):
-        if file.name not in ("config.json", "generation_config.json"):
-            shutil.copyfile(file, folder / file.name)
+    of_base = ("config.json", "generation_config.json")
+    tokenizer_files.copy([file for file in beside_weights(kept) if file.name not in of_base], kept, folder)
     return sum(tensor.nbytes for tensor in trained.values())
 
 
@@ -154,12 +155,17 @@ def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> 
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
         raise ExportError(f"there is no run folder {run}: give train.run_dir of a run")
+    if not checkpoint.is_run(run):
+        what = "a store of documents" if is_store(run) else "no run folder, as it has no checkpoints"
+        what = "a checkpoint of transformers already" if (run / "config.json").is_file() else what
+        raise ExportError(f"{run} is {what}: give train.run_dir of a run")
     found, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if found is None:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        steps = ", ".join(map(str, checkpoint.steps(run))) or "none"
         why = f" ({'; '.join(damaged)})" if damaged else ""
-        raise ExportError(f"{run} has {what}{why}: complete are those of steps {steps}")
+        steps = ", ".join(map(str, checkpoint.steps(run)))
+        way_out = f"complete are those of steps {steps}" if steps else "let the run write one (checkpoint.every)"
+        raise ExportError(f"{run} has {what}{why}: {way_out}")
     return found
 
 
@@ -224,8 +230,7 @@ def _write_beside(
     """Writes config, generation config, tokenizer and chat template. Returns the class of transformers."""
     from transformers import GenerationConfig
 
-    for file in beside_weights(kept):
-        shutil.copyfile(file, folder / file.name)
+    tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
         assert isinstance(model, Decoder)

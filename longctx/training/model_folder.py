@@ -8,27 +8,13 @@ import json
 import shutil
 from pathlib import Path
 
-from longctx.data.store import TOKENIZER, Store
+from longctx import tokenizer_files
+from longctx.data.chat import CHATML, TEMPLATE_FILE
+from longctx.data.store import TOKENIZER, TOKENIZER_FILES, Store
 from longctx.model.checkpoint_files import DESCRIBED, small_files
 from longctx.model.source import ModelSource
 
 FOLDER = "model"
-OF_TOKENIZERS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "*.jinja",
-    "*.model",
-    "*.tiktoken",
-)
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""The template of `longctx.data.chat`."""
 
 
 def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
@@ -38,31 +24,28 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
     folder.mkdir()
     if source.files is not None:
         source.files.describe(folder)
-    kept = {file for pattern in OF_TOKENIZERS for file in folder.glob(pattern)}
-    its_own = store.path / "tokenizer"
+    kept, its_own = tokenizer_files.find(folder), store.path / TOKENIZER_FILES
     if its_own.is_dir():
         for file in kept:
-            file.unlink()
-        for file in its_own.iterdir():
-            shutil.copyfile(file, folder / file.name)
-    elif not kept:
+            (folder / file).unlink()
+        tokenizer_files.copy(tokenizer_files.find(its_own, ["**/*"]), its_own, folder)
+        return
+    if not kept:
         shutil.copyfile(store.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
+    if store.manifest.conversations:  # without a checkpoint's tokenizer they became ChatML
+        (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 
 
 def _tokenizer_config(store: Store) -> dict[str, object]:
     """For transformers, of a tokenizer.json of ours."""
-    config: dict[str, object] = {
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "eos_token": store.tokenizer.end_of_document_token,
     }
-    manifest = store.manifest
-    if manifest.trained_tokens != manifest.tokens - manifest.documents:  # conversations: not every token is a target
-        config["chat_template"] = CHATML
-    return config
 
 
 def beside_weights(folder: Path) -> list[Path]:
-    """What of `model/` goes into an export."""
+    """What of `model/` goes into an export, relative to it."""
     return [file for file in small_files(folder) if file.name != DESCRIBED] if folder.is_dir() else []

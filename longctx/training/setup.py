@@ -15,7 +15,7 @@ from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
 from longctx.data.tokenizer import fingerprint
 from longctx.errors import UserError
-from longctx.model.protocol import MakeAttention, Model
+from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
@@ -24,7 +24,7 @@ from longctx.parallel.mesh import Launch, Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
-from longctx.parallel.sharding import initialize_sharded, shard, sharded_modules
+from longctx.parallel.sharding import initialize_sharded, reshard, shard
 from longctx.parallel.tensor import parallelize
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import choose_ulysses_degree
@@ -62,20 +62,25 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
+        assert isinstance(model, StagedModel)  # as the source was asked for one that can be split
         parallelize(model, mesh.tensor)
     if train.compile:
         compile_blocks(model)
-    stages = [Stage(model, index, splits[index]) for index in mine] if pipeline.ranks > 1 else None
+    stages = None
+    if pipeline.ranks > 1:
+        assert isinstance(model, StagedModel)
+        stages = [Stage(model, index, splits[index]) for index in mine]
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
         model.finish(mesh.device, dtype)
-        for module in sharded_modules(model):
-            module.reshard()  # it may have run: the optimizer is to have the shards
-    run = None if stages is None else PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
-    return model, run
+        reshard(model)  # it may have run: the optimizer is to have the shards
+    if stages is None:
+        return model, None
+    assert isinstance(model, StagedModel)
+    return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
 
 
 def make_planner(

@@ -25,7 +25,7 @@ from longctx.model.protocol import Model
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
-from longctx.parallel.sharding import reduce_gradients, sharded_modules
+from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
@@ -214,8 +214,7 @@ class Trainer:
         """The mean loss of the documents that are set apart, without a trace in what is trained."""
         assert self.documents is not None
         found = mean_loss(self.documents, self.look, self.loader.planner, self.mesh)
-        for module in sharded_modules(self.model):
-            module.reshard()  # else blocks that stay gathered until backward would until the next one
+        reshard(self.model)  # else blocks that stay gathered until backward would until the next one
         self.clock.take()
         return found
 
