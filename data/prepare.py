@@ -25,6 +25,7 @@ from longctx.data.chat import TRAIN_ON, ChatError
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
 from longctx.data.encode import Encoder
+from longctx.data.formats import PAIRS
 from longctx.data.markup import Markup
 from longctx.data.store import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.template import Template, marks_generation
@@ -123,6 +124,8 @@ def prepare(
         parts = write_parts(folder, corpus, encoder, found, part_tokens=part_tokens, progress=progress)
         _check_learnt(corpus, found, parts, max_length)
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
+        if PAIRS in found.formats:  # an earlier version may have read other documents from these records
+            content["pairs"] = True
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
         manifest = _manifest(
@@ -150,8 +153,9 @@ def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_lengt
     """Raises CorpusError if there is nothing to learn."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
+        pairs = f"{found.useless_pairs} pairs have equal or empty completions, " if found.useless_pairs else ""
         raise CorpusError(
-            f"source {corpus.source!r} has no document with text: {found.empty} are empty, "
+            f"source {corpus.source!r} has no document with text: {found.empty} are empty, {pairs}"
             f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3]) or 'none'})"
         )
     if dropped and not any(part.documents for part in parts):
@@ -194,6 +198,8 @@ def _manifest(
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
         formats=found.formats,
+        pairs=PAIRS in found.formats,
+        useless_pairs=found.useless_pairs,
         dropped_documents=sum(part.dropped_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),

@@ -81,7 +81,7 @@ def _prepare(
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_checkpoint, check_vocabulary
+    from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
@@ -94,6 +94,7 @@ def _prepare(
         choose_kernel(config.context.kernel, request)
     check_vocabulary(config, spec)
     check_checkpoint(config, store, launch.world_size)
+    check_pairs(config, store)
     available = available_bytes(device, launch.local_world_size)
     refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
