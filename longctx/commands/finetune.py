@@ -140,5 +140,6 @@ def _told(config: Config, store: "Store", ranks: int) -> str:
     pairs = "" if config.dpo.beta is None else f", pairs by DPO with beta {config.dpo.beta:g}"
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens, {share:.0%} of them trained, on "
-        f"{ranks} ranks{pairs}; learning rate {config.optimizer.learning_rate:g}; settings in {config.train.run_dir / 'finetune.yaml'}"
+        f"{ranks} ranks{pairs}; learning rate {config.optimizer.learning_rate:g}; "
+        f"settings in {config.train.run_dir / 'finetune.yaml'}"
     )

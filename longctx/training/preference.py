@@ -94,13 +94,9 @@ def prefer(trainer: "Trainer", store: Store, *, resumes: bool) -> tuple[Preferen
     The weights must be those that the run begins with, and the loader where it goes on. Raises ReferenceError.
     """
     apart, settings = trainer.documents, trainer.config.dpo
+    _say_what_is_left_out(trainer, store)
     wanted = np.zeros(len(store), np.bool_)
-    missing = trainer.loader.sampler.pieces
-    for piece in trainer.loader.coming(trainer.config.train.steps):
-        missing -= not wanted[piece.document]
-        wanted[piece.document] = True
-        if not missing:
-            break
+    wanted[[piece.document for piece in trainer.loader.coming(trainer.config.train.steps)]] = True
     if apart is not None and apart.store is store:
         wanted[[piece.document for piece in apart.pieces]] = True
     assert settings.beta is not None
@@ -110,6 +106,15 @@ def prefer(trainer: "Trainer", store: Store, *, resumes: bool) -> tuple[Preferen
     wanted = np.zeros(len(apart.store), np.bool_)
     wanted[[piece.document for piece in apart.pieces]] = True
     return objective, replace(objective, reference=_reference(trainer, apart.store, wanted, FILE_APART, resumes))
+
+
+def _say_what_is_left_out(trainer: "Trainer", store: Store) -> None:
+    longest = trainer.loader.state_dict()["max_length"]
+    left_out = int((store.lengths.reshape(-1, 2).max(axis=1) > longest).sum())
+    if left_out and trainer.mesh.world_rank == 0:
+        print(
+            f"{left_out:,} of {len(store) // 2:,} pairs are left out: a completion with its prompt has over {longest:,} tokens"
+        )
 
 
 def _reference(trainer: "Trainer", store: Store, wanted: npt.NDArray[np.bool_], name: str, resumes: bool) -> torch.Tensor:
