@@ -1,7 +1,9 @@
 """Pairs of completions, runs that prefer the chosen ones, and the same by TRL's formula over unpacked documents in float64."""
 
 import copy
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, Sampler
 from longctx.data.store import Store
-from longctx.training import preference
 from longctx.training.optimizer import learning_rate
+from longctx.training.reference import Reference
 from tests.data_cases import text_of, write_jsonl
 from tests.lora_cases import ALPHA, RANK, Tensors, weights_of, whole
 from tests.training_cases import SMALL, start
@@ -55,12 +57,13 @@ def make_pairs(folder: Path, lengths: tuple[tuple[int, int, int], ...] = LENGTHS
 def run(store: Path, folder: Path, settings: list[str], resume: bool = False) -> dict[str, Any]:
     """On each rank: the whole loop, with what it logs, the gradients of the last step, and how often documents were split."""
     computed = []
-    original = preference._compute
-    preference._compute = lambda *arguments: computed.append(True) or original(*arguments)
+    original, said = Reference._compute, io.StringIO()
+    Reference._compute = lambda *arguments: computed.append(True) or original(*arguments)
     try:
-        trainer = start(store, folder, [*SETTINGS, *settings], resume=resume)
+        with redirect_stdout(said):
+            trainer = start(store, folder, [*SETTINGS, *settings], resume=resume)
     finally:
-        preference._compute = original
+        Reference._compute = original
     first, gradients = weights_of(trainer)[0], {}
 
     def look(*_: Any) -> None:
@@ -76,6 +79,7 @@ def run(store: Path, folder: Path, settings: list[str], resume: bool = False) ->
         "last": weights_of(trainer)[0],
         "gradients": gradients,
         "computed": bool(computed),
+        "said": said.getvalue(),
         "split": any(int(degree) > 1 for row in rows for degree in row["degrees"]),
     }
 

@@ -103,10 +103,10 @@ def test_what_cannot_be_is_said_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs, one of which is so long that it is split."""
+    """Pairs: two so long that they are split, and one that two ranks cannot hold."""
     lines = [
         {"prompt": "word " * count, "chosen": f"There are {count}.", "rejected": "I cannot count. " * (1 + count % 3)}
-        for count in (3, 5, 8, 11, 60, 14, 17, 45, 4, 6)
+        for count in (3, 5, 8, 11, 60, 14, 17, 45, 4, 6, 120)
     ]
     file = tmp_path_factory.mktemp("data") / "preferred.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
@@ -162,6 +162,7 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reference log-probabilities: 10 of 10 pairs" in done.stdout
+    assert "1 of 11 pairs are left out: over 400 tokens" in done.stdout
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(int(degree) > 1 for row in rows for degree in row["degrees"])
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6

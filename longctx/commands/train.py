@@ -135,7 +135,8 @@ def _train(
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                print(_first_line(trainer, store, found), *_whose_code(config), *profile.lines, sep="\n", flush=True)
+                lines = _first_line(trainer, store, found), *_whose_code(config), *_left_out(trainer, store), *profile.lines
+                print(*lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -196,6 +197,16 @@ def _whose_code(config: Config) -> list[str]:
     """A line on what runs a checkpoint; none for new weights."""
     said = config.model_source().said
     return [f"{config.model.from_pretrained}: {said}"] if said else []
+
+
+def _left_out(trainer: "Trainer", store: "Store") -> list[str]:
+    """A line on documents that are dropped as they are too long, or pairs of which one is; none if there are none."""
+    if trainer.config.data.long_documents != "drop":
+        return []
+    together, what = (2, "pairs") if store.pairs else (1, "documents")
+    longest = trainer.loader.state_dict()["max_length"]
+    dropped = int((store.lengths.reshape(-1, together).max(axis=1) > longest).sum())
+    return [f"{dropped:,} of {len(store) // together:,} {what} are left out: over {longest:,} tokens"] if dropped else []
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:

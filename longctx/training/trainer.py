@@ -38,7 +38,8 @@ from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.model_folder import keep_model_files
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from longctx.training.preference import prefer
+from longctx.training.preference import preferences
+from longctx.training.reference import Reference
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import build_loader, build_model, check_pairs, make_attention, make_planner
 from longctx.training.trace import Tracer, micro_batch_name
@@ -112,7 +113,7 @@ class Trainer:
         if resume_from is not None:
             trainer._go_to(resume_from)
         if config.dpo.beta is not None:  # while the weights are those that the run begins with
-            trainer.objective, trainer.preference_apart = prefer(trainer, store, resumes=resume_from is not None)
+            trainer._prefer(store, resumes=resume_from is not None)
         if resume_from is not None:
             checkpoint.load(resume_from, trainer.model, trainer.optimizer, mesh.control)
         if mesh.world_rank == 0:
@@ -225,10 +226,19 @@ class Trainer:
             found = mean_loss(self.documents, self.look, planner, self.mesh)
         else:
             found = mean_preference(self.documents, partial(self.weigh, objective=apart), planner, self.mesh)
-        self.after_looking()
+        self._after_looking()
         return found
 
-    def after_looking(self) -> None:
+    def _prefer(self, store: Store, *, resumes: bool) -> None:
+        """From now on the loss is that of pairs of the store."""
+        copy = self.pipeline.tied_copy if self.pipeline is not None else None
+        weights = [weight.detach() for weight in self.model.parameters() if weight is not copy]
+        reference = Reference(self.config, self.mesh, self.model, weights, self.look, self.loader.planner, resumes)
+        coming = self.loader.coming(self.config.train.steps)
+        self.objective, self.preference_apart = preferences(reference, self.config.dpo, store, coming, self.documents)
+        self._after_looking()
+
+    def _after_looking(self) -> None:
         """Leaves no trace of passes without gradients in the next step."""
         for module in sharded_modules(self.model):
             module.reshard()  # else blocks that stay gathered until backward would until the next one
