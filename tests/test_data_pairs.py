@@ -15,8 +15,9 @@ from longctx.data import writer
 from longctx.data.corpus import CorpusError, open_corpus
 from longctx.data.formats import Document
 from longctx.data.prepare import prepare
-from longctx.data.sampler import Sampler, SamplerError, held_out
+from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Manifest, Store
+from longctx.training.validation import in_steps
 from tests.data_cases import text_of, write_jsonl
 
 ASKED, GOOD, BAD = (
@@ -182,6 +183,14 @@ def test_a_step_never_separates_a_pair(
     epoch = taken[: len(kept)]
     assert len(set(epoch)) == len(epoch), "an epoch holds every pair once"
     assert sampler.step(0)[0] == sampler.step(0)[0] and sampler.pieces == 2 * len(kept)
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8), tokens=st.integers(1, 100))
+def test_nor_does_a_pass_in_order(lengths: list[int], tokens: int) -> None:
+    pieces = [Piece(place, 0, length) for place, length in enumerate(length for length in lengths for _ in "ab")]
+    steps = list(in_steps(pieces, tokens, multiple=2))
+    assert [piece for step in steps for piece in step] == pieces and all(len(step) % 2 == 0 for step in steps)
+    assert all(sum(piece.length for piece in step) >= tokens for step in steps[:-1])
 
 
 def test_long_pairs_are_not_split() -> None:
