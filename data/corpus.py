@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import ChatError
-from longctx.data.formats import Document, FormatError, columns_of, parse_record, without_nulls
+from longctx.data.formats import PAIRS, Document, FormatError, columns_of, parse_record, without_nulls
 from longctx.errors import UserError
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -30,11 +30,12 @@ class CorpusError(UserError):
 
 @dataclass
 class Found:
-    """What a pass over the source met: files that are not UTF-8 text, by name, and the number of empty documents, both left
-    out; and how many documents of each format there are."""
+    """What a pass over the source met: files that are not UTF-8 text, by name, the number of empty documents, and that of pairs
+    with nothing to prefer, all left out; and how many documents of each format there are."""
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
+    useless_pairs: int = 0
     formats: dict[str, int] = field(default_factory=dict)
 
 
@@ -73,17 +74,26 @@ class Corpus:
     def documents(self, found: Found | None = None) -> Iterator[Document]:
         """All documents with at least one character, always in the same order. Fills `found` on the way.
 
-        Raises CorpusError naming file and line or row of the first malformed record.
+        Raises CorpusError naming file and line or row of the first malformed record, or the first document of another kind
+        where there are pairs of preference.
         """
         found = found if found is not None else Found()
-        for document in self._all_documents(found):
-            if document.text == "":
-                found.empty += 1
-            else:
+        for documents in self._records(found):
+            found.useless_pairs += not documents
+            for document in documents:
+                if document.text == "":
+                    found.empty += 1
+                    continue
                 found.formats[document.format] = found.formats.get(document.format, 0) + 1
+                if PAIRS in found.formats and len(found.formats) > 1:
+                    raise CorpusError(
+                        f"{document.name} is of format {document.format}, and the source has {' and '.join(found.formats)}: "
+                        "pairs of chosen and rejected are trained by another loss, so prepare them on their own"
+                    )
                 yield document
 
-    def _all_documents(self, found: Found) -> Iterator[Document]:
+    def _records(self, found: Found) -> Iterator[list[Document]]:
+        """The documents of every record; none where a pair has nothing to prefer."""
         if self.kind == "dataset":
             yield from _read_dataset(self.root, self.text_column, self.bytes)
             return
@@ -94,7 +104,7 @@ class Corpus:
             elif self.kind != STANDARD_LIBRARY and file.suffix == ".parquet":
                 yield from _read_parquet(file, name, self.text_column)
             elif (text := _read_text(file)) is not None:
-                yield Document(name, file.stat().st_size, text)
+                yield [Document(name, file.stat().st_size, text)]
             else:
                 found.not_text.append(name)
 
@@ -165,7 +175,7 @@ def _read_text(file: Path) -> str | None:
         return None
 
 
-def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[Document]:
+def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -180,10 +190,10 @@ def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[Document]
                 ) from error
             if not isinstance(record, dict):
                 raise CorpusError(f'{file}:{number}: a line must be an object like {{"text": ".."}}')
-            yield _document(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
+            yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
 
 
-def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[Document]:
+def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
     import pyarrow
     import pyarrow.parquet
 
@@ -196,11 +206,11 @@ def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[Documen
     row = 0
     for batch in table.iter_batches(batch_size=256, columns=wanted):
         for record in batch.to_pylist():
-            yield _document(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
+            yield _documents(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
             row += 1
 
 
-def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[Document]:
+def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[Document]]:
     import datasets
     import pyarrow
 
@@ -210,7 +220,7 @@ def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[Docum
         raise CorpusError(f"{folder} looks like a saved dataset, and `datasets` cannot load it: {error}") from error
     rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
     for row, record in enumerate(rows):
-        yield _document(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
+        yield _documents(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +234,7 @@ def _columns(names: list[str], column: str | None, where: str) -> list[str]:
         raise CorpusError(f"{where}: {error}") from error
 
 
-def _document(record: dict[str, Any], name: str, where: str, column: str | None, source_bytes: float) -> Document:
+def _documents(record: dict[str, Any], name: str, where: str, column: str | None, source_bytes: float) -> list[Document]:
     try:
         return parse_record(record, name, source_bytes, column)
     except (FormatError, ChatError) as error:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, learnt_turns
-from longctx.data.formats import Document, leaves
+from longctx.data.formats import PAIRS, Document, leaves
 from longctx.data.markup import Marked, Markup
 from longctx.data.template import Rendered, Template
 from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
@@ -71,8 +71,15 @@ class Encoder:
     def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[Row], int]:
         """The rows of a batch, whose rendered conversations are given, and how many were left out because they are too long.
 
+        Both documents of a pair of preference are in the batch, one behind the other; if one is too long both are left out.
         Raises ChatError naming the first conversation that cannot be learnt.
         """
+        in_pairs = documents[0].format == PAIRS
+        if in_pairs and self.train_on == "all":
+            raise ChatError(
+                f"{documents[0].name} is of a pair of preference, and --train-on all would learn the prompt, which both sides "
+                "share: take assistant, or last"
+            )
         rendered = iter(self._marked(conversations))
         encoded = iter(
             self.tokenizer.encode_batch(
@@ -89,7 +96,10 @@ class Encoder:
             if row.trained is not None and not row.trained[1:].any():
                 raise ChatError(f"{document.name}: no token of this conversation is to be learnt: leave it out")
             rows.append(row)
-        kept = [row for row in rows if row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens))]
+        fits = [row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens)) for row in rows]
+        if in_pairs:
+            fits = [fits[place] and fits[place ^ 1] for place in range(len(fits))]
+        kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
         return kept, len(rows) - len(kept)
 
     def _has_template(self, document: Document) -> bool:

@@ -1,7 +1,10 @@
-"""Formats: one record of JSONL, Parquet or a dataset → the text or the conversation that it holds, under one set of names.
+"""Formats: one record of JSONL, Parquet or a dataset → the text or the conversations that it holds, under one set of names.
 
 A record is read as the first of these that its keys allow (a key whose value is null does not count):
 
+    chosen-rejected     a pair of preference, `chosen` and `rejected`: texts or messages behind a `prompt` (text or messages),
+                        or whole conversations, of which the first messages, as far as they are the same, are the prompt; only
+                        what follows is learnt
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
     conversations       ShareGPT: [{"from": "human", "value": ..}, ..]; `system` may stand beside it
     prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is learnt
@@ -16,12 +19,17 @@ import json
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from longctx.data.chat import ROLES, ChatError, Message
 from longctx.errors import UserError
 
+PAIRS = "chosen-rejected"
+"""The format of preferences: a record is two documents, one after the other."""
+SIDES = ("chosen", "rejected")
 FORMATS = {
+    PAIRS: (SIDES,),
     "messages": (("messages",),),
     "conversations": (("conversations",),),
     "prompt-completion": (("prompt", "completion"), ("prompt", "response")),
@@ -80,10 +88,11 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
     return [name for name in names if name in {"text", *keys, *BESIDE}]
 
 
-def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> Document:
+def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
     """The document of a record; `text_column` is the key of a text that was asked for.
 
-    Raises FormatError or ChatError naming the key and the rule.
+    Of a preference they are two, NAME#chosen and NAME#rejected; none if there is nothing to prefer, as these are equal or one
+    of them is empty. Raises FormatError or ChatError naming the key and the rule.
     """
     present = [key for key, value in record.items() if value is not None]
     kind = _detect(present, record, text_column)
@@ -93,28 +102,32 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         text = record[column]
         if not isinstance(text, str):
             raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
-        document = Document(name, source_bytes, text, weight=weight)
+        documents = [Document(name, source_bytes, text, weight=weight)]
     else:
-        messages, first = _conversation(record, kind)
-        if kind != "messages" and record.get("system") and messages[0]["role"] != "system":
-            messages, first = [{"role": "system", "content": _text(record, "system")}, *messages], first and first + 1
+        names = [f"{name}#{side}" for side in SIDES] if kind == PAIRS else [name]
+        conversations = _pair(record) if kind == PAIRS else [_conversation(record, kind)]
         tools = _tools(record.get("tools"))
-        document = Document(name, source_bytes, None, tuple(messages), tools, first, weight, kind)
-    for part in leaves([document.text, document.messages, document.tools]):
+        documents = []
+        for own, (messages, first) in zip(names, conversations, strict=bool(conversations)):
+            if kind != "messages" and record.get("system") and messages[0]["role"] != "system":
+                messages, first = [{"role": "system", "content": _text(record, "system")}, *messages], first and first + 1
+            share = source_bytes / len(names)
+            documents.append(Document(own, share, None, tuple(messages), tools, first, weight, kind))
+    for part in leaves([[document.text, document.messages, document.tools] for document in documents]):
         try:
             part.encode("utf-8")
         except UnicodeEncodeError as error:
             raise FormatError(f"holds half of a surrogate pair (\\u{ord(part[error.start]):x}): not text") from error
-    return document
+    return documents
 
 
-def parse_messages(value: Any) -> list[Message]:
+def parse_messages(value: Any, key: str = "messages") -> list[Message]:
     """Checks a list of messages, and brings content and tool calls into the form that templates take: text, and arguments as
     objects. Raises ChatError naming the message, counted from 0, and the rule."""
     if isinstance(value, str):
-        value = _json("`messages`", value)
+        value = _json(f"`{key}`", value)
     if not isinstance(value, list) or not value:
-        raise ChatError("`messages` must be a list with at least one message")
+        raise ChatError(f"`{key}` must be a list with at least one message")
     return [_message(index, item) for index, item in enumerate(value)]
 
 
@@ -147,7 +160,8 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
         if kind in names:
             return kind
     raise FormatError(
-        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, or instruction and output, "
+        f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
+        "chosen and rejected, "
         f"only {', '.join(names) or 'nothing'}: name the text's with --text-column"
     )
 
@@ -166,11 +180,41 @@ def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int
         return [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(record, answer)}], 0
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
         return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[answer]}], 0
-    prompt, completion = (
-        [{"role": role, "content": value}] if isinstance(value, str) else parse_messages(value)
-        for role, value in (("user", record["prompt"]), ("assistant", record[answer]))
-    )
+    prompt, completion = _messages(record, "prompt", "user"), _messages(record, answer, "assistant")
     return [*prompt, *completion], len(prompt)
+
+
+def _pair(record: dict[str, Any]) -> list[tuple[list[Message], int]]:
+    """The messages of both sides, and the first one of each that may be learnt; nothing if there is nothing to prefer."""
+    prompt = [] if record.get("prompt") is None else _messages(record, "prompt", "user")
+    sides = [_messages(record, side, "assistant") for side in SIDES]
+    if not prompt and any(isinstance(record[side], str) for side in SIDES):
+        raise FormatError("`chosen` and `rejected` are texts without a `prompt`: give it as a key of its own, or messages")
+    if prompt and all(messages[0]["role"] == "assistant" for messages in sides):
+        sides = [[*prompt, *messages] for messages in sides]
+        first = len(prompt)
+    else:  # whole conversations, also where the prompt stands beside them once more
+        first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*sides, strict=False)))
+        if not first:
+            raise ChatError("the first messages of `chosen` and `rejected` differ, so that they answer no common prompt")
+        if any(message not in sides[0][:first] for message in prompt):
+            raise ChatError(
+                "`prompt` is not among the messages that `chosen` and `rejected` have in common, nor do these begin with the "
+                "assistant's: leave the prompt out, or the messages before the answer"
+            )
+    completions = [messages[first:] for messages in sides]
+    if completions[0] == completions[1] or not all(any(map(_says_something, messages)) for messages in completions):
+        return []
+    return [(messages, first) for messages in sides]
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message.get("content", "").strip() or "tool_calls" in message)
+
+
+def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
+    """A list of messages, or the text of one with this role."""
+    return [{"role": role, "content": record[key]}] if isinstance(record[key], str) else parse_messages(record[key], key)
 
 
 def _message(index: int, item: Any) -> Message:

@@ -72,6 +72,7 @@ class Loader(Iterator[StepBatch]):
             long_documents=long_documents,
             name=store.name,
             left_out=held_out(store.names, held_out_share) if held_out_share else None,
+            pairs=store.pairs,
         )
         self._identity = {
             "fingerprint": store.fingerprint,
@@ -123,6 +124,13 @@ class Loader(Iterator[StepBatch]):
             raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
         self._discard()
         self._step, self._cursor = int(state["step"]), int(state["cursor"])
+
+    def coming(self, last_step: int) -> Iterator[Piece]:
+        """The pieces of the steps up to `last_step` that have not been handed out."""
+        cursor = self._cursor
+        for _ in range(self._step, last_step):
+            pieces, cursor = self.sampler.step(cursor)
+            yield from pieces
 
     def close(self) -> None:
         """Ends the background thread, after the step that it is preparing."""
@@ -176,6 +184,7 @@ def read_step(
         ),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
+        store_documents=tuple(piece.document for piece in pieces),
     )
 
 

@@ -66,6 +66,7 @@ class StepBatch:
         data_wait_s: how long the caller waited for this batch.
         weights: what each target counts, by the plan's document index; empty: 1 for all.
         target_weight: the weights of all targets of the step together, over the whole domain; `target_tokens` without weights.
+        store_documents: which document of the store each is (of), by the plan's document index; empty if there is no store.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepBatch:
     data_wait_s: float = 0.0
     weights: tuple[float, ...] = ()
     target_weight: float = 0.0
+    store_documents: tuple[int, ...] = ()
 
 
 def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:

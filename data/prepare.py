@@ -26,6 +26,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
 from longctx.data.encode import Encoder
+from longctx.data.formats import PAIRS
 from longctx.data.markup import Markup
 from longctx.data.store import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.template import Template, marks_generation
@@ -127,6 +128,8 @@ def prepare(
         if checkpoint is not None and templates is None and conversations:
             (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
+        if PAIRS in found.formats:  # an earlier version may have read other documents from these records
+            content["pairs"] = True
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
         manifest = _manifest(
@@ -155,6 +158,8 @@ def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_lengt
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
         left_out = [f"{found.empty} are empty"] * bool(found.empty)
+        if found.useless_pairs:
+            left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
         if found.not_text:
             left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
         why = ", ".join(left_out) or "it holds nothing"
@@ -199,6 +204,8 @@ def _manifest(
         lossiest_name=lossiest.lossiest_name,
         lossiest_characters=lossiest.lossiest_characters,
         formats=found.formats,
+        pairs=PAIRS in found.formats,
+        useless_pairs=found.useless_pairs,
         dropped_documents=sum(part.dropped_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),

@@ -7,6 +7,8 @@ Every epoch has its own permutation of all P pieces, given by the seed. The curs
 step: piece `cursor mod P` of the permutation of epoch `cursor div P` comes next. A step takes pieces until they hold at least
 `global_tokens` tokens, so only its last piece reaches beyond; it goes on into the next epoch, and the one after, when one ends
 before. A step takes whole pieces, so the cursor before a step is all that is needed to repeat it, on any number of ranks.
+
+Documents in pairs are never split, and both of a pair are taken, dropped and held out together, one behind the other.
 """
 
 import hashlib
@@ -44,9 +46,11 @@ class Piece:
 def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
     """Which documents are for evaluation alone, bool `[documents]`: about `share` of them, by a hash of their names.
 
-    So a document stays on its side whatever is added to or taken from a store, and equal names are on the same side.
+    So a document stays on its side whatever is added to or taken from a store, and equal names are on the same side, as are
+    NAME#chosen and NAME#rejected of a pair.
     """
     below = int(share * 2**64)
+    names = (name.removesuffix("#chosen").removesuffix("#rejected") for name in names)
     return np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names], np.bool_)
 
 
@@ -61,13 +65,14 @@ class Sampler:
         long_documents: what to do with longer documents: split, drop or error.
         name: names a document in an error message.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
+        pairs: documents 2k and 2k + 1 belong together.
 
     Attributes:
         pieces: P, the pieces of an epoch.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: what `drop` leaves out of every epoch.
 
-    Raises SamplerError for a long document under `error`, and if nothing is left to train on.
+    Raises SamplerError for a long document under `error`, or in a pair under `split`, and if nothing is left to train on.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class Sampler:
         long_documents: str = "split",
         name: Callable[[int], str] = str,
         left_out: npt.NDArray[np.bool_] | None = None,
+        pairs: bool = False,
     ) -> None:
         if global_tokens < 1 or max_length < 1:
             raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
@@ -90,6 +96,14 @@ class Sampler:
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
+        if pairs and self.long and long_documents == "split":
+            raise SamplerError(
+                f"{self.long} documents have more than the {max_length:,} tokens that fit, and are of pairs, which are never "
+                "split: set data.long_documents to drop, which leaves their pairs out, raise data.max_length, or give more "
+                "ranks or batch.tokens_per_rank"
+            )
+        if pairs:
+            is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
         if self.long and long_documents == "error":
             longest = int(np.where(taken, lengths, 0).argmax())
             raise SamplerError(
@@ -112,6 +126,7 @@ class Sampler:
                 f"global_tokens is {global_tokens:,}: a step would go {MOST_EPOCHS} times and more through all "
                 f"{epoch_tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
             )
+        self._together = 2 if pairs else 1
         self._seed = seed
         self._global_tokens = global_tokens
         counts = -(-lengths[documents] // max_length)
@@ -127,9 +142,10 @@ class Sampler:
         pieces: list[Piece] = []
         tokens = 0
         while tokens < self._global_tokens:
-            pieces.append(self._piece(cursor))
-            tokens += pieces[-1].length
-            cursor += 1
+            together = [self._piece(cursor + place) for place in range(self._together)]
+            pieces += together
+            tokens += sum(piece.length for piece in together)
+            cursor += self._together
         return tuple(pieces), cursor
 
     def in_order(self) -> tuple[Piece, ...]:
@@ -158,4 +174,5 @@ class Sampler:
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
-        return np.random.RandomState([self._seed, epoch]).permutation(self.pieces).astype(np.int64)
+        order = np.random.RandomState([self._seed, epoch]).permutation(self.pieces // self._together).astype(np.int64)
+        return (order[:, None] * self._together + np.arange(self._together)).ravel()

@@ -66,6 +66,8 @@ class Manifest:
         spelled_documents: conversations whose texts spell special tokens that are tokenised as such, `spelled_name` the first.
         straddling_tokens: learnt tokens that also hold text which is not learnt.
         lightest, heaviest: the least and the largest weight of a document.
+        pairs: documents 2k and 2k + 1 are the chosen and the rejected completion of the same prompt, for every k.
+        useless_pairs: left out because the two completions were equal, or one of them empty.
     """
 
     request: str
@@ -100,6 +102,8 @@ class Manifest:
     straddling_tokens: int = 0
     lightest: float = 1.0
     heaviest: float = 1.0
+    pairs: bool = False
+    useless_pairs: int = 0
 
     @property
     def conversations(self) -> bool:
@@ -241,6 +245,11 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def pairs(self) -> bool:
+        """Whether documents 2k and 2k + 1 belong together: the chosen and the rejected completion of a prompt."""
+        return self.manifest.pairs
 
     @property
     def names(self) -> Sequence[str]:

@@ -18,7 +18,7 @@ import pyarrow
 
 from longctx.data.corpus import Corpus, Found
 from longctx.data.encode import Encoder, Row
-from longctx.data.formats import Document
+from longctx.data.formats import PAIRS, Document
 from longctx.data.store import store_schema
 from longctx.data.tokenizer import Tokenizer
 
@@ -112,12 +112,14 @@ def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tu
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    """Documents that are tokenised at once. Those of a pair stay together."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
         batch.append(document)
         characters += sum(map(len, document.texts))
-        if characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS:
+        half_a_pair = document.format == PAIRS and len(batch) % 2
+        if (characters >= BATCH_CHARACTERS or len(batch) >= BATCH_DOCUMENTS) and not half_a_pair:
             yield batch
             batch, characters = [], 0
     if batch:

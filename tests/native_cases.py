@@ -24,7 +24,8 @@ def step(folder: Path, settings: list[str]) -> tuple[float, Tensors, Tensors]:
     model = trainer.model
     assert isinstance(model, PretrainedDecoder)
     weights = everyones(model, {name: whole(weight).clone() for name, weight in model.named_parameters()})
-    losses = trainer._forward_backward(make_batch(trainer))
+    batch = make_batch(trainer)
+    losses = trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     counted = trainer.mesh.gather([float(losses.double().sum()) if trainer.mesh.counts else 0.0]).sum()
     return float(counted), everyones(model, {name: whole(weight.grad) for name, weight in model.named_parameters()}), weights
 

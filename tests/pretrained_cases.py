@@ -48,7 +48,7 @@ def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tens
     trainer = make_trainer(folder, settings)
     state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
     batch = make_batch(dist.get_world_size(), dist.get_rank())
-    losses = trainer._forward_backward(batch)
+    losses = trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     total = losses.sum().double()
     dist.all_reduce(total)
     gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}

@@ -93,7 +93,7 @@ def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
         ("train.learning_rate=1", "did you mean optimizer.learning_rate?"),
         ("optimiser.learning_rate=1", "did you mean section optimizer?"),
         ("batch.zzz=1", "section batch has global_tokens, tokens_per_rank, pad_to_multiple_of"),
-        ("zzz.zzz=1", "sections are model, lora, data, batch"),
+        ("zzz.zzz=1", "sections are model, lora, dpo, data, batch"),
     ],
 )
 def test_unknown_keys_name_what_was_probably_meant(override: str, hint: str) -> None:

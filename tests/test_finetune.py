@@ -171,6 +171,76 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path,
     assert f"the same command goes on from step {step}\n" in said and "Traceback" not in said
 
 
+@pytest.fixture(scope="module")
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pairs: two so long that they are split, and one that two ranks cannot hold."""
+    lines = [
+        {"prompt": "word " * count, "chosen": f"There are {count}.", "rejected": "I cannot count. " * (1 + count % 3)}
+        for count in (3, 5, 8, 11, 60, 14, 17, 45, 4, 6, 120)
+    ]
+    file = tmp_path_factory.mktemp("data") / "preferred.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return file
+
+
+@pytest.mark.parametrize(("more", "rate"), [([], 1e-6), (["--lora", "4"], 5e-5), (["--optimizer.learning_rate=3e-6"], 3e-6)])
+def test_pairs_are_recognised(checkpoint: Path, preferences: Path, tmp_path: Path, more: list[str], rate: float) -> None:
+    from longctx.config import load
+
+    out = tmp_path / "run"
+    assert main(["finetune", str(checkpoint), str(preferences), "--out", str(out), "--prepare-only", *more]) == 0
+    config = load(out / "finetune.yaml")
+    assert (config.dpo.beta, config.optimizer.learning_rate) == (0.1, rate)
+
+
+def test_other_data_cannot_be_preferred(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [str(checkpoint), str(conversations), "--out", str(tmp_path / "run"), "--prepare-only", "--dpo.beta=0.1"]
+    assert main(["finetune", *given]) == 2
+    assert "holds no pairs of preference" in capsys.readouterr().err
+
+
+def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, tmp_path: Path, repository: Path) -> None:
+    """As its first lines say, at a small size: the model learns to tell chosen from rejected."""
+    store, out = tmp_path / "store", tmp_path / "run"
+    assert main(["prepare", "--source", str(preferences), "--tokenizer", str(checkpoint), "--out", str(store)]) == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx", "train"]
+    settings = {
+        "model.from_pretrained": checkpoint,
+        "data.store": store,
+        "train.run_dir": out,
+        "checkpoint.export": out / "export",
+        "train.steps": 8,
+        "eval.every": 4,
+        "checkpoint.every": 8,
+        "data.held_out": 0.2,
+        "batch.global_tokens": 400,
+        "batch.tokens_per_rank": 200,
+        "optimizer.learning_rate": 0.001,
+        "optimizer.warmup_steps": 1,
+        "log.tensorboard": "false",
+    }
+    given = [f"--{name}={value}" for name, value in settings.items()]
+    done = subprocess.run(
+        [*command, str(repository / "examples" / "dpo.yaml"), *given],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reference log-probabilities: 10 of 10 pairs" in done.stdout
+    assert "1 of 11 pairs are left out: over 400 tokens" in done.stdout
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert any(int(degree) > 1 for row in rows for degree in row["degrees"])
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6
+    assert rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9 and rows[-1]["validation_accuracy"] > 0
+    assert "margin" in done.stdout and "accuracy" in done.stdout
+    transformers.AutoModelForCausalLM.from_pretrained(out / "export")
+
+
 def test_settings_can_be_made_without_training(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
     """An epoch is so many steps, the longest conversation fits, and the file is what `longctx train` reads."""
     from longctx.config import load

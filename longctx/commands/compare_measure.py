@@ -83,6 +83,11 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
     store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    if store.pairs or config.dpo.beta is not None:
+        raise UserError(
+            f"--measure trains by the loss of tokens, not by that of pairs, and data.store is {store.path}, dpo.beta "
+            f"{config.dpo.beta}: see what `longctx compare --lengths {store.path}` predicts, or measure on another store"
+        )
     groups = join_run(config, launch, device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)

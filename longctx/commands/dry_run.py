@@ -11,7 +11,7 @@ from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import plan_steps
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_checkpoint, check_vocabulary
+from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
 
 STEPS = 5
 
@@ -23,6 +23,7 @@ def dry_run(config: Config, ranks: int) -> None:
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
     check_checkpoint(config, store, ranks)
+    check_pairs(config, store)
     print(
         f"dry run on {ranks} ranks\n"
         f"model      {spec.parameters / 1e9:.3f}B parameters, "

@@ -73,6 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
             _check_grid(work, tokenizer, config.capacity(launch.world_size), launch.world_size)
         else:
             work = _documents(arguments, target, launch.world_size)
+            if work.store.pairs:
+                raise UserError(
+                    f"{work.store.path} holds pairs of chosen and rejected completions, whose mean loss says nothing: "
+                    "eval.every tells loss and accuracy of pairs during training; give a store of conversations with --store"
+                )
             tokenizer = work.store.tokenizer
         target.check(tokenizer)
     return _evaluate(arguments, target, work, tokenizer, launch, device)

@@ -21,6 +21,8 @@ OVERRIDES = True
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 """Peak learning rates, as usual for all parameters and for adapters."""
+DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
+"""The same for pairs of chosen and rejected completions."""
 FEWEST_STEPS = 20
 """Batches become smaller than 64 Ki tokens if an epoch would have fewer steps."""
 WARMUP = 0.03
@@ -40,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the prepared data of another source in OUT")
     parser.add_argument("--config", type=Path, metavar="YAML", help="settings that go before this command's own defaults")
     parser.add_argument("--prepare-only", action="store_true", help="make the store and the settings, and say how to train")
-    parser.epilog = "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6"
+    parser.epilog = (
+        "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6\n"
+        f"learning rates are {FULL_RATE:g}, and {LORA_RATE:g} with --lora, unless another is given\n"
+        f"pairs of chosen and rejected completions are trained by DPO: dpo.beta {DPO_BETA:g}, learning rates {DPO_RATE:g} and "
+        f"{DPO_LORA_RATE:g}"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.model.checkpoint_files import check_name
     from longctx.parallel.launch import launch
     from longctx.training import checkpoint
-    from longctx.training.setup import check_checkpoint
+    from longctx.training.setup import check_checkpoint, check_pairs
 
     if arguments.lora is not None and arguments.lora < 1:
         raise UserError(f"--lora is {arguments.lora}: give a rank of 1 or more, or leave it out to train all parameters")
@@ -80,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     check_checkpoint(config, store, ranks)
+    check_pairs(config, store)
     settings_file.write_text(config.to_yaml(), "utf-8")
     if arguments.prepare_only:
         torchrun = f"python -m torch.distributed.run --standalone --nproc-per-node={ranks} -m longctx"
@@ -151,6 +159,9 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
         },
         "checkpoint": {"every": max(1, steps // 3), "keep": 2, "export": str(out / "export")},
     }
+    if store.pairs:
+        values["dpo"] = {"beta": DPO_BETA}
+        values["optimizer"]["learning_rate"] = DPO_LORA_RATE if arguments.lora else DPO_RATE
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     return values
@@ -166,7 +177,9 @@ def _next(config: Config, export: Path) -> str:
 
 def _told(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
+    pairs = "" if config.dpo.beta is None else f", pairs by DPO with beta {config.dpo.beta:g}"
     return (
         f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens, {share:.0%} of them trained, on "
-        f"{ranks} ranks; learning rate {config.optimizer.learning_rate:g}; settings in {config.train.run_dir / 'finetune.yaml'}"
+        f"{ranks} ranks{pairs}; learning rate {config.optimizer.learning_rate:g}; "
+        f"settings in {config.train.run_dir / 'finetune.yaml'}"
     )

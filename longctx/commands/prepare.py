@@ -24,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="python-stdlib",
         help="what to read: a text, .jsonl or .parquet file, a folder of those, a dataset saved by `datasets`, "
         "or python-stdlib, the source code of this Python's standard library. Records may be messages, ShareGPT's "
-        "conversations, prompt and completion, instruction and output, or text; which of them is found by their keys",
+        "conversations, prompt and completion, instruction and output, pairs of chosen and rejected, or text; which of them is "
+        "found by their keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument(
@@ -130,7 +131,8 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
     share = manifest.trained_tokens / max(1, manifest.tokens)
     lines = [
         f"{out}: made in {seconds:.1f} s" if prepared.made else f"{out}: is there already, nothing to do",
-        f"  documents  {manifest.documents:,}",
+        f"  documents  {manifest.documents:,}"
+        + (f", {manifest.documents // 2:,} pairs of a chosen and a rejected completion" if manifest.pairs else ""),
         f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} are targets ({share:.1%})",
         f"  longest    {manifest.longest_length:,} tokens: {manifest.longest_name}",
         f"  vocabulary {manifest.vocab_size:,}, documents end with {manifest.end_of_document_token}",
@@ -140,17 +142,21 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
 
 def _particulars(manifest: "Manifest") -> Iterator[str]:
     """What not every store has."""
+    together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
-        yield "  formats    " + ", ".join(f"{count:,} {kind}" for kind, count in sorted(manifest.formats.items()))
+        yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
         yield f"  template   {manifest.template}"
         learnt = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "every token"}
-        yield f"  learnt     {learnt[manifest.train_on]} of conversations"
+        yield f"  learnt     {learnt[manifest.train_on]} {'behind the prompt' if manifest.pairs else 'of conversations'}"
     if manifest.straddling_tokens:
         yield f"  learnt     {manifest.straddling_tokens:,} tokens that hold text before or after a turn as well"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
     if manifest.dropped_documents:
-        yield f"  left out   {manifest.dropped_documents:,} conversations of more than {manifest.max_length:,} tokens"
+        what = "pairs with one conversation" if manifest.pairs else "conversations"
+        yield f"  left out   {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
+    if manifest.useless_pairs:
+        yield f"  left out   {manifest.useless_pairs:,} pairs whose completions are equal, or of which one is empty"
     if manifest.empty_documents:
         yield f"  left out   {manifest.empty_documents:,} empty documents"
     if manifest.skipped_files:

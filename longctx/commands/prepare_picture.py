@@ -13,7 +13,6 @@ from longctx.data import IGNORED_LABEL
 if TYPE_CHECKING:
     from longctx.data.store import Store
 
-EXAMPLES = 3
 SHOWN_TOKENS = 120  # of an example, at either end
 LEARNT = "bold green"
 BRACKETS = "⟦", "⟧"  # around learnt text where there is no colour
@@ -33,7 +32,7 @@ def histogram(lengths: npt.NDArray[np.int64]) -> str:
 
 
 def examples(store: "Store") -> None:
-    """Prints the first document, the one in the middle and the last one; of long ones, both ends."""
+    """Prints the first document (or pair of them), the one in the middle and the last one; of long ones, both ends."""
     from rich.console import Console
     from rich.text import Text
 
@@ -41,7 +40,9 @@ def examples(store: "Store") -> None:
     coloured = console.is_terminal and console.color_system is not None
     key = Text("learnt", LEARNT) if coloured else Text(f"between {BRACKETS[0]} and {BRACKETS[1]}")
     console.print(Text.assemble("  examples, what is learnt ", *(["is "] if coloured else ["stands "]), key))
-    for document in sorted({0, (len(store) - 1) // 2, len(store) - 1})[:EXAMPLES]:
+    together = 2 if store.pairs else 1
+    last = len(store) // together - 1
+    for document in (together * place + side for place in sorted({0, last // 2, last}) for side in range(together)):
         length = int(store.lengths[document])
         share = store.trained_tokens[document] / length
         console.rule(f"{store.name(document)}: {length:,} tokens, {share:.0%} learnt", align="left", characters="-")

@@ -81,7 +81,7 @@ def _prepare(
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_checkpoint, check_vocabulary
+    from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
@@ -94,6 +94,7 @@ def _prepare(
         choose_kernel(config.context.kernel, request)
     check_vocabulary(config, spec)
     check_checkpoint(config, store, launch.world_size)
+    check_pairs(config, store)
     available = available_bytes(device, launch.local_world_size)
     refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
@@ -136,7 +137,8 @@ def _train(
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
                 of_model = lines_on(config.model_source(), config.model.from_pretrained)
-                print(_first_line(trainer, store, found), *of_model, *profile.lines, sep="\n", flush=True)
+                lines = _first_line(trainer, store, found), *of_model, *_left_out(trainer, store), *profile.lines
+                print(*lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -192,6 +194,16 @@ def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -
     source = config.model_source(vocab_size)
     if isinstance(source, NewDecoder):
         expressed(source.shape, longest=1)
+
+
+def _left_out(trainer: "Trainer", store: "Store") -> list[str]:
+    """A line on documents that are dropped as they are too long, or pairs of which one is; none if there are none."""
+    if trainer.config.data.long_documents != "drop":
+        return []
+    together, what = (2, "pairs") if store.pairs else (1, "documents")
+    longest = trainer.loader.state_dict()["max_length"]
+    dropped = int((store.lengths.reshape(-1, together).max(axis=1) > longest).sum())
+    return [f"{dropped:,} of {len(store) // together:,} {what} are left out: over {longest:,} tokens"] if dropped else []
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:

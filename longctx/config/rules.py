@@ -24,7 +24,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _lora, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
+    rules = (_model, _lora, _dpo, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
@@ -106,6 +106,13 @@ def _sizes(config: Config) -> ModelSpec | UserError:
         return config.model_source().spec
     except UserError as error:
         return error
+
+
+def _dpo(config: Config) -> Iterator[Problem]:
+    if config.dpo.beta is None and config.dpo.label_smoothing:
+        rule = "dpo.beta is null, so that there is no preference tuning"
+        fix = "give dpo.beta, or leave it out"
+        yield Problem("dpo.label_smoothing", config.dpo.label_smoothing, rule, fix, ("dpo.beta",))
 
 
 def _spec(config: Config) -> ModelSpec | None:

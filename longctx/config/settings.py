@@ -101,13 +101,24 @@ class LoraSection(Section):
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets)
 
 
+class DpoSection(Section):
+    """preference tuning by DPO: pairs of a chosen and a rejected completion, beside the model as it was when the run began"""
+
+    beta: float | None = Field(
+        None, gt=0, description="how closely the model keeps to what it was; usual is 0.1 (null: no preference tuning)"
+    )
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="share of the pairs that may be labelled the wrong way round, as in conservative DPO"
+    )
+
+
 class DataSection(Section):
     """what is read"""
 
     store: Path = _path("stores/python-stdlib", "folder that `longctx prepare` wrote")
     tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
     long_documents: Literal["split", "drop", "error"] = Field(
-        "split", description="what happens to documents longer than max_length"
+        "split", description="what happens to documents longer than max_length; pairs of DPO are never split: drop or error"
     )
     max_length: int | None = Field(
         None, ge=1, description="tokens of the longest document (null: as many as the domain can hold)"
@@ -288,6 +299,7 @@ class Config(BaseModel):
 
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
+    dpo: DpoSection = DpoSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     context: ContextSection = ContextSection()

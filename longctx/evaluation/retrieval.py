@@ -228,8 +228,7 @@ def _right(questions: Sequence[Question], look: Look, planner: Planner, mesh: Me
     micro_batches, targets = pack_documents(plan, mesh.rank, documents, labels, pad_to_multiple_of=multiple)
     names = tuple(f"question {number}" for number in range(len(documents)))
     batch = StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(micro_batches))
-    sums = document_sums(batch, look(batch, greedy_choices)) * mesh.counts
-    found = mesh.gather(sums.tolist()).sum(0).round().long().numpy()
+    found = document_sums(batch, look(batch, greedy_choices), mesh).round().long().numpy()
     return np.asarray(found == [question.answered for question in questions], np.int64)
 
 

@@ -28,6 +28,7 @@ def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[l
         long_documents=config.data.long_documents,
         name=store.name,
         left_out=held_out(store.names, config.data.held_out) if config.data.held_out else None,
+        pairs=store.pairs,
     )
     return sampler.first_lengths(steps)
 

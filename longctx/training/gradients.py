@@ -22,18 +22,23 @@ def clip_gradients(
     the order of the processes, so norm and factor are the same on all of them bit by bit, and copies of a weight stay alike.
     """
     gradients = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
-    held = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in gradients]
-    counted = [
-        part
-        for part, (parameter, gradient) in zip(held, gradients, strict=True)
-        if parameter is not copy and _is_first_copy(gradient)
-    ]
+    norm = norm_over_mesh((gradient for parameter, gradient in gradients if parameter is not copy), mesh)
+    if greatest is not None and norm > greatest:
+        torch._foreach_mul_([_local(gradient) for _, gradient in gradients], greatest / norm)
+    return norm
+
+
+@torch.no_grad()
+def norm_over_mesh(tensors: Iterable[torch.Tensor], mesh: Mesh) -> float:
+    """The norm of tensors that are spread over all processes, the same on each; what several hold counts once."""
+    counted = [_local(tensor) for tensor in tensors if _is_first_copy(tensor)]
     # In float32 a CPU adds up naively: over 10⁸ numbers the norm would be 2 % too small.
     squares = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum() if counted else torch.zeros(())
-    norm = math.sqrt(math.fsum(mesh.gather([float(squares)]).flatten().tolist()))
-    if greatest is not None and norm > greatest:
-        torch._foreach_mul_(held, greatest / norm)
-    return norm
+    return math.sqrt(math.fsum(mesh.gather([float(squares)]).flatten().tolist()))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _is_first_copy(gradient: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step.
+        loss: mean over the valid targets of the step, or over its pairs.
         tokens: of all documents of the step.
         step_time_s, predicted_s: measured wall-clock time, data wait included, and the plan's makespan.
         degrees: number of documents at each degree.
@@ -33,7 +33,10 @@ class StepMetrics:
         rest_s: what is left of the step without these and the mean wait for data: matrices, loss, sharding, waiting for others.
         mfu: model FLOP utilisation, None if the peak of the device is not known.
         validation_loss, validation_tokens, validation_s: mean over the targets of the documents that are set apart, how many
-            these are, and how long it took, besides the step; None where the step is not followed by a validation.
+            these are, and how long it took, besides the step; None where the step is not followed by a validation. Of pairs the
+            loss is the mean over them, as in training.
+        reward_accuracy, reward_margin: of pairs trained by DPO: the share whose chosen completion has the greater reward, and
+            by how much it is greater, on average; validation_accuracy is that share of the pairs that are set apart.
     """
 
     step: int
@@ -65,6 +68,9 @@ class StepMetrics:
     validation_loss: float | None = None
     validation_tokens: int | None = None
     validation_s: float | None = None
+    validation_accuracy: float | None = None
+    reward_accuracy: float | None = None
+    reward_margin: float | None = None
 
     @classmethod
     def of(
@@ -115,9 +121,11 @@ class StepMetrics:
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
         validated = "" if self.validation_loss is None else f"\n  validation loss {self.validation_loss:.3f} "
         if validated:
-            validated += f"on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+            accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
+            validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+        reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         return (
-            f"step {self.step} loss {self.loss:.3f} grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
+            f"step {self.step} loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
             f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"

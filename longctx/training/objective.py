@@ -7,13 +7,15 @@ that of weighted log-probabilities, with weights from the documents' sums.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import MicroBatch, StepBatch
+from longctx.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,14 @@ class StepWeights:
         divisor: of the whole step, the same on all ranks; not 0.
         tokens: float32 [T] for each of the rank's micro-batches: what the prediction of each label counts, whatever it is where
             nothing is predicted. None: 1 everywhere.
+        loss: of the whole step, where the weights give the gradients of a loss that is not the sum over tokens itself.
+        reported: further numbers of the whole step for its metrics, by their names there.
     """
 
     divisor: float
     tokens: Sequence[torch.Tensor] | None = None
+    loss: float | None = None
+    reported: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Objective(ABC):
@@ -47,7 +53,8 @@ class Objective(ABC):
 
         Args:
             batch: this rank's share of the step.
-            log_probabilities: if they are needed: log p of every label, float32 [T] for each micro-batch; 0 without a label.
+            log_probabilities: if they are needed: log p of every label, float32 [T] for each micro-batch; 0 without a label,
+                and on ranks of a pipeline that do not hold the head.
             document_sums: the same summed over each document of the step, whichever ranks hold it, float64 [documents].
         """
 
@@ -79,10 +86,13 @@ def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
     return documents
 
 
-def document_sums(batch: StepBatch, values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """This rank's part of the sum over each document of a value of every target, float64 [documents]."""
+def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
+    """The sum over each document of a value of every target, over all ranks and the same on each, float64 [documents].
+
+    All ranks of the run call it, each with its values [T] for each micro-batch.
+    """
     sums = torch.zeros(len(batch.plan.lengths), dtype=torch.float64)
     for micro_batch, rows in zip(batch.micro_batches, values, strict=True):
         counted = rows.cpu().double().where(micro_batch.labels != IGNORED_LABEL, 0)
         sums.index_add_(0, documents_of(micro_batch), counted)
-    return sums
+    return mesh.gather(sums.tolist() if mesh.counts else [0.0] * len(sums)).sum(dim=0)

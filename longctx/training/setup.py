@@ -140,6 +140,25 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
         )
 
 
+def check_pairs(config: Config, store: Store) -> None:
+    """Raises UserError unless pairs of preference go with DPO, which goes with nothing else."""
+    beta = config.dpo.beta
+    stores = {"data.store": store}
+    if config.eval.every is not None and config.eval.store is not None:
+        stores["eval.store"] = Store.open(config.eval.store)
+    for key, given in stores.items():
+        if given.pairs and beta is None:
+            raise UserError(
+                f"{key} {given.path} holds pairs of chosen and rejected completions, and dpo.beta is null: set dpo.beta (0.1 "
+                "is usual) to train by DPO, or give a store of other documents"
+            )
+        if beta is not None and not given.pairs:
+            raise UserError(
+                f"dpo.beta is {beta:g}, and {key} {given.path} holds no pairs of preference: prepare records with `chosen` and "
+                "`rejected` (longctx prepare --source), or leave dpo.beta out"
+            )
+
+
 def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
     """Raises UserError if the checkpoint that training starts from does not go with the store: its tokenizer, or lengths."""
     source, name = config.model_source(store.tokenizer.vocab_size), config.model.from_pretrained

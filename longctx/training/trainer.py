@@ -38,11 +38,13 @@ from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.model_folder import keep_model_files
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from longctx.training.preference import preferences
+from longctx.training.reference import Reference
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import build_loader, build_model, make_attention, make_planner
+from longctx.training.setup import build_loader, build_model, check_pairs, make_attention, make_planner
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
-from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss
+from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss, mean_preference
 
 Attend = Callable[[Plan, Layout], Any]
 """From a plan and a rank's layout in one of its micro-batches to attention."""
@@ -65,6 +67,8 @@ class Trainer:
     documents: Documents | None = None
     """Those that are validated on."""
     objective: Objective = field(default_factory=TokenMean)
+    preference_apart: Objective | None = None
+    """That of the documents that are validated on, where these are pairs."""
     log: MetricsLog | None = None
     steps_done: int = 0
     online_fit: OnlineFit | None = None
@@ -96,6 +100,7 @@ class Trainer:
 
         When `stop` has received its signal on any rank, the run ends after the step.
         """
+        check_pairs(config, store)
         source = config.model_source(store.tokenizer.vocab_size)
         trainer = cls.build(config, mesh, source)
         max_length = choose_max_length(config, mesh.world_size, resume_from)
@@ -106,7 +111,11 @@ class Trainer:
         if config.context.recalibrate:
             trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
-            trainer._load(resume_from)
+            trainer._go_to(resume_from)
+        if config.dpo.beta is not None:  # while the weights are those that the run begins with
+            trainer._prefer(store, resumes=resume_from is not None)
+        if resume_from is not None:
+            checkpoint.load(resume_from, trainer.model, trainer.optimizer, mesh.control)
         if mesh.world_rank == 0:
             run_dir = config.train.run_dir
             keep_model_files(run_dir, source, store)
@@ -147,12 +156,14 @@ class Trainer:
         started = time.perf_counter()
         batch = next(self.loader) if batch is None else batch
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
-        losses = self._forward_backward(batch)
+        weights = self.weigh(batch, self.objective)
+        losses = self._forward_backward(batch, weights)
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
         with self.clock.span(OPTIMIZER):
             grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
         domain = self._share(batch, losses)
-        self._refuse_non_finite(batch, losses, domain["loss"].sum().item(), grad_norm)
+        loss = domain["loss"].sum().item() if weights.loss is None else weights.loss
+        self._refuse_non_finite(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
@@ -164,7 +175,8 @@ class Trainer:
         seconds = time.perf_counter() - started
         if self.online_fit is not None:
             self._recalibrate(self.online_fit, batch, seconds)
-        return StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
+        metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
+        return replace(metrics, loss=loss, **weights.reported)
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
@@ -172,9 +184,8 @@ class Trainer:
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
-    def _forward_backward(self, batch: StepBatch) -> torch.Tensor:
-        """This rank's part of the step's loss in every micro-batch; gradients are summed over the domain."""
-        weights = self._weights(batch)
+    def _forward_backward(self, batch: StepBatch, weights: StepWeights) -> torch.Tensor:
+        """This rank's part of the step's weighted sum in every micro-batch; gradients are summed over the domain."""
         if self.pipeline is None:
             return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
         try:
@@ -183,15 +194,12 @@ class Trainer:
             error.add_note(f"rank {self.mesh.world_rank}: step {batch.step}, {self.pipeline.where}")
             raise
 
-    def _weights(self, batch: StepBatch) -> StepWeights:
-        """What every token counts, by the objective: after a pass without gradients if it wants one."""
-        if not self.objective.needs_log_probabilities:
-            return self.objective.weights(batch)
-        if self.pipeline is not None:
-            raise UserError("an objective that needs log-probabilities cannot run in a pipeline: give pipeline_parallel_size 1")
+    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
+        """What every token counts, by an objective: after a pass without gradients if it wants one."""
+        if not objective.needs_log_probabilities:
+            return objective.weights(batch)
         seen = self.look(batch, log_probabilities)
-        sums = document_sums(batch, seen).tolist() if self.mesh.counts else [0.0] * len(batch.plan.lengths)
-        return self.objective.weights(batch, seen, self.mesh.gather(sums).sum(dim=0))
+        return objective.weights(batch, seen, document_sums(batch, seen, self.mesh))
 
     @torch.no_grad()
     def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]:
@@ -213,10 +221,27 @@ class Trainer:
     def validate(self) -> Validation:
         """The mean loss of the documents that are set apart, without a trace in what is trained."""
         assert self.documents is not None
-        found = mean_loss(self.documents, self.look, self.loader.planner, self.mesh)
+        planner, apart = self.loader.planner, self.preference_apart
+        if apart is None:
+            found = mean_loss(self.documents, self.look, planner, self.mesh)
+        else:
+            found = mean_preference(self.documents, partial(self.weigh, objective=apart), planner, self.mesh)
+        self._after_looking()
+        return found
+
+    def _prefer(self, store: Store, *, resumes: bool) -> None:
+        """From now on the loss is that of pairs of the store."""
+        copy = self.pipeline.tied_copy if self.pipeline is not None else None
+        weights = [weight.detach() for weight in self.model.parameters() if weight is not copy]
+        reference = Reference(self.config, self.mesh, self.model, weights, self.look, self.loader.planner, resumes)
+        coming = self.loader.coming(self.config.train.steps)
+        self.objective, self.preference_apart = preferences(reference, self.config.dpo, store, coming, self.documents)
+        self._after_looking()
+
+    def _after_looking(self) -> None:
+        """Leaves no trace of passes without gradients in the next step."""
         reshard(self.model)  # else blocks that stay gathered until backward would until the next one
         self.clock.take()
-        return found
 
     def micro_batch(self, batch: StepBatch, number: int, weights: StepWeights) -> torch.Tensor:
         """Forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""
@@ -320,12 +345,12 @@ class Trainer:
             f"micro-batches concerned: {', '.join(named[:20])}{more}. Look at them, or lower optimizer.learning_rate"
         )
 
-    def _load(self, found: Checkpoint) -> None:
+    def _go_to(self, found: Checkpoint) -> None:
+        """To the step and the place in the data of a checkpoint. Raises what does not go with it; reads no weights."""
         different = self.model.differences(found.state["model"])
         if different:
             raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
         self.loader.load_state_dict(found.state["data"])
-        checkpoint.load(found, self.model, self.optimizer, self.mesh.control)
         self.steps_done = found.step
 
 

@@ -21,6 +21,7 @@ from longctx.errors import UserError
 from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
 from longctx.training.loss import log_probabilities
+from longctx.training.objective import StepWeights
 from longctx.training.setup import padding
 
 
@@ -43,6 +44,7 @@ class Validation:
     validation_loss: float
     validation_tokens: int
     validation_s: float
+    validation_accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Documents:
                 f"data.held_out {held_out_share} sets none of the {len(store):,} documents of {store.path} apart: raise it"
             )
         if first is not None:
-            chosen &= np.cumsum(chosen) <= first
+            chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
         long_documents = config.data.long_documents
         sampler = Sampler(
             store.lengths,
@@ -87,26 +89,27 @@ class Documents:
             long_documents=long_documents,
             name=store.name,
             left_out=~chosen,
+            pairs=store.pairs,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
         return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """This rank's share of all pieces, one plan after the other. All ranks call it."""
-        for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens), start=1):
+        for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens, 1 + self.store.pairs), start=1):
             plan = planner([piece.length for piece in pieces])
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
             yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of)
 
 
-def in_steps(pieces: Iterable[Piece], tokens: int) -> Iterator[list[Piece]]:
-    """All pieces in order, as many together as hold at least so many tokens."""
+def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterator[list[Piece]]:
+    """All pieces in order, as many together as hold at least so many tokens, and a multiple of so many pieces."""
     waiting: list[Piece] = []
     held = 0
     for piece in pieces:
         waiting.append(piece)
         held += piece.length
-        if held >= tokens:
+        if held >= tokens and len(waiting) % multiple == 0:
             yield waiting
             waiting, held = [], 0
     if waiting:
@@ -139,3 +142,20 @@ def mean_loss(documents: Documents, look: Look, planner: Planner, mesh: Mesh) ->
         targets += batch.target_tokens
     loss = float(mesh.gather([total]).sum()) / max(1, targets)
     return Validation(loss, targets, time.perf_counter() - began)
+
+
+def mean_preference(
+    documents: Documents, weigh: Callable[[StepBatch], StepWeights], planner: Planner, mesh: Mesh
+) -> Validation:
+    """The mean of a preference loss over all pairs, the same on every rank; `weigh` makes loss and accuracy of some of them."""
+    began = time.perf_counter()
+    pairs = loss = accuracy = 0.0
+    targets = 0
+    for batch in documents.steps(planner, mesh):
+        found = weigh(batch)
+        assert found.loss is not None
+        pairs += found.divisor
+        loss += found.divisor * found.loss
+        accuracy += found.divisor * found.reported["reward_accuracy"]
+        targets += batch.target_tokens
+    return Validation(loss / pairs, targets, time.perf_counter() - began, accuracy / pairs)

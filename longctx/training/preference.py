@@ -1,0 +1,82 @@
+"""Preference: direct preference optimization (DPO) of pairs of completions.
+
+The loss of a pair is -log σ(β · m), where m is how much more the model has raised log p of the chosen completion than that of
+the rejected one, both over the reference: the model as the run began (Rafailov et al., 2023, eq. 7; smoothed as in Mitchell,
+2023). With log p of whole documents known from a pass without gradients, the gradient of the loss is that of weighted token
+losses, with one weight for all tokens of a document: so pairs are packed and split over ranks as any documents are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from longctx.config.settings import DpoSection
+from longctx.data.packing import StepBatch
+from longctx.data.sampler import Piece
+from longctx.data.store import Store
+from longctx.training.objective import Objective, StepWeights, documents_of
+from longctx.training.reference import Reference
+from longctx.training.validation import Documents
+
+FILE, FILE_APART = "reference.npz", "reference-eval.npz"
+"""Of the documents that are trained on, and of those of `eval.store`."""
+
+
+@dataclass(frozen=True)
+class Preference(Objective):
+    """DPO: the mean over the pairs of the step, each counted by its weight.
+
+    Attributes:
+        beta: β, how closely the model keeps to the reference.
+        label_smoothing: ε; the loss of a pair is -(1 - ε) log σ(β · m) - ε log σ(-β · m).
+        reference: log p of the targets of each document of the store, float64 [documents]; NaN where it is not known.
+    """
+
+    needs_log_probabilities = True
+
+    beta: float
+    label_smoothing: float
+    reference: torch.Tensor
+
+    def weights(
+        self,
+        batch: StepBatch,
+        log_probabilities: Sequence[torch.Tensor] = (),
+        document_sums: torch.Tensor | None = None,
+    ) -> StepWeights:
+        assert document_sums is not None
+        raised = (document_sums - self.reference[list(batch.store_documents)]).view(-1, 2)
+        margins = self.beta * (raised[:, 0] - raised[:, 1])
+        counts = torch.tensor(batch.weights or [1.0] * len(raised) * 2, dtype=torch.float64).view(-1, 2)[:, 0]
+        pairs, smoothing = float(counts.sum()), self.label_smoothing
+        losses = -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+        slopes = self.beta * counts * ((1 - smoothing) * torch.sigmoid(-margins) - smoothing * torch.sigmoid(margins))
+        by_document = torch.stack([slopes, -slopes], dim=1).flatten().float()
+        return StepWeights(
+            divisor=pairs,
+            tokens=[by_document[documents_of(micro_batch)] for micro_batch in batch.micro_batches],
+            loss=float((counts * losses).sum()) / pairs,
+            reported={
+                "reward_accuracy": float((counts * (margins > 0)).sum()) / pairs,
+                "reward_margin": float((counts * margins).sum()) / pairs,
+            },
+        )
+
+
+def preferences(
+    reference: Reference, settings: DpoSection, store: Store, coming: Iterable[Piece], apart: Documents | None
+) -> tuple[Preference, Preference]:
+    """The objectives of what a run is to train on, the pieces of its store that are `coming`, and of what it is validated on.
+
+    All ranks call it. Raises ReferenceError.
+    """
+    pieces, own = [*coming], apart is None or apart.store is store
+    if apart is not None and own:
+        pieces += apart.pieces
+    assert settings.beta is not None
+    objective = Preference(settings.beta, settings.label_smoothing, reference.of(store, pieces, FILE))
+    if apart is None or own:
+        return objective, objective
+    return objective, replace(objective, reference=reference.of(apart.store, apart.pieces, FILE_APART))

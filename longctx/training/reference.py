@@ -1,0 +1,146 @@
+"""Reference: log p of the targets of documents, summed over each, by the model as the run begins.
+
+It is one pass without gradients before the first step, over just the documents that the run will take, whatever the model is
+and however it is split. A number for each document is kept in the run folder; a run that resumes, on any number of ranks, reads
+them, and computes what it wants beside them by the weights that the run began with.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from longctx.config import Config
+from longctx.data.loader import Planner
+from longctx.data.packing import StepBatch
+from longctx.data.sampler import Piece
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.model.protocol import Model
+from longctx.parallel.mesh import Mesh
+from longctx.training.gradients import norm_over_mesh
+from longctx.training.loss import log_probabilities
+from longctx.training.objective import document_sums
+from longctx.training.setup import padding
+from longctx.training.validation import Documents, Look
+
+SAME_WEIGHTS = 1e-9
+"""Relative difference of norms that the order of a sum explains."""
+SAID_EVERY_S, KEPT_EVERY_S = 10.0, 60.0
+
+
+class ReferenceError(UserError):
+    """A reference that is another model's, or cannot be computed."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Makes the references of a run, or reads them.
+
+    Attributes:
+        model, weights: as the run begins, and all parameters of it that this rank counts.
+        look, planner: of its trainer.
+        resumes: whether what is in the run folder must be this run's; else it is used if it is of the same weights.
+    """
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    weights: Sequence[torch.Tensor]
+    look: Look
+    planner: Planner
+    resumes: bool
+
+    def of(self, store: Store, pieces: Iterable[Piece], name: str) -> torch.Tensor:
+        """Sums of these documents, which are whole, float64 [documents of the store]; NaN where one is not known.
+
+        They are kept as `name` in the run folder. All ranks call it. Raises ReferenceError.
+        """
+        wanted = np.zeros(len(store), np.bool_)
+        wanted[[piece.document for piece in pieces]] = True
+        path, mesh = self.config.train.run_dir / name, self.mesh
+        about = {
+            "store": store.fingerprint,
+            "dtype": self.config.train.dtype,
+            "model": self.model.describe(),
+            "weights": norm_over_mesh(self.weights, mesh),
+        }
+        kept = mesh.gather_objects(_read(path) if mesh.world_rank == 0 else None)[0]
+        sums = np.full(len(store), np.nan)
+        if kept is not None:
+            problems = self._differences(kept[0], about)
+            if problems and self.resumes:
+                raise ReferenceError(f"{path} is not of this run: {'; '.join(problems)}; or begin a new run")
+            sums = sums if problems else kept[1]
+        missing = np.flatnonzero(wanted & np.isnan(sums)).tolist()
+        if missing:
+            self._compute(store, missing, sums, path, about)
+        elif mesh.world_rank == 0:
+            print(f"reference log-probabilities: those of all {int(wanted.sum()) // 2:,} pairs are in {path}", flush=True)
+        return torch.from_numpy(sums)
+
+    def _compute(
+        self, store: Store, missing: Sequence[int], sums: npt.NDArray[np.float64], path: Path, about: dict[str, Any]
+    ) -> None:
+        """Fills in what is missing. What is done so far is written once a minute, so that a run that is cut off need not do it
+        again."""
+        pieces = tuple(Piece(document, 0, int(store.lengths[document])) for document in missing)
+        longest = max(piece.length for piece in pieces)
+        documents = Documents(store, pieces, self.config.batch.global_tokens, padding(self.config), longest, long=0)
+        began = said = written = time.monotonic()
+        done = 0
+        for batch in documents.steps(self.planner, self.mesh):
+            found = document_sums(batch, self.look(batch, log_probabilities), self.mesh)
+            _refuse_non_finite(batch, found)
+            sums[list(batch.store_documents)] = found.numpy()
+            done += len(batch.documents)
+            now, last = time.monotonic(), done == len(pieces)
+            if self.mesh.world_rank == 0 and (last or now - said > SAID_EVERY_S):
+                said, of = now, len(pieces) // 2
+                print(f"reference log-probabilities: {done // 2:,} of {of:,} pairs, {now - began:.0f} s", flush=True)
+            if self.mesh.world_rank == 0 and (last or now - written > KEPT_EVERY_S):
+                written = now
+                _write(path, about, sums)
+
+    def _differences(self, kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
+        """What makes a kept reference another run's, and what to do about it."""
+        problems = self.model.differences(kept["model"])
+        if kept["store"] != here["store"]:
+            problems.append("it was made with another store: give the one that the run began with")
+        if kept["dtype"] != here["dtype"]:
+            problems.append(f"train.dtype is {here['dtype']}, and was {kept['dtype']}: set it to the run's")
+        if not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
+            problems.append("the weights that the run began with have changed: give those of then (model.from_pretrained)")
+        return problems
+
+
+def _refuse_non_finite(batch: StepBatch, sums: torch.Tensor) -> None:
+    wrong = [name for name, value in zip(batch.documents, sums.tolist(), strict=True) if not math.isfinite(value)]
+    if wrong:
+        raise ReferenceError(
+            f"the model that the run begins with gives no finite log-probability to {', '.join(wrong[:20])}: look at the "
+            "checkpoint, or at these documents"
+        )
+
+
+def _read(path: Path) -> tuple[dict[str, Any], npt.NDArray[np.float64]] | None:
+    """None if there is nothing that can be read: it is computed anew then."""
+    try:
+        with np.load(path) as saved:
+            return json.loads(str(saved["about"])), saved["sums"]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
+def _write(path: Path, about: dict[str, Any], sums: npt.NDArray[np.float64]) -> None:
+    partial = path.with_suffix(".partial.npz")
+    np.savez(partial, about=np.array(json.dumps(about)), sums=sums)
+    partial.replace(path)
