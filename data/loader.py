@@ -1,7 +1,7 @@
 """Loader: hands out the batches of one rank, planned and read one step ahead in a background thread.
 
 Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. What
-it has handed out is described by two integers (step and cursor), the same on every rank and independent of their number.
+it has handed out is described by step and cursor, the same on every rank and independent of their number.
 """
 
 import time
@@ -11,14 +11,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack
-from longctx.data.sampler import Piece, Sampler, held_out
+from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or begin a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in their order, or begin a new run",
+    "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set train.seed to the run's",
     "max_length": "set data.max_length to the run's (left to itself, it follows ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's",
@@ -39,7 +41,7 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: the documents.
+        store: the documents, of one store or several.
         rank, ranks: this rank and N, of the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
         global_tokens: tokens of a step, at least.
@@ -64,17 +66,16 @@ class Loader(Iterator[StepBatch]):
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        self.sampler = Sampler(
-            store.lengths,
+        self.sampler = make_steps(
+            store,
             global_tokens=global_tokens,
             seed=seed,
             max_length=max_length,
             long_documents=long_documents,
-            name=store.name,
-            left_out=held_out(store.names, held_out_share) if held_out_share else None,
+            held_out_share=held_out_share,
         )
         self._identity = {
-            "fingerprint": store.fingerprint,
+            **_which(store),
             "seed": seed,
             "max_length": max_length,
             "long_documents": long_documents,
@@ -87,9 +88,9 @@ class Loader(Iterator[StepBatch]):
         """Plans the steps that are prepared from now on: after step n was handed out, those from n + 2 on."""
         self._pad_to_multiple_of = pad_to_multiple_of
         self._step = 0  # handed out last
-        self._cursor = 0  # behind it
+        self._cursor = self.sampler.start  # behind it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
-        self._ahead: Future[tuple[StepBatch, int]] | None = None
+        self._ahead: Future[tuple[StepBatch, Any]] | None = None
 
     def __next__(self) -> StepBatch:
         asked = time.perf_counter()
@@ -103,14 +104,14 @@ class Loader(Iterator[StepBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step handed out, as plain JSON data; the same on every rank."""
-        return {**self._identity, "step": self._step, "cursor": self._cursor, "epoch": self.sampler.epoch(self._cursor)}
+        return {**self._identity, "step": self._step, **self.sampler.state(self._cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position, which may come from another number of ranks or another `global_tokens`.
 
         Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
         """
-        state = {"held_out": 0.0, **state}  # which earlier versions did not know
+        state = {"held_out": 0.0, "mix": None, **state}  # which earlier versions, or runs of one store, do not know
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
@@ -122,7 +123,7 @@ class Loader(Iterator[StepBatch]):
         if problems:
             raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
         self._discard()
-        self._step, self._cursor = int(state["step"]), int(state["cursor"])
+        self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
 
     def close(self) -> None:
         """Ends the background thread, after the step that it is preparing."""
@@ -140,11 +141,11 @@ class Loader(Iterator[StepBatch]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _submit(self) -> Future[tuple[StepBatch, int]]:
+    def _submit(self) -> Future[tuple[StepBatch, Any]]:
         # The planner is taken here and not in the thread: which steps a new one plans must not depend on timing.
         return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
 
-    def _prepare(self, step: int, cursor: int, planner: Planner) -> tuple[StepBatch, int]:
+    def _prepare(self, step: int, cursor: Any, planner: Planner) -> tuple[StepBatch, Any]:
         """The step that begins at `cursor`, and the cursor behind it."""
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
@@ -156,6 +157,16 @@ class Loader(Iterator[StepBatch]):
             raise PlanError(f"the planner planned for {plan.ranks} ranks, and the domain has {self._ranks}")
         if list(plan.lengths) != [piece.length for piece in pieces]:
             raise PlanError("the planner planned other lengths than those of the step's documents")
+
+
+def _which(store: Store) -> dict[str, Any]:
+    """What says which documents there are, and in which mix."""
+    if len(store.sources) == 1:
+        return {"fingerprint": store.fingerprint}
+    return {
+        "fingerprint": [source.fingerprint for source in store.sources],
+        "mix": [{source.unit: source.amount} for source in store.sources],
+    }
 
 
 def read_step(
@@ -176,6 +187,7 @@ def read_step(
         ),
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
+        source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
     )
 
 

@@ -5,8 +5,8 @@ Labels are those of the whole document, shifted before it is cut, so that they d
 more than torch and numpy, so that a trainer of your own can use it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,7 @@ class StepBatch:
         data_wait_s: how long the caller waited for this batch.
         weights: what each target counts, by the plan's document index; empty: 1 for all.
         target_weight: the weights of all targets of the step together, over the whole domain; `target_tokens` without weights.
+        source_tokens: tokens of the whole step by the path of their store; empty if there is one alone.
     """
 
     step: int
@@ -77,6 +78,7 @@ class StepBatch:
     data_wait_s: float = 0.0
     weights: tuple[float, ...] = ()
     target_weight: float = 0.0
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:

@@ -10,8 +10,9 @@ before. A step takes whole pieces, so the cursor before a step is all that is ne
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,33 @@ def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
     So a document stays on its side whatever is added to or taken from a store, and equal names are on the same side.
     """
     below = int(share * 2**64)
-    return np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names], np.bool_)
+    return np.fromiter((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names), np.bool_)
+
+
+class Steps(Protocol):
+    """Which documents every step takes, as a function of a cursor."""
+
+    @property
+    def start(self) -> Any:
+        """The cursor of the first step."""
+
+    def step(self, cursor: Any) -> tuple[tuple[Piece, ...], Any]:
+        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+
+    def state(self, cursor: Any) -> dict[str, Any]:
+        """A cursor as plain JSON data, with the epoch that it is in."""
+
+    def cursor(self, state: dict[str, Any]) -> Any:
+        """What `state` was made of. Raises KeyError if something is missing."""
+
+
+def first_lengths(steps: Steps, count: int) -> list[list[int]]:
+    """Tokens of the pieces of the first steps."""
+    found, cursor = [], steps.start
+    for _ in range(count):
+        pieces, cursor = steps.step(cursor)
+        found.append([piece.length for piece in pieces])
+    return found
 
 
 class Sampler:
@@ -61,14 +88,17 @@ class Sampler:
         long_documents: what to do with longer documents: split, drop or error.
         name: names a document in an error message.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
+        stream: numbers that go into the seed, so that the orders of several stores have nothing to do with each other.
 
     Attributes:
-        pieces: P, the pieces of an epoch.
+        pieces, tokens: P, the pieces of an epoch, and their tokens.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: what `drop` leaves out of every epoch.
 
     Raises SamplerError for a long document under `error`, and if nothing is left to train on.
     """
+
+    start = 0
 
     def __init__(
         self,
@@ -80,6 +110,7 @@ class Sampler:
         long_documents: str = "split",
         name: Callable[[int], str] = str,
         left_out: npt.NDArray[np.bool_] | None = None,
+        stream: Sequence[int] = (),
     ) -> None:
         if global_tokens < 1 or max_length < 1:
             raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
@@ -106,13 +137,13 @@ class Sampler:
                 if self.dropped
                 else "there are no documents"
             )
-        epoch_tokens = int(lengths[documents].sum())
-        if global_tokens > MOST_EPOCHS * epoch_tokens:
+        self.tokens = int(lengths[documents].sum())
+        if global_tokens > MOST_EPOCHS * self.tokens:
             raise SamplerError(
                 f"global_tokens is {global_tokens:,}: a step would go {MOST_EPOCHS} times and more through all "
-                f"{epoch_tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
+                f"{self.tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
             )
-        self._seed = seed
+        self._seed, self._stream = seed, stream
         self._global_tokens = global_tokens
         counts = -(-lengths[documents] // max_length)
         self.pieces = int(counts.sum())
@@ -137,13 +168,13 @@ class Sampler:
         spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
         return tuple(Piece(*span) for span in spans)
 
-    def first_lengths(self, steps: int) -> list[list[int]]:
-        """Tokens of the pieces of the first steps."""
-        found, cursor = [], 0
-        for _ in range(steps):
-            pieces, cursor = self.step(cursor)
-            found.append([piece.length for piece in pieces])
-        return found
+    def state(self, cursor: int) -> dict[str, Any]:
+        """A cursor as plain JSON data, with the epoch that it is in."""
+        return {"cursor": cursor, "epoch": self.epoch(cursor)}
+
+    def cursor(self, state: dict[str, Any]) -> int:
+        """That of a state."""
+        return int(state["cursor"])
 
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""
@@ -158,4 +189,4 @@ class Sampler:
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
-        return np.random.RandomState([self._seed, epoch]).permutation(self.pieces).astype(np.int64)
+        return np.random.RandomState([self._seed, epoch, *self._stream]).permutation(self.pieces).astype(np.int64)

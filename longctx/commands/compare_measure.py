@@ -71,10 +71,9 @@ def compare_steps(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
     from longctx.comparison.measured import train_in_turn
-    from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.run_profile import run_profile
-    from longctx.training.setup import join_run
+    from longctx.training.setup import join_run, open_data
 
     out: Path | None = arguments.out
     check_writable(out)
@@ -82,7 +81,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    store = open_data(config)
     groups = join_run(config, launch, device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)

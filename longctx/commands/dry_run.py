@@ -4,20 +4,19 @@ Without processes, GPUs or a run folder: whether the memory, the kernel and the 
 """
 
 from longctx.config import Config
-from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import choose_device
-from longctx.training.first_steps import plan_steps
+from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_checkpoint, check_vocabulary
+from longctx.training.setup import check_checkpoint, check_vocabulary, open_data
 
 STEPS = 5
 
 
 def dry_run(config: Config, ranks: int) -> None:
     """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    store = open_data(config)
     source = config.model_source(store.tokenizer.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
@@ -27,7 +26,8 @@ def dry_run(config: Config, ranks: int) -> None:
         f"model      {spec.parameters / 1e9:.3f}B parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}: {source.said}'}\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
-        f"from {config.data.store}",
+        f"from {config.data.said}",
+        *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
         sep="\n",
     )

@@ -47,21 +47,21 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from longctx.memory.table import print_memory
 
-    source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
+    source = f"the first steps of {config.data.said}" if store else "a full rank (there is no store)"
     print_memory(f"{spec.parameters / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 
 
 def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
-    from longctx.data.store import Store
+    from longctx.training.setup import open_data
 
-    if config.data.store.exists():
-        store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    if all(path.exists() for path in config.data.paths):
+        store = open_data(config)
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(
-            f"there is no store {config.data.store}, which would say how many entries the vocabulary has: give "
+            f"there is no store {config.data.said}, which would say how many entries the vocabulary has: give "
             "--model.vocab_size, or the store with --data.store"
         )
     return None, config.model_source(config.model.vocab_size).spec

@@ -77,15 +77,14 @@ def _prepare(
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
-    from longctx.data.store import Store
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_checkpoint, check_vocabulary
+    from longctx.training.setup import check_checkpoint, check_vocabulary, open_data
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    store = open_data(config)
     spec = config.model_source(store.tokenizer.vocab_size).spec
     dtype = getattr(torch, config.train.dtype)
     for layer in set(spec.layers):
@@ -119,6 +118,7 @@ def _train(
     traced: range | None,
 ) -> int:
     from longctx.parallel import mesh
+    from longctx.training.first_steps import mix_lines
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
     from longctx.training.setup import join_run
@@ -134,7 +134,8 @@ def _train(
                 trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
             if launch.rank == 0:
                 profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                print(_first_line(trainer, store, found), *_whose_code(config), *profile.lines, sep="\n", flush=True)
+                mix = mix_lines(config, trainer.loader.sampler, config.train.steps)
+                print(_first_line(trainer, store, found), *mix, *_whose_code(config), *profile.lines, sep="\n", flush=True)
             finished = trainer.train()
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
@@ -212,6 +213,6 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         parameters = f"{trained:,} of {everything:,} parameters are trained (LoRA of rank {config.lora.rank})"
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
-        f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
-        f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+        f"{config.train.dtype}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

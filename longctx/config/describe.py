@@ -5,6 +5,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from longctx.config.problems import yaml_text
 from longctx.config.settings import Config
 
@@ -36,4 +38,6 @@ def _type_name(annotation: Any) -> str:
         return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
     if get_origin(annotation) is tuple:
         return "[" + ", ".join(map(_type_name, get_args(annotation))) + "]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
     return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(annotation.__name__)

@@ -112,6 +112,9 @@ def _explain(details: ErrorDetails) -> Problem:
     name = ".".join([section, *keys[:1]])
     value = details["input"]
     if details["type"] == "extra_forbidden":
+        if len(keys) > 1:
+            rule = f"there is no key {keys[-1]} (at {'.'.join(keys[1:-1])})"
+            return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
         if name in RENAMED:
             return Problem(name, value, f"this setting is {RENAMED[name]} now", f"write {RENAMED[name]}={yaml_text(value)}")
         return Problem(name, value, "there is no such setting", _suggest(section, keys[0] if keys else None))
@@ -119,7 +122,7 @@ def _explain(details: ErrorDetails) -> Problem:
         return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")
     setting = SETTINGS[name]
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
-    where = "" if len(keys) == 1 else f" (at {keys[1]})"
+    where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
     return Problem(name, value, rule + where, f"the default is {yaml_text(setting.default)} ({setting.description})")
 
 

@@ -24,7 +24,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _lora, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
+    rules = (_model, _lora, _stores, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
@@ -99,6 +99,29 @@ def _spec(config: Config) -> ModelSpec | None:
         return config.model_source().spec
     except UserError:
         return None
+
+
+def _stores(config: Config) -> Iterator[Problem]:
+    """One store, or several by weights, or several by epochs."""
+    store, stores = config.data.store, config.data.stores
+    if store is None and stores is None:
+        yield Problem("data.store", None, "a run reads something", "give a folder that `longctx prepare` wrote, or data.stores")
+    if stores is None:
+        return
+    given = [one.model_dump(exclude_none=True) for one in stores]
+    if store is not None:
+        rule = f"one store or several are read, and data.store is {store}"
+        yield Problem("data.stores", given, rule, "leave one of the two out, or give null for it", ("data.store",))
+    if not stores:
+        yield Problem("data.stores", given, "there is at least one", "give [{path: FOLDER, weight: 1}], or data.store")
+    if any((one.weight is None) == (one.epochs is None) for one in stores):
+        fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
+        yield Problem("data.stores", given, "each has a weight or epochs, and not both", fix)
+    elif len({one.weight is None for one in stores}) > 1:
+        rule = "shares by weight and shares by epochs cannot be compared, and some have one and some the other"
+        yield Problem("data.stores", given, rule, "give all of them weights, or all of them epochs")
+    if len({one.path.resolve() for one in stores}) < len(stores):
+        yield Problem("data.stores", given, "a store is there once", "add up what stands beside the same path")
 
 
 def _files(config: Config) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from longctx.config.problems import ConfigError, Problem, plain
 from longctx.model.adapters import Lora
@@ -101,10 +101,23 @@ class LoraSection(Section):
         return Lora(self.rank, self.alpha or 2.0 * self.rank, targets)
 
 
+class StoreSetting(Section):
+    """one of several stores"""
+
+    path: Path = Field(strict=False)
+    weight: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0)
+
+
 class DataSection(Section):
     """what is read"""
 
-    store: Path = _path("stores/python-stdlib", "folder that `longctx prepare` wrote")
+    store: Path | None = _path("stores/python-stdlib", "folder that `longctx prepare` wrote (null: several, by data.stores)")
+    stores: list[StoreSetting] | None = Field(
+        None,
+        description="several in place of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: "
+        "1}]; with epochs in place of all weights, how often each is passed while the others are passed as often as they say",
+    )
     tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
     long_documents: Literal["split", "drop", "error"] = Field(
         "split", description="what happens to documents longer than max_length"
@@ -115,6 +128,24 @@ class DataSection(Section):
     held_out: float = Field(
         0.0, ge=0, lt=1, description="share of the documents, by a hash of their names, that is evaluated and never trained on"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_or_several(cls, values: Any) -> Any:
+        """The default store goes where several are given."""
+        if isinstance(values, dict) and values.get("stores") is not None and "store" not in values:
+            return {**values, "store": None}
+        return values
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of all stores."""
+        return [self.store] if self.store is not None else [one.path for one in self.stores or ()]
+
+    @property
+    def said(self) -> str:
+        """The stores in words."""
+        return ", ".join(map(str, self.paths))
 
 
 class BatchSection(Section):

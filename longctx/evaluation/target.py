@@ -68,7 +68,7 @@ class Target:
     def tokenizer(self) -> Tokenizer:
         """The model's own, for text that is made here. Raises UserError if there is none."""
         if self.found is not None:
-            return Store.open(self.config.data.store).tokenizer
+            return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
             raise TargetError(f"{self.name} has no tokenizer.json: give --store, one that was prepared with its tokenizer")
@@ -85,7 +85,7 @@ class Target:
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:
         """A sentence if a store's tokenizer is not the one that lies beside the model; empty if it is, or if none does."""
-        file = (self.config.data.store if self.found is not None else Path(self.name)) / "tokenizer.json"
+        file = (self.config.data.paths[0] if self.found is not None else Path(self.name)) / "tokenizer.json"
         if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
             return ""
         return f"the store was made with another tokenizer than {file}: its losses mean little if ids stand for other tokens"

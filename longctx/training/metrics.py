@@ -34,6 +34,7 @@ class StepMetrics:
         mfu: model FLOP utilisation, None if the peak of the device is not known.
         validation_loss, validation_tokens, validation_s: mean over the targets of the documents that are set apart, how many
             these are, and how long it took, besides the step; None where the step is not followed by a validation.
+        source_tokens: tokens by the path of their store, where several are mixed; else None.
     """
 
     step: int
@@ -65,6 +66,7 @@ class StepMetrics:
     validation_loss: float | None = None
     validation_tokens: int | None = None
     validation_s: float | None = None
+    source_tokens: dict[str, int] | None = None
 
     @classmethod
     def of(
@@ -105,6 +107,7 @@ class StepMetrics:
             rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
             mfu=mfu,
             validation_tokens=None,
+            source_tokens=dict(batch.source_tokens) or None,
         )
 
     def console(self) -> str:

@@ -39,8 +39,8 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
     if source.files is not None:
         source.files.describe(folder)
     kept = {file for pattern in OF_TOKENIZERS for file in folder.glob(pattern)}
-    its_own = store.path / "tokenizer"
-    if its_own.is_dir():
+    its_own = next((source.path / "tokenizer" for source in store.sources if (source.path / "tokenizer").is_dir()), None)
+    if its_own is not None:
         for file in kept:
             file.unlink()
         for file in its_own.iterdir():
@@ -57,8 +57,7 @@ def _tokenizer_config(store: Store) -> dict[str, object]:
         "clean_up_tokenization_spaces": False,
         "eos_token": store.tokenizer.end_of_document_token,
     }
-    manifest = store.manifest
-    if manifest.trained_tokens != manifest.tokens - manifest.documents:  # conversations: not every token is a target
+    if store.trained_tokens.sum() != store.lengths.sum() - len(store):  # conversations: not every token is a target
         config["chat_template"] = CHATML
     return config
 

@@ -99,6 +99,15 @@ def make_planner(
     )
 
 
+def open_data(config: Config) -> Store:
+    """The store of a run, or its stores as one. Raises StoreError if one is not sound, or if their tokenizers differ."""
+    opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
+    if config.data.store is not None:
+        return opened[0]
+    unit = "epochs" if any(one.epochs is not None for one in config.data.stores or ()) else "weight"
+    return Store.join(opened, [one.epochs or one.weight or 0.0 for one in config.data.stores or ()], unit)
+
+
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
     """The loader of this rank. Raises ProfilesDiffer unless all ranks plan by the same profile."""
     profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
@@ -144,11 +153,11 @@ def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
     way_out = f"prepare it with that of the checkpoint (longctx prepare --tokenizer {name})"
     if embedded is not None and entries > embedded:
         raise UserError(
-            f"the tokenizer of {config.data.store} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
+            f"the tokenizer of {config.data.said} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
         )
     own = source.files.folder / TOKENIZER if source.files is not None else None
     if own is not None and own.is_file() and fingerprint(own.read_text("utf-8")) != store.tokenizer.fingerprint:
-        raise UserError(f"{config.data.store} was prepared with another tokenizer than that of {name}: {way_out}")
+        raise UserError(f"{config.data.said} was prepared with another tokenizer than that of {name}: {way_out}")
     source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 
 
