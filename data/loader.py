@@ -5,7 +5,7 @@ it has handed out is described by step and cursor, the same on every rank and in
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -81,6 +81,7 @@ class Loader(Iterator[StepBatch]):
             "long_documents": long_documents,
             "held_out": held_out_share,
         }
+        self._earlier: dict[str, dict[str, Any]] = {}  # how far stores came in earlier stages that this one may not have
         self._store = store
         self._rank = rank
         self._ranks = ranks
@@ -104,26 +105,50 @@ class Loader(Iterator[StepBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step handed out, as plain JSON data; the same on every rank."""
-        return {**self._identity, "step": self._step, **self.sampler.state(self._cursor)}
+        earlier = {"earlier": self._earlier} if self._earlier else {}
+        return {**self._identity, "step": self._step, **self.sampler.state(self._cursor), **earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position, which may come from another number of ranks or another `global_tokens`.
 
         Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
         """
+        state = self._checked(state, self._identity)
+        self._discard()
+        self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
+        self._earlier = state.get("earlier", {})
+
+    def begin_stage(self, state: dict[str, Any]) -> None:
+        """Goes behind a saved position of the stage before, in which other documents may have been taken.
+
+        A store that is cut into the same pieces, alone or in a mix as it was then, goes on in its order. Another one that had
+        been read before begins its next epoch, so that it does not begin with the documents that it began with then.
+        Raises LoaderError if what is the same in all stages is not.
+        """
+        state = self._checked(state, ("seed", "held_out"))
+        seen = {**state.get("earlier", {}), **_how_far(state)}
+        here = _how_far(self.state_dict())
+        places = [(seen.get(fingerprint), cut) for fingerprint, cut in here.items()]
+        cursors = [found["cursor"] if found and found["cut"] == mine["cut"] else None for found, mine in places]
+        epochs = [found["epoch"] + 1 if found else 0 for found, _ in places]
+        self._discard()
+        self._step, self._cursor = int(state["step"]), self.sampler.behind(cursors, epochs)
+        self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
+
+    def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+        """A saved state, if these keys have the values that they have here, with what it need not say. Raises LoaderError."""
         state = {"held_out": 0.0, "mix": None, **state}  # which earlier versions, or runs of one store, do not know
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
         problems = [
-            f"{key} is {here!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
-            for key, here in self._identity.items()
-            if state[key] != here
+            f"{key} is {self._identity[key]!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
+            for key in keys
+            if state[key] != self._identity[key]
         ]
         if problems:
             raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
-        self._discard()
-        self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
+        return state
 
     def close(self) -> None:
         """Ends the background thread, after the step that it is preparing."""
@@ -166,6 +191,16 @@ def _which(store: Store) -> dict[str, Any]:
     return {
         "fingerprint": [source.fingerprint for source in store.sources],
         "mix": [{source.unit: source.amount} for source in store.sources],
+    }
+
+
+def _how_far(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How far each store came, and what its cursor counts, by the fingerprint of the store."""
+    several = isinstance(state["fingerprint"], list)
+    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch")]
+    cut = {"max_length": state["max_length"], "long_documents": state["long_documents"], "mixed": several}
+    return {
+        fingerprint: {"cut": cut, "cursor": cursor, "epoch": epoch} for fingerprint, cursor, epoch in zip(*columns, strict=True)
     }
 
 

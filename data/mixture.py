@@ -6,6 +6,7 @@ for each store the pieces and the tokens taken of it since the mixture began: li
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -115,3 +116,8 @@ class Mixture:
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
         """That of a state."""
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
+        """The cursor at which every store goes on at its own of `cursors`, or begins its epoch; shares count from there."""
+        places = zip(self.samplers, cursors, epochs, strict=True)
+        return tuple((sampler.behind([place], [epoch]), 0) for sampler, place, epoch in places)

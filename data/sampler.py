@@ -65,7 +65,10 @@ class Steps(Protocol):
         """A cursor as plain JSON data, with the epoch that it is in."""
 
     def cursor(self, state: dict[str, Any]) -> Any:
-        """What `state` was made of. Raises KeyError if something is missing."""
+        """What `state` was made of."""
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> Any:
+        """The cursor that goes on at a store's `cursors`, or begins its epoch of `epochs` where that is None."""
 
 
 def first_lengths(steps: Steps, count: int) -> list[list[int]]:
@@ -175,6 +178,11 @@ class Sampler:
     def cursor(self, state: dict[str, Any]) -> int:
         """That of a state."""
         return int(state["cursor"])
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:
+        """The one of `cursors`, or the first cursor of the one of `epochs` if that is None."""
+        (cursor,), (epoch,) = cursors, epochs
+        return epoch * self.pieces if cursor is None else cursor
 
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""

@@ -265,9 +265,12 @@ class Store:
     def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
         """Several stores as one, the documents of one behind those of another, with the amount of each in this unit.
 
-        Raises StoreError if they were made with different tokenizers.
+        Raises StoreError if they were made with different tokenizers, or if two hold the same documents.
         """
         first, *others = stores
+        for store, other in itertools.combinations(stores, 2):
+            if store.fingerprint == other.fingerprint:
+                raise StoreError(f"stores {store.path} and {other.path} hold the same documents: give one of them")
         for store in others:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise StoreError(

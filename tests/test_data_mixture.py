@@ -174,6 +174,38 @@ def test_a_mixture_goes_on_on_other_ranks(stores: list[Store]) -> None:
         each.close()
 
 
+def test_a_stage_goes_on_where_its_stores_stopped_and_begins_an_epoch_of_those_that_are_cut_anew(stores: list[Store]) -> None:
+    a, b, c = stores
+    with mixed_loader([a, b], [1, 1]) as first:
+        take(first, 2)
+        before = json.loads(json.dumps(first.state_dict()))
+    with mixed_loader([c, a], [1, 2]) as second:
+        second.begin_stage(before)
+        state = json.loads(json.dumps(second.state_dict()))
+        assert (state["step"], state["cursor"], state["taken"]) == (2, [0, before["cursor"][0]], [0, 0])
+        assert state["earlier"][b.fingerprint]["cursor"] == before["cursor"][1]
+        take(second, 1)
+        state = json.loads(json.dumps(second.state_dict()))
+    with mixed_loader([c, a], [1, 2]) as again:
+        again.load_state_dict(state)
+        assert again.state_dict() == state, "what rests is kept by a run that is cut off"
+    with mixed_loader([a, b], [1, 1]) as third:
+        third.begin_stage(state)
+        assert third.state_dict()["cursor"] == [state["cursor"][1], before["cursor"][1]]
+        assert "earlier" in third.state_dict() and [c.fingerprint] == list(third.state_dict()["earlier"])
+    with mixed_loader([a, b], [1, 1], max_length=50) as anew:
+        anew.begin_stage(before)
+        assert anew.state_dict()["epoch"] == [epoch + 1 for epoch in before["epoch"]]
+        assert anew.state_dict()["cursor"] == [
+            (epoch + 1) * sampler.pieces for epoch, sampler in zip(before["epoch"], anew.sampler.samplers, strict=True)
+        ]
+    with mixed_loader([a], [1]) as alone:
+        alone.begin_stage(before)
+        assert alone.state_dict()["epoch"] == before["epoch"][0] + 1, "alone it has another order"
+    with mixed_loader([a, b], [1, 1], seed=4) as other, pytest.raises(LoaderError, match=r"seed is 4, and was 3"):
+        other.begin_stage(before)
+
+
 def test_another_mixture_is_refused(stores: list[Store]) -> None:
     with mixed_loader(stores, [3, 1, 1]) as source:
         state = json.loads(json.dumps(source.state_dict()))
@@ -199,6 +231,11 @@ def test_a_list_of_one_store_draws_what_the_store_draws(stores: list[Store]) -> 
     one = make_steps(Store.join(stores[:1], [5.0]), global_tokens=200, **CUT)
     assert isinstance(one, Sampler)
     assert one.step(4) == Sampler(stores[0].lengths, global_tokens=200, seed=3, max_length=100).step(4)
+
+
+def test_the_same_documents_twice_are_refused(stores: list[Store]) -> None:
+    with pytest.raises(StoreError, match="hold the same documents"):
+        Store.join([stores[0], stores[1], stores[0]], [1, 1, 1])
 
 
 def test_other_tokenizers_are_refused(stores: list[Store], tmp_path: Path) -> None:

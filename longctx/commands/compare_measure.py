@@ -79,6 +79,9 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     check_writable(out)
     show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
+    if show and config.stages:
+        print(f"of {len(config.stages)} stages the last one is measured", file=sys.stderr, flush=True)
+    config = config.at_stage(-1)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
     store = open_data(config)

@@ -4,19 +4,32 @@ Without processes, GPUs or a run folder: whether the memory, the kernel and the 
 """
 
 from longctx.config import Config
+from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_checkpoint, check_vocabulary, open_data
+from longctx.training.setup import check_checkpoint, check_vocabulary
+from longctx.training.stages import named, open_stages, stage_line
 
 STEPS = 5
 
 
 def dry_run(config: Config, ranks: int) -> None:
-    """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
-    store = open_data(config)
+    """Prints the shape of the run and a line for each of its first steps, and of those of every stage.
+
+    Raises what is wrong with settings and stores.
+    """
+    for stage, (own, store) in enumerate(open_stages(config)):
+        if config.stages:
+            print(("\n" if stage else "") + stage_line(config, stage))
+        with named(config, stage):
+            _dry_run(own, store, ranks, config.steps_of(stage))
+
+
+def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
+    """A stage of so many steps."""
     source = config.model_source(store.tokenizer.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
@@ -27,11 +40,11 @@ def dry_run(config: Config, ranks: int) -> None:
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}: {source.said}'}\n"
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.said}",
-        *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
+        *mix_lines(config, steps_of_run(config, store, ranks), steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
         sep="\n",
     )
-    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
+    planned = plan_steps(config, store, ranks, min(STEPS, steps))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
     )

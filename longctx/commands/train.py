@@ -66,13 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
+        _check_traced(config, traced)
         start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
     return _train(config, launch, *start, traced)
 
 
-def _prepare(
-    config: Config, launch: "Launch", resume: bool, resume_if_any: bool
-) -> "tuple[Store, torch.device, Checkpoint | None]":
+def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool) -> "tuple[torch.device, Checkpoint | None]":
     """Everything that can be refused before processes join."""
     import torch
 
@@ -80,39 +79,40 @@ def _prepare(
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_checkpoint, check_vocabulary, open_data
+    from longctx.training.setup import check_checkpoint, check_vocabulary
+    from longctx.training.stages import named, open_stages
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
-    store = open_data(config)
-    spec = config.model_source(store.tokenizer.vocab_size).spec
-    dtype = getattr(torch, config.train.dtype)
-    for layer in set(spec.layers):
-        bands, softcap = layer.window is not None, bool(spec.attention_softcap)
-        request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
-        choose_kernel(config.context.kernel, request)
-    check_vocabulary(config, spec)
-    check_checkpoint(config, store, launch.world_size)
     available = available_bytes(device, launch.local_world_size)
-    refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
+    for stage, (own, store) in enumerate(open_stages(config)):
+        with named(config, stage):
+            spec = own.model_source(store.tokenizer.vocab_size).spec
+            for layer in set(spec.layers):
+                bands, softcap = layer.window is not None, bool(spec.attention_softcap)
+                dtype = getattr(torch, config.train.dtype)
+                request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+                choose_kernel(own.context.kernel, request)
+            check_vocabulary(own, spec)
+            check_checkpoint(own, store, launch.world_size)
+            refuse_too_large(spec, own, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
-    _check_export(config, store.tokenizer.vocab_size, found)
+    _check_export(config.at_stage(-1), store.tokenizer.vocab_size, found)
     if launch.rank == 0:
         offloads = config.train.offload_activations or config.train.offload_optimizer
         vain = ["offloading has no effect: on a CPU everything is in host memory already"]
         for sentence in damaged + (vain if offloads and device.type == "cpu" else []):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    return store, device, found
+    return device, found
 
 
 def _train(
     config: Config,
     launch: "Launch",
-    store: "Store",
     device: "torch.device",
     found: "Checkpoint | None",
     traced: range | None,
@@ -122,21 +122,24 @@ def _train(
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
     from longctx.training.setup import join_run
+    from longctx.training.stages import stage_line, train_in_stages
     from longctx.training.trace import Tracer
-    from longctx.training.trainer import NonFiniteLoss, Trainer
+    from longctx.training.trainer import NonFiniteLoss
+
+    def began(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> None:
+        if traced is not None:
+            trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
+        if launch.rank == 0:
+            profile = run_profile(trainer.config, launch.world_size, store.tokenizer.vocab_size)
+            mix = mix_lines(trainer.config, trainer.loader.sampler, config.steps_of(trainer.stage))
+            line, first = stage_line(config, trainer.stage), _first_line(trainer, store, found)
+            print(*[line] * bool(line), first, *mix, *_whose_code(config), *profile.lines, sep="\n", flush=True)
 
     stop = mesh.StopSignal.install()
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         groups = join_run(config, launch, device)
         try:
-            trainer = Trainer.start(config, groups, store, found, stop)
-            if traced is not None:
-                trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
-            if launch.rank == 0:
-                profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                mix = mix_lines(config, trainer.loader.sampler, config.train.steps)
-                print(_first_line(trainer, store, found), *mix, *_whose_code(config), *profile.lines, sep="\n", flush=True)
-            finished = trainer.train()
+            finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
             if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer)):
@@ -149,8 +152,6 @@ def _train(
             print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
             return 1
         groups.close()
-        steps_done = trainer.steps_done
-        del trainer  # weights and moments, before others are read
         if finished and launch.rank == 0:
             _finish(config, steps_done)
     if not finished and launch.rank == 0:
@@ -158,6 +159,13 @@ def _train(
         saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
         print(f"stopped by SIGTERM after step {steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 143
+
+
+def _check_traced(config: Config, traced: range | None) -> None:
+    """Raises UserError if steps of two stages are to be traced, each of which writes a file of its own."""
+    if traced is not None and config.stage_after(traced[0] - 1) != config.stage_after(traced[-1] - 1):
+        end = config.stage_ends[config.stage_after(traced[0] - 1)]
+        raise UserError(f"--profile-steps goes over step {end}, where a stage ends: give steps of one stage")
 
 
 def _finish(config: Config, step: int) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.settings import Config
@@ -23,12 +24,34 @@ def check(config: Config, *, world_size: int) -> None:
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
-    """All problems; with `world_size` None only those that any number of processes would have."""
+    """All problems; with `world_size` None only those that any number of processes would have.
+
+    Those of a stage have keys such as stages.2.batch.tokens_per_rank, unless all stages have them.
+    """
+    if config.stages:
+        return list(_of_stages(config, world_size))
     rules = (_model, _lora, _stores, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
         problems += _mesh(config, world_size) or _domain(config, world_size)
     return problems
+
+
+def _of_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    found = [broken_rules(config.at_stage(number), world_size) for number in range(len(config.stages))]
+    for number, problems in enumerate(found, start=1):
+        for problem in problems:
+            if not all(problem in others for others in found):
+                yield replace(problem, key=f"stages.{number}.{problem.key}")
+            elif number == 1:
+                yield problem
+    steps = config.stage_ends[-1]
+    if config.train.steps != steps:
+        rule = f"the stages have {steps} steps together"
+        yield Problem("train.steps", config.train.steps, rule, "leave it out, or change the steps of a stage")
+    if config.checkpoint.every is None:
+        rule = "a stage begins from the checkpoint of the one before"
+        yield Problem("checkpoint.every", None, rule, "give a number; one that is greater than train.steps writes no others")
 
 
 def _model(config: Config) -> Iterator[Problem]:

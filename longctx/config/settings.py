@@ -1,5 +1,7 @@
 """The settings themselves: one class a section, one line a setting, each with type, default, bounds and description."""
 
+from bisect import bisect_right
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -7,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from longctx.config.problems import ConfigError, Problem, plain
+from longctx.config.stages import Stage, laid_over
 from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
@@ -328,6 +331,33 @@ class Config(BaseModel):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
+    stages: tuple[Stage, ...] = Field(
+        (),
+        description="parts of the run, one after the other, with settings of their own in place of the run's: [{steps: 900}, "
+        "{steps: 100, data: {max_length: 32768}, model: {rope_theta: 1.0e+6}}, ..]. train.steps is their sum, and the learning "
+        "rate follows the whole run. A stage may replace settings of batch and context, model.rope_*, the stores, max_length "
+        "and long_documents of data, and what saves memory: reshard_after, reduce_after, recompute, mlp_tile_tokens and "
+        "offload_activations. A store that is cut as in an earlier stage goes on where it stopped there",
+    )
+
+    def at_stage(self, number: int) -> "Config":
+        """The settings of a stage, counted from 0, or from -1 backwards; those of a run without stages are the same."""
+        if not self.stages:
+            return self
+        return Config.model_validate(laid_over(self.model_dump(), self.stages[number].model_dump()))
+
+    @property
+    def stage_ends(self) -> list[int]:
+        """How many steps are done at the end of every stage; a run without stages is one."""
+        return list(accumulate(stage.steps for stage in self.stages)) or [self.train.steps]
+
+    def steps_of(self, stage: int) -> int:
+        """How many steps a stage has."""
+        return self.stage_ends[stage] - (self.stage_ends[stage - 1] if stage else 0)
+
+    def stage_after(self, step: int) -> int:
+        """The stage that goes on when so many steps are done, the last one when all are."""
+        return min(bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
         """Where the model comes from; `vocab_size` is that of the store's tokenizer, as far as one is known.
@@ -365,6 +395,10 @@ class Config(BaseModel):
 
     def to_yaml(self) -> str:
         """Every setting with its value; `load` reads it back as an equal Config."""
-        sections = self.model_dump().items()
-        data = {section: {key: plain(value) for key, value in values.items()} for section, values in sections}
-        return yaml.safe_dump(data, sort_keys=False)
+        return yaml.safe_dump(plain(self.model_dump()), sort_keys=False)
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, Section)
+}
+"""The class of every section."""

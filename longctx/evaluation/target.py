@@ -12,7 +12,8 @@ from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
-from longctx.training.trainer import Trainer, choose_max_length
+from longctx.training.setup import choose_max_length
+from longctx.training.trainer import Trainer
 
 
 class TargetError(UserError):
@@ -42,7 +43,8 @@ class Target:
             if found is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
                 raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
-            return cls(name, load(folder / "config.yaml", overrides, world_size=world_size), found, tuple(damaged))
+            config = load(folder / "config.yaml", overrides, world_size=world_size, stage=found.stage)
+            return cls(name, config, found, tuple(damaged))
         if folder.is_dir() and not (folder / "config.json").is_file():
             raise TargetError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "

@@ -1,7 +1,8 @@
 """`model/` in a run folder: what a checkpoint of transformers has beside its weights, kept so that a run can be exported.
 
 For new weights that is the tokenizer of the store alone; for those of a checkpoint also its config, generation config and chat
-template, and the names and dtypes of its tensors. The checkpoint itself may be gone by then.
+template, and the names and dtypes of its tensors. The checkpoint itself may be gone by then. Every later stage of a run has a
+folder of its own, `model-2/` and so on, because it may have another RoPE.
 """
 
 import json
@@ -12,7 +13,6 @@ from longctx.data.store import TOKENIZER, Store
 from longctx.model.checkpoint_files import DESCRIBED, small_files
 from longctx.model.source import ModelSource
 
-FOLDER = "model"
 OF_TOKENIZERS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -31,9 +31,14 @@ CHATML = (
 """The template of `longctx.data.chat`."""
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
-    """Writes `model/` in a run folder, anew if it is there."""
-    folder = run / FOLDER
+def model_folder(run: Path, stage: int) -> Path:
+    """Where it is; stages are counted from 0."""
+    return run / ("model" if stage == 0 else f"model-{stage + 1}")
+
+
+def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int) -> None:
+    """Writes `model/` of a stage in a run folder, anew if it is there."""
+    folder = model_folder(run, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     if source.files is not None:
