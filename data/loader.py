@@ -121,7 +121,7 @@ class Loader(Iterator[StepBatch]):
     def begin_stage(self, state: dict[str, Any]) -> None:
         """Goes behind a saved position of the stage before, in which other documents may have been taken.
 
-        A store that is cut into the same pieces, alone or in a mix as it was then, goes on in its order. Another one that had
+        A store of which the same pieces are taken, alone or in a mix as it was then, goes on in its order. Another one that had
         been read before begins its next epoch, so that it does not begin with the documents that it began with then.
         Raises LoaderError if what is the same in all stages is not.
         """
@@ -137,7 +137,7 @@ class Loader(Iterator[StepBatch]):
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         """A saved state, if these keys have the values that they have here, with what it need not say. Raises LoaderError."""
-        state = {"held_out": 0.0, "mix": None, **state}  # which earlier versions, or runs of one store, do not know
+        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # which earlier versions, or single stores, lack
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
@@ -197,10 +197,10 @@ def _which(store: Store) -> dict[str, Any]:
 def _how_far(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """How far each store came, and what its cursor counts, by the fingerprint of the store."""
     several = isinstance(state["fingerprint"], list)
-    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch")]
-    cut = {"max_length": state["max_length"], "long_documents": state["long_documents"], "mixed": several}
+    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch", "longest")]
     return {
-        fingerprint: {"cut": cut, "cursor": cursor, "epoch": epoch} for fingerprint, cursor, epoch in zip(*columns, strict=True)
+        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
+        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
     }
 
 

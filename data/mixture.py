@@ -108,10 +108,10 @@ class Mixture:
         return tuple(pieces), tuple(places)
 
     def state(self, cursor: tuple[Place, ...]) -> dict[str, Any]:
-        """A cursor as plain JSON data, with the epoch that each store is in."""
-        places = [place for place, _ in cursor]
-        epochs = [sampler.epoch(place) for sampler, place in zip(self.samplers, places, strict=True)]
-        return {"cursor": places, "taken": [taken for _, taken in cursor], "epoch": epochs}
+        """A cursor as plain JSON data: a list for each of what `Sampler.state` has, and the tokens taken."""
+        states = [sampler.state(place) for sampler, (place, _) in zip(self.samplers, cursor, strict=True)]
+        columns = {key: [state[key] for state in states] for key in states[0]}
+        return {**columns, "taken": [taken for _, taken in cursor]}
 
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
         """That of a state."""

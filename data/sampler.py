@@ -62,7 +62,7 @@ class Steps(Protocol):
         """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
 
     def state(self, cursor: Any) -> dict[str, Any]:
-        """A cursor as plain JSON data, with the epoch that it is in."""
+        """A cursor as plain JSON data, with the epoch that it is in, and the longest piece."""
 
     def cursor(self, state: dict[str, Any]) -> Any:
         """What `state` was made of."""
@@ -94,7 +94,7 @@ class Sampler:
         stream: numbers that go into the seed, so that the orders of several stores have nothing to do with each other.
 
     Attributes:
-        pieces, tokens: P, the pieces of an epoch, and their tokens.
+        pieces, tokens, longest: P, the pieces of an epoch, their tokens, and those of the longest.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: what `drop` leaves out of every epoch.
 
@@ -154,6 +154,7 @@ class Sampler:
         first_piece = np.repeat(np.cumsum(counts) - counts, counts)
         self._start = (np.arange(self.pieces) - first_piece) * max_length
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
+        self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
@@ -172,8 +173,8 @@ class Sampler:
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """A cursor as plain JSON data, with the epoch that it is in."""
-        return {"cursor": cursor, "epoch": self.epoch(cursor)}
+        """A cursor as plain JSON data, its epoch, and the longest piece, which tells how documents are cut."""
+        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """That of a state."""

@@ -195,10 +195,9 @@ def test_a_stage_goes_on_where_its_stores_stopped_and_begins_an_epoch_of_those_t
         assert "earlier" in third.state_dict() and [c.fingerprint] == list(third.state_dict()["earlier"])
     with mixed_loader([a, b], [1, 1], max_length=50) as anew:
         anew.begin_stage(before)
-        assert anew.state_dict()["epoch"] == [epoch + 1 for epoch in before["epoch"]]
-        assert anew.state_dict()["cursor"] == [
-            (epoch + 1) * sampler.pieces for epoch, sampler in zip(before["epoch"], anew.sampler.samplers, strict=True)
-        ]
+        assert anew.state_dict()["epoch"][0] == before["epoch"][0] + 1
+        assert anew.state_dict()["cursor"][0] == (before["epoch"][0] + 1) * anew.sampler.samplers[0].pieces
+        assert anew.state_dict()["cursor"][1] == before["cursor"][1], "none of its documents is longer than 50"
     with mixed_loader([a], [1]) as alone:
         alone.begin_stage(before)
         assert alone.state_dict()["epoch"] == before["epoch"][0] + 1, "alone it has another order"

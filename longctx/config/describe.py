@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from longctx.config.problems import yaml_text
-from longctx.config.settings import SECTIONS, Config
+from longctx.config.run import SECTIONS, Config
 
 _WIDTH, _INDENT = 110, 8
 

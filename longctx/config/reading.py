@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
-from longctx.config.settings import SECTIONS, Config
+from longctx.config.run import SECTIONS, Config
 from longctx.config.stages import Stage, Values, laid_over, may_be_staged, settings_of
 from longctx.safe_yaml import SafeLoader
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from longctx.config.problems import ConfigError, Problem
-from longctx.config.settings import Config
+from longctx.config.run import Config
 from longctx.errors import UserError
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
