@@ -228,9 +228,9 @@ class Store:
         self._table = table
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
-        weights = table.column("weight").to_numpy()
-        # A single 1 for all documents, where nothing else is there.
-        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if (weights == 1).all() else weights
+        weights = table.column("weight")
+        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number stands for all
+        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
         self._batches = [_batch(batch) for batch in table.to_batches()]
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
