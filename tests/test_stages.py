@@ -1,7 +1,11 @@
 """A run in stages: bit by bit the runs that go on from each other, cut off anywhere, on any number of ranks."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups
 from longctx.training import checkpoint
 from longctx.training.setup import build_loader, open_data
-from longctx.training.stages import stage_line, train_in_stages
+from longctx.training.stages import train_in_stages
 from longctx.training.trainer import Trainer
 from tests.data_cases import byte_store
 from tests.training_cases import SMALL
@@ -72,11 +76,13 @@ def staged(file: Path, run: Path, *more: str) -> Rows:
     run.mkdir(exist_ok=True)
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
     dist.barrier()
-    began: list[str] = []
-    finished, done = train_in_stages(
-        config, mesh, checkpoint.newest(run)[0], None, lambda trainer, *_: began.append(stage_line(config, trainer.stage))
-    )
-    assert finished and done == config.train.steps and began
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def began(trainer: Trainer, *_: object) -> None:
+        assert not any(model() for model in models), "the model of an earlier stage is still held"
+        models.append(weakref.ref(trainer.model))
+
+    assert train_in_stages(config, mesh, checkpoint.newest(run)[0], None, began) == (True, config.train.steps) and models
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -225,3 +231,43 @@ def test_other_stages_than_the_runs_are_refused(
     at_the_end = workers.run(refused, 2, settings, run, "stages.1.model={rope_theta: 7.0}")[0]
     assert "holds another model: rope_theta is 7.0, was 500000.0" in at_the_end
     assert "seed is 5, and was 0" in workers.run(refused, 2, settings, run, "train.seed=5")[0]
+
+
+def test_the_command_says_which_stage_begins_and_what_changes(settings: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    given = [*(f"--{one}" for one in SETTINGS), f"--train.run_dir={run}"]
+    given += [f"--stages.{number}.batch.tokens_per_rank=800" for number in (1, 2, 3)]
+    command = [sys.executable, "-m", "longctx", "train", str(settings), *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "stage 1 of 3, steps 1 to 3"
+    assert "short: 24 documents, 2,820 tokens to train on, 60.00% of the mix: 0.957 epochs" in done.stdout
+    (second,) = (line for line in lines if line.startswith("stage 2 of 3, steps 4 to 6: "))
+    assert "model.rope_scaling null → yarn" in second and "data.max_length 200 → 700" in second
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == [str(step) for step in range(1, 9)]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert all(sum(row["source_tokens"].values()) == row["tokens"] for row in rows)
+    assert {folder.name for folder in run.glob("model*")} == {"model", "model-2", "model-3"}
+
+
+def test_estimate_and_dry_run_look_at_every_stage(settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [str(settings), *(f"--{one}" for one in SETTINGS), f"--train.run_dir={tmp_path}", "--ranks=2"]
+    assert main(["estimate", *given, "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)
+    totals = []
+    for stage in range(3):
+        alone = tmp_path / f"{stage}.yaml"
+        alone.write_text(load(settings, SETTINGS).at_stage(stage).to_yaml())
+        assert main(["estimate", str(alone), "--ranks=2", "--json"]) == 0
+        totals.append(json.loads(capsys.readouterr().out)["configured"]["total"])
+    assert estimated["configured"]["total"] == max(totals) == totals[estimated["stage"] - 1] > min(totals)
+    assert main(["train", *given, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("dry run on 2 ranks") == 3 and "stage 3 of 3, steps 7 to 8: " in told
+
+
+def test_steps_of_two_stages_are_not_traced(settings: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = [settings, *(f"--{one}" for one in SETTINGS), f"--train.run_dir={tmp_path / 'run'}"]
+    given += [f"--stages.{number}.batch.tokens_per_rank=800" for number in (1, 2, 3)]
+    assert "goes over step 3, where a stage ends" in refusal(capfd, *given, "--profile-steps=3:4")

@@ -46,6 +46,8 @@ def load(
         if isinstance(given, dict):
             values[section] = {**settings, **given}
     if stage is not None and values.get("stages"):
+        if wrong_stages := _problems_of_stages(values):
+            raise ConfigError.of(wrong_stages, source)
         values = laid_over(values, values["stages"][stage])
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
     of_stages = _problems_of_stages(values)
@@ -95,7 +97,8 @@ def _apply(override: str, values: Values) -> Problem | None:
         content[key] = value
     own = {"store", "stores"} if name in ("data.store", "data.stores") else {key}
     for number, stage in enumerate(_stages(values), start=1):
-        if own & dict(stage.get(section) or {}).keys():
+        given = stage.get(section)
+        if isinstance(given, dict) and own & given.keys():
             fix = f"write --stages.{number}.{name}={text}"
             return Problem(name, value, f"stage {number} has its own, which goes before it", fix)
     return None
@@ -119,7 +122,8 @@ def _apply_to_stage(name: str, key: str, value: object, values: Values) -> Probl
     if not dot:
         stage[inner] = value
     else:
-        stage[section] = {**(stage.get(section) or {}), setting: value}
+        given = stage.get(section)
+        stage[section] = {**(given if isinstance(given, dict) else {}), setting: value}
     return None
 
 

@@ -286,7 +286,9 @@ class OptimizerSection(Section):
 class EvalSection(Section):
     """validation: the loss of documents that the model is not trained on"""
 
-    every: int | None = Field(None, ge=1, description="steps between two validations; the last step has one too (null: none)")
+    every: int | None = Field(
+        None, ge=1, description="steps between two validations; the last step, or that of every stage, has one too (null: none)"
+    )
     store: Path | None = _path(None, "folder that `longctx prepare` wrote (null: the documents of data.held_out)")
     documents: int | None = Field(None, ge=1, description="the first so many of these documents (null: all)")
 
@@ -295,7 +297,9 @@ class CheckpointSection(Section):
     """what survives the run"""
 
     every: int | None = Field(
-        100, ge=1, description="steps between two checkpoints; the last step has one too (null: none at all, for trials)"
+        100,
+        ge=1,
+        description="steps between two checkpoints; the last one, or that of every stage, has one too (null: none, for trials)",
     )
     keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
     export: Path | None = _path(None, "folder that the last one is exported to for transformers, at the end (null: none)")

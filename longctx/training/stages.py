@@ -64,7 +64,9 @@ def named(config: Config, stage: int) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"stage {stage + 1}: {error}") if config.stages else error from error
+        if not config.stages:
+            raise
+        raise UserError(f"stage {stage + 1}: {error}") from error
 
 
 def stage_line(config: Config, stage: int) -> str:
