@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.config import load
 from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, LoaderError
 from longctx.data.mixture import Mixture, make_steps
 from longctx.data.prepare import prepare
-from longctx.data.sampler import Piece, Sampler, SamplerError
+from longctx.data.sampler import Piece, Sampler, SamplerError, held_out
 from longctx.data.store import Store, StoreError
 from longctx.planning.planner import make_plan
+from longctx.training.validation import Documents
 from tests.data_cases import PROFILE, byte_store, write_jsonl
 from tests.test_data_loader import same, step_rows, take
 
@@ -230,6 +232,16 @@ def test_a_list_of_one_store_draws_what_the_store_draws(stores: list[Store]) -> 
     one = make_steps(Store.join(stores[:1], [5.0]), global_tokens=200, **CUT)
     assert isinstance(one, Sampler)
     assert one.step(4) == Sampler(stores[0].lengths, global_tokens=200, seed=3, max_length=100).step(4)
+
+
+def test_documents_are_held_out_of_every_store(stores: list[Store]) -> None:
+    joined = Store.join(stores[:2], [1, 1])
+    apart = held_out(joined.names, 0.3)
+    assert 0 < apart[:8].sum() < 8 and 0 < apart[8:].sum() < 12
+    steps = make_steps(joined, global_tokens=20_000, **{**CUT, "held_out_share": 0.3})
+    assert {piece.document for piece in steps.step(steps.start)[0]} == set(np.flatnonzero(~apart).tolist())
+    evaluated = Documents.choose(load(None, []), joined, 100, held_out_share=0.3)
+    assert {piece.document for piece in evaluated.pieces} == set(np.flatnonzero(apart).tolist())
 
 
 def test_the_same_documents_twice_are_refused(stores: list[Store]) -> None:
