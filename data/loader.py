@@ -1,24 +1,26 @@
 """Loader: hands out the batches of one rank, planned and read one step ahead in a background thread.
 
 Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. What
-it has handed out is described by two integers (step and cursor), the same on every rank and independent of their number.
+it has handed out is described by step and cursor, the same on every rank and independent of their number.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack
-from longctx.data.sampler import Piece, Sampler, held_out
+from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or begin a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in their order, or begin a new run",
+    "mix": "give the weights or epochs of data.stores that the run began with",
     "seed": "set train.seed to the run's",
     "max_length": "set data.max_length to the run's (left to itself, it follows ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's",
@@ -39,7 +41,7 @@ class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: the documents.
+        store: the documents, of one store or several.
         rank, ranks: this rank and N, of the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
         global_tokens: tokens of a step, at least.
@@ -64,23 +66,22 @@ class Loader(Iterator[StepBatch]):
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
     ) -> None:
-        self.sampler = Sampler(
-            store.lengths,
+        self.sampler = make_steps(
+            store,
             global_tokens=global_tokens,
             seed=seed,
             max_length=max_length,
             long_documents=long_documents,
-            name=store.name,
-            left_out=held_out(store.names, held_out_share) if held_out_share else None,
-            pairs=store.pairs,
+            held_out_share=held_out_share,
         )
         self._identity = {
-            "fingerprint": store.fingerprint,
+            **_which(store),
             "seed": seed,
             "max_length": max_length,
             "long_documents": long_documents,
             "held_out": held_out_share,
         }
+        self._earlier: dict[str, dict[str, Any]] = {}  # how far stores came in earlier stages that this one may not have
         self._store = store
         self._rank = rank
         self._ranks = ranks
@@ -88,9 +89,9 @@ class Loader(Iterator[StepBatch]):
         """Plans the steps that are prepared from now on: after step n was handed out, those from n + 2 on."""
         self._pad_to_multiple_of = pad_to_multiple_of
         self._step = 0  # handed out last
-        self._cursor = 0  # behind it
+        self._cursor = self.sampler.start  # behind it
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
-        self._ahead: Future[tuple[StepBatch, int]] | None = None
+        self._ahead: Future[tuple[StepBatch, Any]] | None = None
 
     def __next__(self) -> StepBatch:
         asked = time.perf_counter()
@@ -104,26 +105,50 @@ class Loader(Iterator[StepBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last step handed out, as plain JSON data; the same on every rank."""
-        return {**self._identity, "step": self._step, "cursor": self._cursor, "epoch": self.sampler.epoch(self._cursor)}
+        earlier = {"earlier": self._earlier} if self._earlier else {}
+        return {**self._identity, "step": self._step, **self.sampler.state(self._cursor), **earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes to a saved position, which may come from another number of ranks or another `global_tokens`.
 
         Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
         """
-        state = {"held_out": 0.0, **state}  # which earlier versions did not know
+        state = self._checked(state, self._identity)
+        self._discard()
+        self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
+        self._earlier = state.get("earlier", {})
+
+    def begin_stage(self, state: dict[str, Any]) -> None:
+        """Goes behind a saved position of the stage before, in which other documents may have been taken.
+
+        A store of which the same pieces are taken, alone or in a mix as it was then, goes on in its order. Another one that had
+        been read before begins its next epoch, so that it does not begin with the documents that it began with then.
+        Raises LoaderError if what is the same in all stages is not.
+        """
+        state = self._checked(state, ("seed", "held_out"))
+        seen = {**state.get("earlier", {}), **_how_far(state)}
+        here = _how_far(self.state_dict())
+        places = [(seen.get(fingerprint), cut) for fingerprint, cut in here.items()]
+        cursors = [found["cursor"] if found and found["cut"] == mine["cut"] else None for found, mine in places]
+        epochs = [found["epoch"] + 1 if found else 0 for found, _ in places]
+        self._discard()
+        self._step, self._cursor = int(state["step"]), self.sampler.behind(cursors, epochs)
+        self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
+
+    def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+        """A saved state, if these keys have the values that they have here, with what it need not say. Raises LoaderError."""
+        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # which earlier versions, or single stores, lack
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
         problems = [
-            f"{key} is {here!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
-            for key, here in self._identity.items()
-            if state[key] != here
+            f"{key} is {self._identity[key]!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
+            for key in keys
+            if state[key] != self._identity[key]
         ]
         if problems:
             raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
-        self._discard()
-        self._step, self._cursor = int(state["step"]), int(state["cursor"])
+        return state
 
     def coming(self, last_step: int) -> Iterator[Piece]:
         """The pieces of the steps up to `last_step` that have not been handed out."""
@@ -148,11 +173,11 @@ class Loader(Iterator[StepBatch]):
             self._ahead.cancel()
             self._ahead = None
 
-    def _submit(self) -> Future[tuple[StepBatch, int]]:
+    def _submit(self) -> Future[tuple[StepBatch, Any]]:
         # The planner is taken here and not in the thread: which steps a new one plans must not depend on timing.
         return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
 
-    def _prepare(self, step: int, cursor: int, planner: Planner) -> tuple[StepBatch, int]:
+    def _prepare(self, step: int, cursor: Any, planner: Planner) -> tuple[StepBatch, Any]:
         """The step that begins at `cursor`, and the cursor behind it."""
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
@@ -164,6 +189,26 @@ class Loader(Iterator[StepBatch]):
             raise PlanError(f"the planner planned for {plan.ranks} ranks, and the domain has {self._ranks}")
         if list(plan.lengths) != [piece.length for piece in pieces]:
             raise PlanError("the planner planned other lengths than those of the step's documents")
+
+
+def _which(store: Store) -> dict[str, Any]:
+    """What says which documents there are, and in which mix."""
+    if len(store.sources) == 1:
+        return {"fingerprint": store.fingerprint}
+    return {
+        "fingerprint": [source.fingerprint for source in store.sources],
+        "mix": [{source.unit: source.amount} for source in store.sources],
+    }
+
+
+def _how_far(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """How far each store came, and what its cursor counts, by the fingerprint of the store."""
+    several = isinstance(state["fingerprint"], list)
+    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch", "longest")]
+    return {
+        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
+        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
+    }
 
 
 def read_step(
@@ -185,6 +230,7 @@ def read_step(
         weights=() if set(weights) <= {1.0} else tuple(weights),
         target_weight=sum(weight * count for weight, count in zip(weights, targets, strict=True)),
         store_documents=tuple(piece.document for piece in pieces),
+        source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
     )
 
 

@@ -5,8 +5,8 @@ Labels are those of the whole document, shifted before it is cut, so that they d
 more than torch and numpy, so that a trainer of your own can use it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +67,7 @@ class StepBatch:
         weights: what each target counts, by the plan's document index; empty: 1 for all.
         target_weight: the weights of all targets of the step together, over the whole domain; `target_tokens` without weights.
         store_documents: which document of the store each is (of), by the plan's document index; empty if there is no store.
+        source_tokens: tokens of the whole step by the path of their store; empty if there is one alone.
     """
 
     step: int
@@ -79,6 +80,7 @@ class StepBatch:
     weights: tuple[float, ...] = ()
     target_weight: float = 0.0
     store_documents: tuple[int, ...] = ()
+    source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:

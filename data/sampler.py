@@ -12,8 +12,9 @@ Documents in pairs are never split, and both of a pair are taken, dropped and he
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,36 @@ def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
     """
     below = int(share * 2**64)
     names = (name.removesuffix("#chosen").removesuffix("#rejected") for name in names)
-    return np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names], np.bool_)
+    return np.fromiter((int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < below for name in names), np.bool_)
+
+
+class Steps(Protocol):
+    """Which documents every step takes, as a function of a cursor."""
+
+    @property
+    def start(self) -> Any:
+        """The cursor of the first step."""
+
+    def step(self, cursor: Any) -> tuple[tuple[Piece, ...], Any]:
+        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+
+    def state(self, cursor: Any) -> dict[str, Any]:
+        """A cursor as plain JSON data, with the epoch that it is in, and the longest piece."""
+
+    def cursor(self, state: dict[str, Any]) -> Any:
+        """What `state` was made of."""
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> Any:
+        """The cursor that goes on at a store's `cursors`, or begins its epoch of `epochs` where that is None."""
+
+
+def first_lengths(steps: Steps, count: int) -> list[list[int]]:
+    """Tokens of the pieces of the first steps."""
+    found, cursor = [], steps.start
+    for _ in range(count):
+        pieces, cursor = steps.step(cursor)
+        found.append([piece.length for piece in pieces])
+    return found
 
 
 class Sampler:
@@ -66,14 +96,17 @@ class Sampler:
         name: names a document in an error message.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         pairs: documents 2k and 2k + 1 belong together.
+        stream: numbers that go into the seed, so that the orders of several stores have nothing to do with each other.
 
     Attributes:
-        pieces: P, the pieces of an epoch.
+        pieces, tokens, longest: P, the pieces of an epoch, their tokens, and those of the longest.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: what `drop` leaves out of every epoch.
 
     Raises SamplerError for a long document under `error`, or in a pair under `split`, and if nothing is left to train on.
     """
+
+    start = 0
 
     def __init__(
         self,
@@ -86,6 +119,7 @@ class Sampler:
         name: Callable[[int], str] = str,
         left_out: npt.NDArray[np.bool_] | None = None,
         pairs: bool = False,
+        stream: Sequence[int] = (),
     ) -> None:
         if global_tokens < 1 or max_length < 1:
             raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
@@ -120,14 +154,14 @@ class Sampler:
                 if self.dropped
                 else "there are no documents"
             )
-        epoch_tokens = int(lengths[documents].sum())
-        if global_tokens > MOST_EPOCHS * epoch_tokens:
+        self.tokens = int(lengths[documents].sum())
+        if global_tokens > MOST_EPOCHS * self.tokens:
             raise SamplerError(
                 f"global_tokens is {global_tokens:,}: a step would go {MOST_EPOCHS} times and more through all "
-                f"{epoch_tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
+                f"{self.tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
             )
         self._together = 2 if pairs else 1
-        self._seed = seed
+        self._seed, self._stream = seed, stream
         self._global_tokens = global_tokens
         counts = -(-lengths[documents] // max_length)
         self.pieces = int(counts.sum())
@@ -135,6 +169,7 @@ class Sampler:
         first_piece = np.repeat(np.cumsum(counts) - counts, counts)
         self._start = (np.arange(self.pieces) - first_piece) * max_length
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
+        self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
@@ -153,13 +188,18 @@ class Sampler:
         spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
         return tuple(Piece(*span) for span in spans)
 
-    def first_lengths(self, steps: int) -> list[list[int]]:
-        """Tokens of the pieces of the first steps."""
-        found, cursor = [], 0
-        for _ in range(steps):
-            pieces, cursor = self.step(cursor)
-            found.append([piece.length for piece in pieces])
-        return found
+    def state(self, cursor: int) -> dict[str, Any]:
+        """A cursor as plain JSON data, its epoch, and the longest piece, which tells how documents are cut."""
+        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
+
+    def cursor(self, state: dict[str, Any]) -> int:
+        """That of a state."""
+        return int(state["cursor"])
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:
+        """The one of `cursors`, or the first cursor of the one of `epochs` if that is None."""
+        (cursor,), (epoch,) = cursors, epochs
+        return epoch * self.pieces if cursor is None else cursor
 
     def epoch(self, cursor: int) -> int:
         """How often all pieces have been taken before `cursor`."""
@@ -174,5 +214,6 @@ class Sampler:
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.
-        order = np.random.RandomState([self._seed, epoch]).permutation(self.pieces // self._together).astype(np.int64)
+        random = np.random.RandomState([self._seed, epoch, *self._stream])
+        order = random.permutation(self.pieces // self._together).astype(np.int64)
         return (order[:, None] * self._together + np.arange(self._together)).ravel()

@@ -14,8 +14,10 @@ With `state.json` and `dataset_info.json` it is also a dataset of the `datasets`
 neither that nor torch, so that a plan can be made from a store's lengths in a moment. `longctx.data.prepare` writes stores.
 """
 
+import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,10 +195,30 @@ class _Batch:
     trained_starts: npt.NDArray[np.int32]
 
 
-class Store:
-    """The documents of a store, counted from 0. Use `Store.open`.
+@dataclass(frozen=True)
+class Source:
+    """A store among several that are read as one.
 
     Attributes:
+        path, fingerprint: the store's.
+        documents: the numbers that its documents have among those of all.
+        amount, unit: how much of it is taken: a `weight`, its share of the tokens beside the weights of the others, or so many
+            `epochs` while the others pass theirs.
+    """
+
+    path: Path
+    fingerprint: str
+    documents: range
+    amount: float = 1.0
+    unit: str = "weight"
+
+
+class Store:
+    """The documents of a store, or of several, counted from 0. Use `Store.open`, and `Store.join` for several.
+
+    Attributes:
+        path, manifest: of several stores, those of the first.
+        sources: the stores that this one is made of; itself if it is one alone.
         lengths: tokens of every document, the end-of-document token included, int64 `[documents]`.
         trained_tokens: targets of every document, int64 `[documents]`.
         weights: what each target of a document counts in the loss, float64 `[documents]`; 1 unless the source says otherwise.
@@ -204,15 +226,21 @@ class Store:
         fingerprint: names the content; equal fingerprints, equal tokens.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, tokenizer: Tokenizer, table: Any) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, tokenizer: Tokenizer, table: Any, sources: Sequence[Source] = ()
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self.tokenizer = tokenizer
-        self.fingerprint = manifest.fingerprint
+        self.sources = tuple(sources) or (Source(path, manifest.fingerprint, range(table.num_rows)),)
+        prints = [source.fingerprint for source in self.sources]
+        self.fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256("".join(prints).encode()).hexdigest()
+        self._table = table
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
-        weighted = "weight" in table.column_names
-        self.weights: npt.NDArray[np.float64] = table.column("weight").to_numpy() if weighted else np.ones(len(self.lengths))
+        weights = table.column("weight")
+        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number stands for all
+        self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
         self._batches = [_batch(batch) for batch in table.to_batches()]
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
@@ -236,12 +264,40 @@ class Store:
             ) from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} holds files of another store: make it again with `longctx prepare --overwrite`")
+        if "weight" not in table.column_names:  # as in stores of older versions
+            table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
             raise StoreError(
                 f"store {path} was made with another tokenizer than {tokenizer}: prepare it with that one "
                 f"(`longctx prepare --tokenizer {tokenizer}`), or leave data.tokenizer out to take the store's"
             )
         return cls(path, manifest, used, table)
+
+    @classmethod
+    def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
+        """Several stores as one, the documents of one behind those of another, with the amount of each in this unit.
+
+        Raises StoreError if they were made with different tokenizers, if two hold the same documents, or if one holds pairs.
+        """
+        first, *others = stores
+        for store in filter(lambda store: store.pairs, stores):
+            raise StoreError(f"store {store.path} holds pairs of preference, which are not mixed: give it alone, as data.store")
+        for store, other in itertools.combinations(stores, 2):
+            if store.fingerprint == other.fingerprint:
+                raise StoreError(f"stores {store.path} and {other.path} hold the same documents: give one of them")
+        for store in others:
+            if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
+                raise StoreError(
+                    f"store {store.path} was made with another tokenizer than store {first.path}: prepare one of them with "
+                    f"that of the other (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
+                )
+        ends = itertools.accumulate(map(len, stores))
+        sources = [
+            Source(store.path, store.fingerprint, range(end - len(store), end), amount, unit)
+            for store, amount, end in zip(stores, amounts, ends, strict=True)
+        ]
+        table = pyarrow.concat_tables([store._table for store in stores])
+        return cls(first.path, first.manifest, first.tokenizer, table, sources)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -252,10 +308,25 @@ class Store:
         return self.manifest.pairs
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names of all documents; `name` is cheaper for a few."""
-        names: list[str] = self._names.to_pylist()
-        return names
+    def said(self) -> str:
+        """Where it is, or all of them are."""
+        return ", ".join(str(source.path) for source in self.sources)
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Names of all documents, one after the other."""
+        for part in self._names.chunks:
+            yield from part.to_pylist()
+
+    def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
+        """Of some tokens of some documents, how many are of which store, by its path; nothing if there is one alone."""
+        if len(self.sources) == 1:
+            return {}
+        found = dict.fromkeys((str(source.path) for source in self.sources), 0)
+        firsts = [source.documents.start for source in self.sources]
+        for place, count in zip(np.searchsorted(firsts, documents, side="right") - 1, tokens, strict=True):
+            found[str(self.sources[place].path)] += count
+        return found
 
     def name(self, document: int) -> str:
         return str(self._names[document].as_py())

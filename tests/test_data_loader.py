@@ -189,6 +189,7 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
         "step": 5,
         "cursor": cursor,
         "epoch": cursor // source.sampler.pieces,
+        "longest": 100,
     }
 
 

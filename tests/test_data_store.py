@@ -53,7 +53,7 @@ def test_what_went_in_comes_out(store: Store) -> None:
         assert tokens.dtype == labels.dtype == np.int64
         assert tokens[-1] == store.tokenizer.end_of_document == 256
         assert store.tokenizer.decode(tokens[:-1]) == text_of(length - 1, document)
-    assert store.names[:2] == ["store.jsonl:1", "store.jsonl:2"]
+    assert list(store.names)[:2] == ["store.jsonl:1", "store.jsonl:2"]
     assert store.name(6) == "store.jsonl:7"
     assert len(store) == 7
 

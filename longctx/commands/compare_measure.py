@@ -71,18 +71,20 @@ def compare_steps(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
     from longctx.comparison.measured import train_in_turn
-    from longctx.data.store import Store
     from longctx.parallel import mesh
     from longctx.training.run_profile import run_profile
-    from longctx.training.setup import join_run
+    from longctx.training.setup import join_run, open_data
 
     out: Path | None = arguments.out
     check_writable(out)
     show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
+    if show and config.stages:
+        print(f"of {len(config.stages)} stages the last one is measured", file=sys.stderr, flush=True)
+    config = config.at_stage(-1)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    store = open_data(config)
     if store.pairs or config.dpo.beta is not None:
         raise UserError(
             f"--measure trains by the loss of tokens, not by that of pairs, and data.store is {store.path}, dpo.beta "

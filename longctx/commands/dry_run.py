@@ -9,16 +9,28 @@ from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
-from longctx.training.first_steps import plan_steps
+from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
+from longctx.training.stages import named, open_stages, stage_line
 
 STEPS = 5
 
 
 def dry_run(config: Config, ranks: int) -> None:
-    """Prints the shape of the run and a line for each of its first steps. Raises what is wrong with settings and store."""
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    """Prints the shape of the run and a line for each of its first steps, and of those of every stage.
+
+    Raises what is wrong with settings and stores.
+    """
+    for stage, (own, store) in enumerate(open_stages(config)):
+        if config.stages:
+            print(("\n" if stage else "") + stage_line(config, stage))
+        with named(config, stage):
+            _dry_run(own, store, ranks, config.steps_of(stage))
+
+
+def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
+    """A stage of so many steps."""
     source = config.model_source(store.tokenizer.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
@@ -30,11 +42,12 @@ def dry_run(config: Config, ranks: int) -> None:
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained),
         f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
-        f"from {config.data.store}",
+        f"from {config.data.said}",
+        *mix_lines(config, steps_of_run(config, store, ranks), steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
         sep="\n",
     )
-    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
+    planned = plan_steps(config, store, ranks, min(STEPS, steps))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
     )

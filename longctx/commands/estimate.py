@@ -36,32 +36,41 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks
-    config = load(arguments.config, arguments.overrides, world_size=ranks)
-    store, spec = _store_and_spec(config)
-    fused = choose_device(config.train.device, 0).type == "cuda"
-    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
+    run = load(arguments.config, arguments.overrides, world_size=ranks)
+    fused = choose_device(run.train.device, 0).type == "cuda"
+    estimated = []
+    for number in range(len(run.stage_ends)):
+        own = run.at_stage(number)
+        found, of_model = _store_and_spec(own)
+        memory = estimate(of_model, own, ranks, heaviest(own, found, ranks), fused=fused)
+        estimated.append((memory, number, own, found, of_model))
+    memory, stage, config, store, spec = max(estimated, key=lambda each: each[0].total)
     table = list(choices(spec, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
+    told = {"stage": stage + 1} if run.stages else {}
     if arguments.json:
         rows = [{**settings, **choice.to_json()} for settings, choice in table]
-        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
+        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows, **told}))
         return 0
     from longctx.memory.table import print_memory
 
-    source = f"the first steps of {config.data.store}" if store else "a full rank (there is no store)"
+    for memory_of, number, *_ in estimated if run.stages else ():
+        largest = ": the largest, which is shown" if number == stage else ""
+        print(f"stage {number + 1}, {memory_of.total / 2**30:.2f} GiB a rank{largest}")
+    source = f"the first steps of {config.data.said}" if store else "a full rank (there is no store)"
     print_memory(f"{spec.parameters / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 
 
 def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
-    from longctx.data.store import Store
+    from longctx.training.setup import open_data
 
-    if config.data.store.exists():
-        store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
+    if all(path.exists() for path in config.data.paths):
+        store = open_data(config)
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(
-            f"there is no store {config.data.store}, which would say how many entries the vocabulary has: give "
+            f"there is no store {config.data.said}, which would say how many entries the vocabulary has: give "
             "--model.vocab_size, or the store with --data.store"
         )
     return None, config.model_source(config.model.vocab_size).spec

@@ -97,6 +97,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
     from longctx.data.store import Store
+    from longctx.training.setup import open_data
     from longctx.training.validation import Documents, documents_apart
 
     config, max_length = target.config, target.max_length(world_size)
@@ -106,7 +107,7 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
         raise UserError(f"{target.name} sets no documents apart (eval.store, data.held_out): say which with --store STORE")
     first = arguments.documents or config.eval.documents
     apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
-    return documents_apart(apart, Store.open(config.data.store), max_length)
+    return documents_apart(apart, open_data(config), max_length)
 
 
 def _grid(arguments: argparse.Namespace) -> "Grid":
@@ -195,7 +196,7 @@ def _report_loss(
     result = {
         "target": target.name,
         "step": None if target.found is None else target.found.step,
-        "store": str(documents.store.path),
+        "store": documents.store.said,
         "fingerprint": documents.store.fingerprint,
         "max_length": documents.max_length,
         "ranks": ranks,
@@ -208,7 +209,7 @@ def _report_loss(
         return
     overall = report.overall
     print(
-        f"{target.described} on {documents.store.path}: loss {overall.loss:.4f}, perplexity {overall.perplexity:.3f} over "
+        f"{target.described} on {documents.store.said}: loss {overall.loss:.4f}, perplexity {overall.perplexity:.3f} over "
         f"{overall.tokens:,} tokens of {overall.documents:,} documents"
     )
     if documents.long:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from longctx.config import Config, load
-from longctx.config.reading import Values
+from longctx.config.stages import Values
 from longctx.errors import UserError
 from longctx.planning.layout import longest_document
 

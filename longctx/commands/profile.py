@@ -66,7 +66,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
 
     # The profile that the settings name may be the very one that is to be made.
     settings = [*arguments.overrides, "context.profile=null"]
-    config = load(arguments.config, settings, world_size=launch.world_size)
+    config = load(arguments.config, settings, world_size=launch.world_size, stage=-1)  # of stages, the last one
     if config.pipeline.ranks > 1:
         raise UserError(
             f"parallel.pipeline_parallel_size is {config.pipeline.ranks}: a profile is measured without a pipeline, and "

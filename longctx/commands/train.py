@@ -4,6 +4,7 @@ import argparse
 import sys
 import traceback
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,80 +67,84 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
+        _check_traced(config, traced)
         start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
     return _train(config, launch, *start, traced)
 
 
-def _prepare(
-    config: Config, launch: "Launch", resume: bool, resume_if_any: bool
-) -> "tuple[Store, torch.device, Checkpoint | None]":
+def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool) -> "tuple[torch.device, Checkpoint | None]":
     """Everything that can be refused before processes join."""
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
-    from longctx.data.store import Store
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
+    from longctx.training.stages import named, open_stages
 
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
-    store = Store.open(config.data.store, tokenizer=config.data.tokenizer)
-    spec = config.model_source(store.tokenizer.vocab_size).spec
-    dtype = getattr(torch, config.train.dtype)
-    for layer in set(spec.layers):
-        bands, softcap = layer.window is not None, bool(spec.attention_softcap)
-        request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
-        choose_kernel(config.context.kernel, request)
-    check_vocabulary(config, spec)
-    check_checkpoint(config, store, launch.world_size)
-    check_pairs(config, store)
     available = available_bytes(device, launch.local_world_size)
-    refuse_too_large(spec, config, store, launch.world_size, available, fused=device.type == "cuda")
+    for stage, (own, store) in enumerate(open_stages(config)):
+        with named(config, stage):
+            spec = own.model_source(store.tokenizer.vocab_size).spec
+            for layer in set(spec.layers):
+                bands, softcap = layer.window is not None, bool(spec.attention_softcap)
+                dtype = getattr(torch, config.train.dtype)
+                request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+                choose_kernel(own.context.kernel, request)
+            check_vocabulary(own, spec)
+            check_checkpoint(own, store, launch.world_size)
+            check_pairs(own, store)
+            refuse_too_large(spec, own, store, launch.world_size, available, fused=device.type == "cuda")
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
-    _check_export(config, store.tokenizer.vocab_size, found)
+    _check_export(config.at_stage(-1), store.tokenizer.vocab_size, found)
     if launch.rank == 0:
         offloads = config.train.offload_activations or config.train.offload_optimizer
         vain = ["offloading has no effect: on a CPU everything is in host memory already"]
         for sentence in damaged + (vain if offloads and device.type == "cpu" else []):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    return store, device, found
+    return device, found
 
 
 def _train(
     config: Config,
     launch: "Launch",
-    store: "Store",
     device: "torch.device",
     found: "Checkpoint | None",
     traced: range | None,
 ) -> int:
     from longctx.model.source import lines_on
     from longctx.parallel import mesh
+    from longctx.training.first_steps import mix_lines
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
     from longctx.training.setup import join_run
+    from longctx.training.stages import stage_line, train_in_stages
     from longctx.training.trace import Tracer
-    from longctx.training.trainer import NonFiniteLoss, Trainer
+    from longctx.training.trainer import NonFiniteLoss
+
+    def began(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> None:
+        if traced is not None:
+            trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
+        if launch.rank == 0:
+            profile = run_profile(trainer.config, launch.world_size, store.tokenizer.vocab_size)
+            mix = mix_lines(trainer.config, trainer.loader.sampler, config.steps_of(trainer.stage))
+            line, first = stage_line(config, trainer.stage), _first_line(trainer, store, found)
+            of_model = lines_on(trainer.config.model_source(), config.model.from_pretrained)
+            lines = [line] * bool(line), [first], mix, of_model, _left_out(trainer, store), profile.lines
+            print(*chain(*lines), sep="\n", flush=True)
 
     stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         groups = join_run(config, launch, device)
         try:
-            trainer = Trainer.start(config, groups, store, found, stop)
-            if traced is not None:
-                trainer.tracer = Tracer(traced, config.train.run_dir / "traces", launch.rank, trainer.model)
-            if launch.rank == 0:
-                profile = run_profile(config, launch.world_size, store.tokenizer.vocab_size)
-                of_model = lines_on(config.model_source(), config.model.from_pretrained)
-                lines = _first_line(trainer, store, found), *of_model, *_left_out(trainer, store), *profile.lines
-                print(*lines, sep="\n", flush=True)
-            finished = trainer.train()
+            finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:
             # What one rank alone meets, it alone can tell; these two are known to all.
             if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer)):
@@ -153,8 +158,6 @@ def _train(
             return 1
         groups.close()
         stop.release_interrupts()
-        steps_done = trainer.steps_done
-        del trainer  # weights and moments, before others are read
         if finished and launch.rank == 0:
             _finish(config, steps_done)
     if not finished and launch.rank == 0:
@@ -162,6 +165,13 @@ def _train(
         saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
         print(f"stopped by {stop.number.name} after step {steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 128 + stop.number
+
+
+def _check_traced(config: Config, traced: range | None) -> None:
+    """Raises UserError if steps of two stages are to be traced, each of which writes a file of its own."""
+    if traced is not None and config.stage_after(traced[0] - 1) != config.stage_after(traced[-1] - 1):
+        end = config.stage_ends[config.stage_after(traced[0] - 1)]
+        raise UserError(f"--profile-steps goes over step {end}, where a stage ends: give steps of one stage")
 
 
 def _finish(config: Config, step: int) -> None:
@@ -221,6 +231,6 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         parameters = f"{trained:,} of {everything:,} parameters are trained (LoRA of rank {config.lora.rank})"
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
-        f"{config.train.dtype}), {start}; store {config.data.store}: {len(store.lengths):,} documents, "
-        f"{int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+        f"{config.train.dtype}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

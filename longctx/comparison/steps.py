@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from longctx.comparison.baselines.fixed_static import check_fixed_degree
 from longctx.comparison.mixes import load_mix
 from longctx.comparison.modelled import Case, cut
-from longctx.data.sampler import Sampler
+from longctx.data.sampler import Sampler, first_lengths
 from longctx.data.store import Store
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
@@ -63,7 +63,7 @@ def file_source(
             why = f"their {tokens:,} tokens are fewer than its {wanted:,}"
             return [list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}"
         sampler = Sampler(np.array(pieces), global_tokens=wanted, seed=seed, max_length=max(pieces))
-        return sampler.first_lengths(steps), ""
+        return first_lengths(sampler, steps), ""
 
     return Source(f"{len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths))
 
@@ -82,7 +82,7 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
             name=store.name,
             pairs=store.pairs,
         )
-        return sampler.first_lengths(steps), ""
+        return first_lengths(sampler, steps), ""
 
     return Source(
         f"the first step{'s' * (steps > 1)} of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths

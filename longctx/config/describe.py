@@ -5,8 +5,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from pydantic import BaseModel
+
 from longctx.config.problems import yaml_text
-from longctx.config.settings import Config
+from longctx.config.run import SECTIONS, Config
 
 _WIDTH, _INDENT = 110, 8
 
@@ -14,14 +16,19 @@ _WIDTH, _INDENT = 110, 8
 def describe() -> str:
     """Every setting, by section: dotted name, type, description and default."""
     lines = ["settings, in the YAML file or as --section.key VALUE (values are YAML):"]
-    for section, field in Config.model_fields.items():
-        section_type = type(field.default)
+    for section, section_type in SECTIONS.items():
         lines += ["", f"{section}: {section_type.__doc__}"]
         for key, setting in section_type.model_fields.items():
             lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
             text = f"{setting.description} (default: {yaml_text(setting.default)})"
-            lines += textwrap.wrap(text, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
+            lines += _wrapped(text)
+    lines += ["", "stages: [{steps, section: {key: value, ..}, ..}, ..], or --stages.1.section.key VALUE for the first"]
+    lines += _wrapped(f"{Config.model_fields['stages'].description} (default: none)")
     return "\n".join(lines)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=" " * _INDENT, subsequent_indent=" " * _INDENT)
 
 
 def _type_name(annotation: Any) -> str:
@@ -36,4 +43,6 @@ def _type_name(annotation: Any) -> str:
         return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
     if get_origin(annotation) is tuple:
         return "[" + ", ".join(map(_type_name, get_args(annotation))) + "]"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "{" + ", ".join(annotation.model_fields) + "}"
     return {bool: "true|false", Path: "path", str: "text"}.get(annotation) or str(annotation.__name__)

@@ -26,7 +26,11 @@ class Problem:
 
 def plain(value: object) -> object:
     """A value as YAML knows it: a path is text, a tuple a list."""
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, (tuple, list)):
+        return [plain(one) for one in value]
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return str(value) if isinstance(value, Path) else value
 
 
 def yaml_text(value: object) -> str:

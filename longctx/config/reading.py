@@ -1,9 +1,10 @@
 """Reading a configuration: YAML file, then dotted overrides, then types and bounds, then rules; all problems in one error."""
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -11,16 +12,11 @@ from pydantic_core import ErrorDetails
 
 from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
-from longctx.config.settings import Config
+from longctx.config.run import SECTIONS, Config
+from longctx.config.stages import Stage, Values, laid_over, may_be_staged, settings_of
 from longctx.safe_yaml import SafeLoader
 
-Values = dict[str, Any]
-
-SETTINGS = {
-    f"{section}.{key}": setting
-    for section, field in Config.model_fields.items()
-    for key, setting in type(field.default).model_fields.items()
-}
+SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
 """Every setting by its dotted name."""
 RENAMED = {"context.head_exchange": "context.ulysses_degree"}
 """Settings of earlier versions, and what they are called now."""
@@ -32,10 +28,12 @@ def load(
     *,
     world_size: int | None = None,
     defaults: Mapping[str, Values] | None = None,
+    stage: int | None = None,
 ) -> Config:
     """Reads settings from a YAML file (None: defaults alone), replaces those given as `section.key=value`, and checks them.
 
-    `defaults` by section and key are in place of the settings' own.
+    `defaults` by section and key are in place of the settings' own. With `stage` the settings are those of this stage of the
+    run, counted from 0 or backwards from -1, if it has any, and what is replaced is replaced there.
 
     Values of overrides are YAML too (`context.bins={8192: 1}`), dashes in keys count as underscores, and the last one wins.
     With `world_size` (processes of the run) the rules that depend on it are checked as well.
@@ -49,12 +47,19 @@ def load(
         given = values.setdefault(section, {})
         if isinstance(given, dict):
             values[section] = {**settings, **given}
+    if stage is not None and values.get("stages"):
+        if wrong_stages := _problems_of_stages(values):
+            raise ConfigError.of(wrong_stages, source)
+        values = laid_over(values, values["stages"][stage])
     problems = [problem for override in overrides if (problem := _apply(override, values)) is not None]
-    config, invalid = _validate(values)
+    of_stages = _problems_of_stages(values)
+    config, invalid = _validate(values if not of_stages else {**values, "stages": []})
     problems += invalid
+    if of_stages:
+        raise ConfigError.of([*problems, *of_stages], source)
     wrong = {problem.key for problem in problems}
     # A rule on a setting that is wrong in itself would blame its default, which nobody asked for.
-    problems += [p for p in broken_rules(config, world_size) if wrong.isdisjoint({p.key, *p.others})]
+    problems += [p for p in broken_rules(config, world_size) if wrong.isdisjoint({_plain_key(p), *p.others})]
     if problems:
         raise ConfigError.of(problems, source)
     return config
@@ -70,7 +75,7 @@ def _read(path: Path) -> Values:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        sections = ", ".join(Config.model_fields)
+        sections = ", ".join(SECTIONS)
         raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping: give sections, which are {sections}")
     # A section whose every line is commented out reads as null, and means its defaults.
     return {str(section): {} if content is None else content for section, content in values.items()}
@@ -87,10 +92,79 @@ def _apply(override: str, values: Values) -> Problem | None:
         value = yaml.load(text, SafeLoader)
     except yaml.YAMLError as error:
         return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote it, or mend it")
+    if section == "stages":
+        return _apply_to_stage(name, key, value, values)
     content = values.setdefault(section, {})
     if isinstance(content, dict):
         content[key] = value
+    own = {"store", "stores"} if name in ("data.store", "data.stores") else {key}
+    for number, stage in enumerate(_stages(values), start=1):
+        given = stage.get(section)
+        if isinstance(given, dict) and own & given.keys():
+            fix = f"write --stages.{number}.{name}={text}"
+            return Problem(name, value, f"stage {number} has its own, which goes before it", fix)
     return None
+
+
+def _stages(values: Values) -> list[Values]:
+    """Those that are given, as far as they are mappings."""
+    given = values.get("stages")
+    return [stage for stage in given if isinstance(stage, dict)] if isinstance(given, list) else []
+
+
+def _apply_to_stage(name: str, key: str, value: object, values: Values) -> Problem | None:
+    """Sets `1.steps` or `1.section.key` of the stages."""
+    number, _, inner = key.partition(".")
+    section, dot, setting = inner.partition(".")
+    stages = _stages(values)
+    if not (number.isdecimal() and 1 <= int(number) <= len(stages) and inner):
+        fix = f"write --stages.1.batch.tokens_per_rank=4096, with 1 to {len(stages)}" if stages else "give stages in the file"
+        return Problem(name, value, f"there are {len(stages)} stages, counted from 1", fix)
+    stage = stages[int(number) - 1]
+    if not dot:
+        stage[inner] = value
+    else:
+        given = stage.get(section)
+        stage[section] = {**(given if isinstance(given, dict) else {}), setting: value}
+    return None
+
+
+def _plain_key(problem: Problem) -> str:
+    """Without the stage that it is of."""
+    return re.sub(r"^stages\.\d+\.", "", problem.key)
+
+
+def _problems_of_stages(values: Values) -> list[Problem]:
+    """What is wrong with the stages in themselves. Gives `train.steps` their sum where it is left out."""
+    given = values.get("stages") or []
+    values["stages"] = given
+    way_out = "write [{steps: 100}, {steps: 20, data: {max_length: 8192}}]"
+    if not isinstance(given, list) or len(given) != len(_stages(values)):
+        return [Problem("stages", given, "stages are a list of mappings", way_out)]
+    problems: list[Problem] = []
+    for number, stage in enumerate(given, start=1):
+        for section in [section for section, content in stage.items() if content is None]:
+            stage[section] = {}
+        try:
+            Stage.model_validate(stage)
+        except ValidationError as error:
+            for details in error.errors():
+                rule = (
+                    details["msg"].replace("Input should", "must").replace("Extra inputs are", "settings of this section are")
+                )
+                name = ".".join(["stages", str(number), *map(str, details["loc"])])
+                problems.append(Problem(name, details["input"], rule, way_out))
+            continue
+        own = {f"{section}.{key}": value for section, content in settings_of(stage).items() for key, value in content.items()}
+        for name, value in own.items():
+            if name in SETTINGS and not may_be_staged(*name.split(".")):
+                rule = "it is the same in all stages"
+                problems.append(Problem(f"stages.{number}.{name}", value, rule, f"give {name} for the whole run"))
+        _, invalid = _validate(laid_over(values, stage))
+        problems += [replace(p, key=f"stages.{number}.{p.key}") for p in invalid if p.key in own]
+    if not problems and given and isinstance(train := values.setdefault("train", {}), dict):
+        train.setdefault("steps", sum(stage["steps"] for stage in given))
+    return problems
 
 
 def _validate(values: Values) -> tuple[Config, list[Problem]]:
@@ -114,6 +188,9 @@ def _explain(details: ErrorDetails) -> Problem:
     name = ".".join([section, *keys[:1]])
     value = details["input"]
     if details["type"] == "extra_forbidden":
+        if len(keys) > 1:
+            rule = f"there is no key {keys[-1]} (at {'.'.join(keys[1:-1])})"
+            return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
         if name in RENAMED:
             return Problem(name, value, f"this setting is {RENAMED[name]} now", f"write {RENAMED[name]}={yaml_text(value)}")
         return Problem(name, value, "there is no such setting", _suggest(section, keys[0] if keys else None))
@@ -121,19 +198,19 @@ def _explain(details: ErrorDetails) -> Problem:
         return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")
     setting = SETTINGS[name]
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
-    where = "" if len(keys) == 1 else f" (at {keys[1]})"
+    where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
     return Problem(name, value, rule + where, f"the default is {yaml_text(setting.default)} ({setting.description})")
 
 
 def _suggest(section: str, key: str | None) -> str:
     """The setting or section that was probably meant, else the choice there is."""
-    if section not in Config.model_fields:
+    if section not in SECTIONS:
         if key is None and (home := [name for name in SETTINGS if name.split(".")[1] == section]):
             return f"did you mean {home[0]}?"
-        near = difflib.get_close_matches(section, Config.model_fields, n=1)
-        return f"did you mean section {near[0]}?" if near else f"sections are {', '.join(Config.model_fields)}"
+        near = difflib.get_close_matches(section, SECTIONS, n=1)
+        return f"did you mean section {near[0]}?" if near else f"sections are {', '.join(SECTIONS)}"
     elsewhere = [name for name in SETTINGS if name.split(".")[1] == key]
-    keys = list(type(Config.model_fields[section].default).model_fields)
+    keys = list(SECTIONS[section].model_fields)
     near = [f"{section}.{name}" for name in difflib.get_close_matches(str(key), keys, n=1)]
     found = elsewhere or near or difflib.get_close_matches(f"{section}.{key}", SETTINGS, n=1)
     return f"did you mean {found[0]}?" if found else f"section {section} has {', '.join(keys)}"

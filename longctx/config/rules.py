@@ -1,18 +1,19 @@
-"""Rules that span several settings, or settings and the number of processes; a function for each subject yields problems."""
+"""Rules that span several settings; a function for each subject yields problems. `process_rules` has those on processes."""
 
 import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from longctx.config.problems import ConfigError, Problem
-from longctx.config.settings import Config
+from longctx.config.process_rules import domain_rules, mesh_rules
+from longctx.config.run import Config
 from longctx.errors import UserError
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
-from longctx.planning.layout import longest_document
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -23,12 +24,37 @@ def check(config: Config, *, world_size: int) -> None:
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
-    """All problems; with `world_size` None only those that any number of processes would have."""
-    rules = (_model, _lora, _dpo, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
+    """All problems; with `world_size` None only those that any number of processes would have.
+
+    Those of a stage have keys such as stages.2.batch.tokens_per_rank, unless all stages have them.
+    """
+    if config.stages:
+        return list(_of_stages(config, world_size))
+    rules = (_model, _lora, _dpo, _stores, _files, _context, _bins, _pipeline, _tensor, _train, _eval, _checkpoint, _memory)
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
-        problems += _mesh(config, world_size) or _domain(config, world_size)
+        problems += mesh_rules(config, world_size) or list(domain_rules(config, world_size))
     return problems
+
+
+def _of_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
+    found = [broken_rules(config.at_stage(number), world_size) for number in range(len(config.stages))]
+    for number, problems in enumerate(found, start=1):
+        for problem in problems:
+            if not all(problem in others for others in found):
+                yield replace(problem, key=f"stages.{number}.{problem.key}")
+            elif number == 1:
+                yield problem
+    steps = config.stage_ends[-1]
+    if config.train.steps != steps:
+        rule = f"the stages have {steps} steps together"
+        yield Problem("train.steps", config.train.steps, rule, "leave it out, or change the steps of a stage")
+    if config.dpo.beta is not None:
+        rule = "the reference of dpo.beta is of the pairs of a whole run, which stages would cut in other ways"
+        yield Problem("dpo.beta", config.dpo.beta, rule, "leave one of the two out, and make two runs", ("stages",))
+    if config.checkpoint.every is None:
+        rule = "a stage begins from the checkpoint of the one before"
+        yield Problem("checkpoint.every", None, rule, "give a number; one that is greater than train.steps writes no others")
 
 
 def _model(config: Config) -> Iterator[Problem]:
@@ -119,6 +145,29 @@ def _spec(config: Config) -> ModelSpec | None:
     """The model's sizes; None where there is something wrong with them, which the rules on model and LoRA tell."""
     found = _sizes(config)
     return found if isinstance(found, ModelSpec) else None
+
+
+def _stores(config: Config) -> Iterator[Problem]:
+    """One store, or several by weights, or several by epochs."""
+    store, stores = config.data.store, config.data.stores
+    if store is None and stores is None:
+        yield Problem("data.store", None, "a run reads something", "give a folder that `longctx prepare` wrote, or data.stores")
+    if stores is None:
+        return
+    given = [one.model_dump(exclude_none=True) for one in stores]
+    if store is not None:
+        rule = f"one store or several are read, and data.store is {store}"
+        yield Problem("data.stores", given, rule, "leave one of the two out, or give null for it", ("data.store",))
+    if not stores:
+        yield Problem("data.stores", given, "there is at least one", "give [{path: FOLDER, weight: 1}], or data.store")
+    if any((one.weight is None) == (one.epochs is None) for one in stores):
+        fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
+        yield Problem("data.stores", given, "each has a weight or epochs, and not both", fix)
+    elif len({one.weight is None for one in stores}) > 1:
+        rule = "shares by weight and shares by epochs cannot be compared, and some have one and some the other"
+        yield Problem("data.stores", given, rule, "give all of them weights, or all of them epochs")
+    if len({one.path.resolve() for one in stores}) < len(stores):
+        yield Problem("data.stores", given, "a store is there once", "add up what stands beside the same path")
 
 
 def _files(config: Config) -> Iterator[Problem]:
@@ -295,45 +344,3 @@ def _memory(config: Config) -> Iterator[Problem]:
         rule = "tensor parallelism scatters the output of the whole MLP over its ranks"
         others = ("parallel.tensor_parallel_size",)
         yield Problem("train.mlp_tile_tokens", train.mlp_tile_tokens, rule, "leave it out, or split no matrices", others)
-
-
-def _mesh(config: Config, world_size: int) -> list[Problem]:
-    tensor, pipeline = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
-    part = tensor * pipeline
-    if world_size % part == 0:
-        return []
-    rule = f"tensor_parallel_size × pipeline_parallel_size must divide the {world_size} processes of the run"
-    below = world_size // part * part
-    fix = f"start {below} or {below + part} processes" if below else f"start {part} processes"
-    fix += ", or change the sizes"
-    others = ("parallel.tensor_parallel_size", "parallel.pipeline_parallel_size")
-    return [Problem("parallel", f"{tensor} × {pipeline}", rule, fix, others)]
-
-
-def _domain(config: Config, world_size: int) -> Iterator[Problem]:
-    """What the domain of so many processes cannot do."""
-    context, budget, domain = config.context, config.batch.tokens_per_rank, config.domain(world_size)
-    wanted, longest = config.data.max_length, config.capacity(world_size)
-    bins = context.bins or {} if context.mode == "bins" else {}
-    shards = config.parallel.shard_ranks
-    if shards is not None and domain % shards:
-        nearest = max(size for size in range(1, min(shards, domain) + 1) if domain % size == 0)
-        rule = f"copies of the weights fill the domain, so this divides its size, which is {domain}"
-        yield Problem("parallel.shard_ranks", shards, rule, f"give {nearest}, or leave it out for {domain}")
-    rule = f"a degree is at most the size of the domain, which is {domain}"
-    fix = f"give {domain} or less, or start more processes"
-    if context.mode == "static" and (context.degree or 1) > domain:
-        yield Problem("context.degree", context.degree, rule, fix)
-    if max(bins.values(), default=1) > domain:
-        yield Problem("context.bins", bins, rule, fix)
-    for length, degree in bins.items():
-        holds = longest_document(degree, budget)
-        if min(length, wanted or length) > holds:
-            rule = f"degree {degree} holds {holds} tokens with batch.tokens_per_rank {budget}, and its bin goes to {length}"
-            fix = "raise its degree or batch.tokens_per_rank, or end the bin earlier"
-            yield Problem("context.bins", bins, rule, fix, ("batch.tokens_per_rank",))
-    if wanted is not None and wanted > longest:
-        rule = f"in context.mode {context.mode}, {world_size} processes hold documents of up to {longest} tokens"
-        fix = f"give {longest} or less, raise batch.tokens_per_rank, the degree or the last bin, or start more processes"
-        others = ("batch.tokens_per_rank", "context.degree", "context.bins")
-        yield Problem("data.max_length", wanted, rule, fix, others)

@@ -3,16 +3,11 @@
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from longctx.config.problems import ConfigError, Problem, plain
+from longctx.config.problems import ConfigError, Problem
 from longctx.model.adapters import Lora
-from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
-from longctx.planning.cost.pipeline import Pipeline
-from longctx.planning.layout import longest_document
 
 LARGEST = 1 << 40
 """More tokens than any step or rank has; keeps costs within 64 bits."""
@@ -112,10 +107,23 @@ class DpoSection(Section):
     )
 
 
+class StoreSetting(Section):
+    """one of several stores"""
+
+    path: Path = Field(strict=False)
+    weight: float | None = Field(None, gt=0)
+    epochs: float | None = Field(None, gt=0)
+
+
 class DataSection(Section):
     """what is read"""
 
-    store: Path = _path("stores/python-stdlib", "folder that `longctx prepare` wrote")
+    store: Path | None = _path("stores/python-stdlib", "folder that `longctx prepare` wrote (null: several, by data.stores)")
+    stores: list[StoreSetting] | None = Field(
+        None,
+        description="several in place of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: "
+        "1}]; with epochs in place of all weights, how often each is passed while the others are passed as often as they say",
+    )
     tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
     long_documents: Literal["split", "drop", "error"] = Field(
         "split", description="what happens to documents longer than max_length; pairs of DPO are never split: drop or error"
@@ -126,6 +134,24 @@ class DataSection(Section):
     held_out: float = Field(
         0.0, ge=0, lt=1, description="share of the documents, by a hash of their names, that is evaluated and never trained on"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_or_several(cls, values: Any) -> Any:
+        """The default store goes where several are given."""
+        if isinstance(values, dict) and values.get("stores") is not None and "store" not in values:
+            return {**values, "store": None}
+        return values
+
+    @property
+    def paths(self) -> list[Path]:
+        """Of all stores."""
+        return [self.store] if self.store is not None else [one.path for one in self.stores or ()]
+
+    @property
+    def said(self) -> str:
+        """The stores in words."""
+        return ", ".join(map(str, self.paths))
 
 
 class BatchSection(Section):
@@ -271,7 +297,9 @@ class OptimizerSection(Section):
 class EvalSection(Section):
     """validation: the loss of documents that the model is not trained on"""
 
-    every: int | None = Field(None, ge=1, description="steps between two validations; the last step has one too (null: none)")
+    every: int | None = Field(
+        None, ge=1, description="steps between two validations; the last step, or that of every stage, has one too (null: none)"
+    )
     store: Path | None = _path(None, "folder that `longctx prepare` wrote (null: the documents of data.held_out)")
     documents: int | None = Field(None, ge=1, description="the first so many of these documents (null: all)")
 
@@ -280,7 +308,9 @@ class CheckpointSection(Section):
     """what survives the run"""
 
     every: int | None = Field(
-        100, ge=1, description="steps between two checkpoints; the last step has one too (null: none at all, for trials)"
+        100,
+        ge=1,
+        description="steps between two checkpoints; the last one, or that of every stage, has one too (null: none, for trials)",
     )
     keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
     export: Path | None = _path(None, "folder that the last one is exported to for transformers, at the end (null: none)")
@@ -290,62 +320,3 @@ class LogSection(Section):
     """what can be watched; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = Field(True, description="write TensorBoard events")
-
-
-class Config(BaseModel):
-    """All settings of a run. Made by `longctx.config.load`, which also checks what spans several settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
-    dpo: DpoSection = DpoSection()
-    data: DataSection = DataSection()
-    batch: BatchSection = BatchSection()
-    context: ContextSection = ContextSection()
-    parallel: ParallelSection = ParallelSection()
-    train: TrainSection = TrainSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    eval: EvalSection = EvalSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    log: LogSection = LogSection()
-
-    def model_source(self, vocab_size: int | None = None) -> ModelSource:
-        """Where the model comes from; `vocab_size` is that of the store's tokenizer, as far as one is known.
-
-        Raises ConfigError if the sizes do not fit together, PretrainedError for a checkpoint that cannot be used.
-        """
-        if self.model.from_pretrained is None:
-            return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
-        split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
-        rope = tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self.model, name)) is not None)
-        if self.lora.adapters is not None:
-            return adapted(self.model.from_pretrained, rope, self.lora.adapters, self.train.dtype)
-        return pretrained(self.model.from_pretrained, rope, self.model.implementation, split)
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The pipeline that micro-batches go through; of one stage if there is none."""
-        parallel = self.parallel
-        return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
-
-    def domain(self, world_size: int) -> int:
-        """N, the ranks of the domain in a world of `world_size` processes."""
-        return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
-
-    def max_length(self, world_size: int) -> int:
-        """Tokens of the longest document that a run on `world_size` processes takes: `data.max_length`, or what fits."""
-        return self.data.max_length or self.capacity(world_size)
-
-    def capacity(self, world_size: int) -> int:
-        """Tokens of the longest document that `world_size` processes can hold in this mode."""
-        domain, context = self.domain(world_size), self.context
-        degree = context.degree if context.mode == "static" and context.degree is not None else domain
-        longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
-        return min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
-
-    def to_yaml(self) -> str:
-        """Every setting with its value; `load` reads it back as an equal Config."""
-        sections = self.model_dump().items()
-        data = {section: {key: plain(value) for key, value in values.items()} for section, values in sections}
-        return yaml.safe_dump(data, sort_keys=False)

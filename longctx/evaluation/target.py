@@ -13,7 +13,8 @@ from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
-from longctx.training.trainer import Trainer, choose_max_length
+from longctx.training.setup import choose_max_length
+from longctx.training.trainer import Trainer
 
 
 class TargetError(UserError):
@@ -43,7 +44,8 @@ class Target:
             if found is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
                 raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
-            return cls(name, load(folder / "config.yaml", overrides, world_size=world_size), found, tuple(damaged))
+            config = load(folder / "config.yaml", overrides, world_size=world_size, stage=found.stage)
+            return cls(name, config, found, tuple(damaged))
         if is_store(folder):
             raise TargetError(f"{folder} is a store of documents: give a run or a checkpoint, and this as --store {folder}")
         if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -72,7 +74,7 @@ class Target:
     def tokenizer(self) -> Tokenizer:
         """The model's own, for text that is made here. Raises UserError if there is none."""
         if self.found is not None:
-            return Store.open(self.config.data.store).tokenizer
+            return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
             raise TargetError(f"{self.name} has no tokenizer.json: give --store, one that was prepared with its tokenizer")
@@ -89,7 +91,7 @@ class Target:
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:
         """A sentence if a store's tokenizer is not the one that lies beside the model; empty if it is, or if none does."""
-        file = (self.config.data.store if self.found is not None else Path(self.name)) / "tokenizer.json"
+        file = (self.config.data.paths[0] if self.found is not None else Path(self.name)) / "tokenizer.json"
         if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
             return ""
         return f"the store was made with another tokenizer than {file}: its losses mean little if ids stand for other tokens"

@@ -54,6 +54,11 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
+    @property
+    def stage(self) -> int:
+        """Which one of the run's was going on, counted from 0."""
+        return int(self.state.get("stage", 0))
+
 
 def save(
     run: Path,

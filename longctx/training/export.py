@@ -29,7 +29,7 @@ from longctx.model.protocol import Model
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, SavedWeights
-from longctx.training.model_folder import FOLDER, beside_weights
+from longctx.training.model_folder import beside_weights, model_folder
 
 ROPE = "rope_parameters"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -88,7 +88,7 @@ def export(
     """
     check_place(out, overwrite)
     found = _find(run, step)
-    kept = run / FOLDER
+    kept = model_folder(run, found.stage)
     model, source = _build(found, kept)
     saved = SavedWeights(found.folder)
     if merge and not isinstance(model, AdaptedModel):

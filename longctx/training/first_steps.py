@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from longctx.config import Config
-from longctx.data.sampler import Sampler, held_out
+from longctx.data.mixture import Mixture, make_steps
+from longctx.data.sampler import Steps, first_lengths
 from longctx.data.store import Store
 from longctx.planning.plan import Plan
 from longctx.training.run_profile import run_profile
@@ -18,19 +19,26 @@ class PlannedStep:
     static: Plan
 
 
-def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
-    """The lengths of the documents of the first steps of a run on `ranks` processes."""
-    sampler = Sampler(
-        store.lengths,
+def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
+    """Which documents a run on `ranks` processes takes."""
+    return make_steps(
+        store,
         global_tokens=config.batch.global_tokens,
         seed=config.train.seed,
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
-        name=store.name,
-        left_out=held_out(store.names, config.data.held_out) if config.data.held_out else None,
-        pairs=store.pairs,
+        held_out_share=config.data.held_out,
     )
-    return sampler.first_lengths(steps)
+
+
+def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
+    """The lengths of the documents of the first steps of a run on `ranks` processes."""
+    return first_lengths(steps_of_run(config, store, ranks), steps)
+
+
+def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
+    """The mix of several stores over so many steps, a line a store; none of one alone."""
+    return steps.lines(count * config.batch.global_tokens) if isinstance(steps, Mixture) else []
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:

@@ -37,6 +37,7 @@ class StepMetrics:
             loss is the mean over them, as in training.
         reward_accuracy, reward_margin: of pairs trained by DPO: the share whose chosen completion has the greater reward, and
             by how much it is greater, on average; validation_accuracy is that share of the pairs that are set apart.
+        source_tokens: tokens by the path of their store, where several are mixed; else None.
     """
 
     step: int
@@ -71,6 +72,7 @@ class StepMetrics:
     validation_accuracy: float | None = None
     reward_accuracy: float | None = None
     reward_margin: float | None = None
+    source_tokens: dict[str, int] | None = None
 
     @classmethod
     def of(
@@ -111,6 +113,7 @@ class StepMetrics:
             rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
             mfu=mfu,
             validation_tokens=None,
+            source_tokens=dict(batch.source_tokens) or None,
         )
 
     def console(self) -> str:

@@ -1,7 +1,8 @@
 """`model/` in a run folder: what a checkpoint of transformers has beside its weights, kept so that a run can be exported.
 
 For new weights that is the tokenizer of the store alone; for those of a checkpoint also its config, generation config and chat
-template, and the names and dtypes of its tensors. The checkpoint itself may be gone by then.
+template, and the names and dtypes of its tensors. The checkpoint itself may be gone by then. Every later stage of a run has a
+folder of its own, `model-2/` and so on, because it may have another RoPE.
 """
 
 import json
@@ -10,22 +11,27 @@ from pathlib import Path
 
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.store import TOKENIZER, TOKENIZER_FILES, Store
+from longctx.data.store import TOKENIZER, TOKENIZER_FILES, Manifest, Store
 from longctx.model.checkpoint_files import DESCRIBED, small_files
 from longctx.model.source import ModelSource
 
-FOLDER = "model"
+
+def model_folder(run: Path, stage: int) -> Path:
+    """Where it is; stages are counted from 0."""
+    return run / ("model" if stage == 0 else f"model-{stage + 1}")
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
-    """Writes `model/` in a run folder, anew if it is there."""
-    folder = run / FOLDER
+def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int) -> None:
+    """Writes `model/` of a stage in a run folder, anew if it is there."""
+    folder = model_folder(run, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     if source.files is not None:
         source.files.describe(folder)
-    kept, its_own = tokenizer_files.find(folder), store.path / TOKENIZER_FILES
-    if its_own.is_dir():
+    kept = tokenizer_files.find(folder)
+    folders = (source.path / TOKENIZER_FILES for source in store.sources)
+    its_own = next((own for own in folders if own.is_dir()), None)
+    if its_own is not None:
         for file in kept:
             (folder / file).unlink()
         tokenizer_files.copy(tokenizer_files.find(its_own, ["**/*"]), its_own, folder)
@@ -33,7 +39,8 @@ def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
     if not kept:
         shutil.copyfile(store.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
-    if store.manifest.conversations:  # without a checkpoint's tokenizer they became ChatML
+    conversations = any(Manifest.load(source.path).conversations for source in store.sources)
+    if conversations:  # without a checkpoint's tokenizer they became ChatML
         (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 
 

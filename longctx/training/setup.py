@@ -9,7 +9,7 @@ import torch
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
-from longctx.config import Config
+from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
@@ -31,6 +31,7 @@ from longctx.planning.cost.ulysses import choose_ulysses_degree
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from longctx.training.checkpoint import Checkpoint
 from longctx.training.clock import StepClock
 from longctx.training.run_profile import run_profile
 
@@ -104,6 +105,15 @@ def make_planner(
     )
 
 
+def open_data(config: Config) -> Store:
+    """The store of a run, or its stores as one. Raises StoreError if one is not sound, or if their tokenizers differ."""
+    opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
+    if config.data.store is not None:
+        return opened[0]
+    unit = "epochs" if any(one.epochs is not None for one in config.data.stores or ()) else "weight"
+    return Store.join(opened, [one.epochs or one.weight or 0.0 for one in config.data.stores or ()], unit)
+
+
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
     """The loader of this rank. Raises ProfilesDiffer unless all ranks plan by the same profile."""
     profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
@@ -119,6 +129,24 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
     )
+
+
+def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None) -> int:
+    """Tokens of the longest training document: `data.max_length`, or what the run began with, or what the domain can hold.
+
+    A run that resumes on another number of ranks must see the same documents, so the length that it began with stays.
+    Raises ConfigError if this domain cannot hold it.
+    """
+    capacity = config.capacity(world_size)
+    if config.data.max_length is not None or resume_from is None:
+        return config.max_length(world_size)
+    began_with = int(resume_from.state["data"]["max_length"])
+    if began_with > capacity:
+        raise ConfigError(
+            f"{resume_from.folder} was made with documents of up to {began_with} tokens, and {world_size} ranks of "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold {capacity}: raise it, or start more processes"
+        )
+    return began_with
 
 
 def padding(config: Config) -> int:
@@ -168,11 +196,11 @@ def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
     way_out = f"prepare it with that of the checkpoint (longctx prepare --tokenizer {name})"
     if embedded is not None and entries > embedded:
         raise UserError(
-            f"the tokenizer of {config.data.store} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
+            f"the tokenizer of {config.data.said} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
         )
     own = source.files.folder / TOKENIZER if source.files is not None else None
     if own is not None and own.is_file() and fingerprint(own.read_text("utf-8")) != store.tokenizer.fingerprint:
-        raise UserError(f"{config.data.store} was prepared with another tokenizer than that of {name}: {way_out}")
+        raise UserError(f"{config.data.said} was prepared with another tokenizer than that of {name}: {way_out}")
     source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 
 

@@ -16,7 +16,7 @@ from torch.profiler import record_function
 
 from longctx.attention import RingAttention
 from longctx.attention.host_to_device import copy_to
-from longctx.config import Config, ConfigError
+from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch, empty_micro_batch
 from longctx.data.store import Store
@@ -41,7 +41,14 @@ from longctx.training.optimizer import learning_rate, make_optimizer, set_learni
 from longctx.training.preference import preferences
 from longctx.training.reference import Reference
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import build_loader, build_model, check_pairs, make_attention, make_planner
+from longctx.training.setup import (
+    build_loader,
+    build_model,
+    check_pairs,
+    choose_max_length,
+    make_attention,
+    make_planner,
+)
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
 from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss, mean_preference
@@ -70,6 +77,10 @@ class Trainer:
     preference_apart: Objective | None = None
     """That of the documents that are validated on, where these are pairs."""
     log: MetricsLog | None = None
+    stage: int = 0
+    """Which one of the run's, counted from 0."""
+    until: int = field(init=False)
+    """How many steps are done when this stage, or a run without any, is at its end."""
     steps_done: int = 0
     online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
@@ -80,6 +91,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
+        self.until = self.config.train.steps
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
@@ -98,12 +110,17 @@ class Trainer:
     ) -> "Trainer":
         """Builds model, optimizer and loader, and goes to a checkpoint if one is given. Writes nothing but the log.
 
+        Of a run in stages it is the stage that goes on behind the checkpoint, `store` what that one reads.
         When `stop` has received its signal on any rank, the run ends after the step.
         """
+        run, stage = config, config.stage_after(resume_from.step if resume_from is not None else 0)
+        config = run.at_stage(stage)
         check_pairs(config, store)
         source = config.model_source(store.tokenizer.vocab_size)
         trainer = cls.build(config, mesh, source)
-        max_length = choose_max_length(config, mesh.world_size, resume_from)
+        trainer.stage, trainer.until = stage, run.stage_ends[stage]
+        same_stage = resume_from is not None and resume_from.stage == stage
+        max_length = choose_max_length(config, mesh.world_size, resume_from if same_stage else None)
         trainer.loader = build_loader(store, config, mesh, max_length)
         if config.eval.every is not None:
             trainer.documents = documents_apart(config, store, max_length)
@@ -111,22 +128,22 @@ class Trainer:
         if config.context.recalibrate:
             trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
-            trainer._go_to(resume_from)
+            trainer._go_to(resume_from, run)
         if config.dpo.beta is not None:  # while the weights are those that the run begins with
             trainer._prefer(store, resumes=resume_from is not None)
         if resume_from is not None:
             checkpoint.load(resume_from, trainer.model, trainer.optimizer, mesh.control)
         if mesh.world_rank == 0:
             run_dir = config.train.run_dir
-            keep_model_files(run_dir, source, store)
-            (run_dir / "config.yaml").write_text(config.to_yaml(), "utf-8")
+            keep_model_files(run_dir, source, store, stage)
+            (run_dir / "config.yaml").write_text(run.to_yaml(), "utf-8")
             trainer.log = MetricsLog(run_dir, after_step=trainer.steps_done, tensorboard=config.log.tensorboard)
         return trainer
 
     def train(self) -> bool:
-        """Runs to `train.steps`. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
+        """Runs to the last step. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
         with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
-            while self.steps_done < self.config.train.steps:
+            while self.steps_done < self.until:
                 try:
                     if self.tracer is not None:
                         self.tracer.before(self.steps_done + 1)
@@ -136,7 +153,7 @@ class Trainer:
                     raise
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
-                last, every = self.steps_done == self.config.train.steps, self.config.checkpoint.every
+                last, every = self.steps_done == self.until, self.config.checkpoint.every
                 if self._is_validated(last):
                     metrics = replace(metrics, **asdict(self.validate()))
                 if self.log is not None:
@@ -180,7 +197,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Writes a checkpoint of the step that is done."""
-        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe()}
+        state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
@@ -234,7 +251,7 @@ class Trainer:
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
         weights = [weight.detach() for weight in self.model.parameters() if weight is not copy]
         reference = Reference(self.config, self.mesh, self.model, weights, self.look, self.loader.planner, resumes)
-        coming = self.loader.coming(self.config.train.steps)
+        coming = self.loader.coming(self.until)
         self.objective, self.preference_apart = preferences(reference, self.config.dpo, store, coming, self.documents)
         self._after_looking()
 
@@ -345,31 +362,24 @@ class Trainer:
             f"micro-batches concerned: {', '.join(named[:20])}{more}. Look at them, or lower optimizer.learning_rate"
         )
 
-    def _go_to(self, found: Checkpoint) -> None:
-        """To the step and the place in the data of a checkpoint. Raises what does not go with it; reads no weights."""
-        different = self.model.differences(found.state["model"])
+    def _go_to(self, found: Checkpoint, run: Config) -> None:
+        """To the step and the place in the data of a checkpoint, of this stage or of the end of the one before, whose model may
+        have another RoPE. Raises what does not go with it; reads no weights."""
+        stage, model = found.stage, self.model
+        if stage < self.stage and found.step == run.stage_ends[stage]:
+            with torch.device("meta"):
+                model = run.at_stage(stage).model_source(self.model.spec.vocab_size).build()
+        elif stage != self.stage:
+            raise CheckpointError(
+                f"{found.folder} is of stage {stage + 1}, and by these stages step {found.step} is of stage {self.stage + 1}: "
+                "give the stages of that run"
+            )
+        different = model.differences(found.state["model"])
         if different:
             raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
-        self.loader.load_state_dict(found.state["data"])
+        data = found.state["data"]
+        self.loader.load_state_dict(data) if stage == self.stage else self.loader.begin_stage(data)
         self.steps_done = found.step
-
-
-def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None) -> int:
-    """Tokens of the longest training document: `data.max_length`, or what the run began with, or what the domain can hold.
-
-    A run that resumes on another number of ranks must see the same documents, so the length that it began with stays.
-    Raises ConfigError if this domain cannot hold it.
-    """
-    capacity = config.capacity(world_size)
-    if config.data.max_length is not None or resume_from is None:
-        return config.max_length(world_size)
-    began_with = int(resume_from.state["data"]["max_length"])
-    if began_with > capacity:
-        raise ConfigError(
-            f"{resume_from.folder} was made with documents of up to {began_with} tokens, and {world_size} ranks of "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold {capacity}: raise it, or start more processes"
-        )
-    return began_with
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -76,7 +76,7 @@ class Documents:
         chosen = np.ones(len(store), np.bool_) if held_out_share is None else held_out(store.names, held_out_share)
         if not chosen.any():
             raise UserError(
-                f"data.held_out {held_out_share} sets none of the {len(store):,} documents of {store.path} apart: raise it"
+                f"data.held_out {held_out_share} sets none of the {len(store):,} documents of {store.said} apart: raise it"
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
@@ -126,8 +126,8 @@ def documents_apart(config: Config, training: Store, max_length: int) -> Documen
     store = Store.open(config.eval.store)
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
-            f"eval.store {config.eval.store} was made with another tokenizer than data.store {config.data.store}: prepare it "
-            f"with that one (`longctx prepare --tokenizer {config.data.store}/tokenizer.json`)"
+            f"eval.store {config.eval.store} was made with another tokenizer than {config.data.said}: prepare it "
+            f"with that one (`longctx prepare --tokenizer {training.path}/tokenizer.json`)"
         )
     return Documents.choose(config, store, max_length, config.eval.documents)
 

@@ -1,0 +1,123 @@
+"""Mixture: the steps of a run that reads several stores, each in an order of its own, by shares of the tokens.
+
+The next piece is always one of the store that has given the fewest tokens for its weight. So at every moment a store is at most
+one document ahead of its share, and behind by its share of what one document of each other store may be ahead. The cursor has
+for each store the pieces and the tokens taken of it since the mixture began: like `Sampler`'s it knows nothing of ranks.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, Steps, held_out
+from longctx.data.store import Source, Store
+
+Place = tuple[int, int]
+"""The cursor of a store's own sampler, and the tokens taken of the store."""
+
+
+def make_steps(
+    store: Store, *, global_tokens: int, seed: int, max_length: int, long_documents: str, held_out_share: float
+) -> Steps:
+    """The steps over a store, or over several. Raises SamplerError, see `Sampler`."""
+    left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
+    cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
+    if len(store.sources) > 1:
+        return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
+    return Sampler(store.lengths, global_tokens=global_tokens, name=store.name, left_out=left_out, pairs=store.pairs, **cut)
+
+
+class Mixture:
+    """Steps over several stores.
+
+    Args as those of `Sampler`; documents are numbered through all stores.
+
+    Attributes:
+        sources: the stores.
+        samplers: of every store, a piece a step.
+        shares: of the tokens, summing to 1.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        global_tokens: int,
+        seed: int,
+        max_length: int,
+        long_documents: str,
+        left_out: npt.NDArray[np.bool_],
+    ) -> None:
+        def make(source: Source) -> Sampler:
+            others = np.ones(len(store), np.bool_)
+            documents = slice(source.documents.start, source.documents.stop)
+            others[documents] = left_out[documents]
+            try:
+                return Sampler(
+                    store.lengths,
+                    global_tokens=1,
+                    seed=seed,
+                    max_length=max_length,
+                    long_documents=long_documents,
+                    name=store.name,
+                    left_out=others,
+                    stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
+                )
+            except SamplerError as error:
+                raise SamplerError(f"store {source.path}: {error}") from error
+
+        self.sources = store.sources
+        self.samplers = [make(source) for source in store.sources]
+        self._weights = [
+            source.amount * (sampler.tokens if source.unit == "epochs" else 1)
+            for source, sampler in zip(store.sources, self.samplers, strict=True)
+        ]
+        self.shares = [weight / math.fsum(self._weights) for weight in self._weights]
+        self._global_tokens = global_tokens
+        self.start = ((0, 0),) * len(self.samplers)
+        for source, sampler, share in zip(store.sources, self.samplers, self.shares, strict=True):
+            if share * global_tokens > MOST_EPOCHS * sampler.tokens:
+                raise SamplerError(
+                    f"store {source.path} has {sampler.tokens:,} tokens and a share of {share:.2%}: a step of "
+                    f"{global_tokens:,} would go {MOST_EPOCHS} times and more through them; lower its weight or "
+                    "batch.global_tokens, or prepare more text"
+                )
+
+    def lines(self, tokens: int) -> list[str]:
+        """The mix, a line a store, and how often so many tokens of it go through each."""
+        return [
+            f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to train on, {share:.2%} of the "
+            f"mix: {share * tokens / sampler.tokens:.3g} epochs"
+            for source, sampler, share in zip(self.sources, self.samplers, self.shares, strict=True)
+        ]
+
+    def step(self, cursor: tuple[Place, ...]) -> tuple[tuple[Piece, ...], tuple[Place, ...]]:
+        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+        places, pieces, tokens = list(cursor), list[Piece](), 0
+        while tokens < self._global_tokens:
+            next_one = min(range(len(places)), key=lambda number: places[number][1] / self._weights[number])
+            place, taken = places[next_one]
+            found, place = self.samplers[next_one].step(place)
+            added = sum(piece.length for piece in found)
+            places[next_one] = place, taken + added
+            pieces += found
+            tokens += added
+        return tuple(pieces), tuple(places)
+
+    def state(self, cursor: tuple[Place, ...]) -> dict[str, Any]:
+        """A cursor as plain JSON data: a list for each of what `Sampler.state` has, and the tokens taken."""
+        states = [sampler.state(place) for sampler, (place, _) in zip(self.samplers, cursor, strict=True)]
+        columns = {key: [state[key] for state in states] for key in states[0]}
+        return {**columns, "taken": [taken for _, taken in cursor]}
+
+    def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
+        """That of a state."""
+        return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
+
+    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
+        """The cursor at which every store goes on at its own of `cursors`, or begins its epoch; shares count from there."""
+        places = zip(self.samplers, cursors, epochs, strict=True)
+        return tuple((sampler.behind([place], [epoch]), 0) for sampler, place, epoch in places)
