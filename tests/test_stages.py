@@ -127,6 +127,20 @@ def test_a_run_in_stages_is_the_runs_that_go_on_from_each_other(
     assert len({row["lr"] for row in whole[1]}) == 8, "one schedule over all stages"
 
 
+def beyond_its_end(store: Path, run: Path) -> tuple[bool, int]:
+    """A run of two steps, gone on with as one of a single step."""
+    given = [*SETTINGS, f"data.store={store}", f"train.run_dir={run}", "checkpoint.every=2", "batch.global_tokens=500"]
+    run.mkdir()
+    mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
+    began = train_in_stages(load(None, [*given, "train.steps=2"]), mesh, None, None, lambda *_: None)
+    assert began == (True, 2)
+    return train_in_stages(load(None, [*given, "train.steps=1"]), mesh, checkpoint.newest(run)[0], None, lambda *_: None)
+
+
+def test_a_run_that_has_done_more_steps_than_are_asked_for_ends(workers: Workers, stores: list[Path], tmp_path: Path) -> None:
+    assert workers.run(beyond_its_end, 1, stores[0], tmp_path / "run") == [(True, 2)]
+
+
 @pytest.mark.parametrize(("step", "ranks"), [(3, 2), (4, 2), (4, 3), (7, 3), (3, 1)])
 def test_it_goes_on_from_any_step_on_any_number_of_ranks(
     workers: Workers, settings: Path, whole: tuple[Path, Rows], tmp_path: Path, step: int, ranks: int

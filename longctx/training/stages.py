@@ -36,8 +36,9 @@ def train_in_stages(
         stopping = trainer.stopping
         del trainer, store  # weights and moments, before others are read
         gc.collect()
-        if not finished or done == config.train.steps or stopping:
-            return done == config.train.steps, done
+        at_end = done >= config.train.steps  # a run that is resumed with fewer steps than it has done is beyond it
+        if not finished or at_end or stopping:
+            return at_end, done
         found, _ = checkpoint.of_step(config.train.run_dir, done)
         assert found is not None
 
