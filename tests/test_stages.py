@@ -130,6 +130,7 @@ def test_a_run_in_stages_is_the_runs_that_go_on_from_each_other(
 def beyond_its_end(store: Path, run: Path) -> tuple[bool, int]:
     """A run of two steps, gone on with as one of a single step."""
     given = [*SETTINGS, f"data.store={store}", f"train.run_dir={run}", "checkpoint.every=2", "batch.global_tokens=500"]
+    given.append("optimizer.warmup_steps=0")
     run.mkdir()
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
     began = train_in_stages(load(None, [*given, "train.steps=2"]), mesh, None, None, lambda *_: None)
