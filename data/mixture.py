@@ -1,7 +1,7 @@
 """Mixture: the steps of a run that reads several stores, each in an order of its own, by shares of the tokens.
 
-The next piece is always one of the store that has given the fewest tokens for its weight. So at every moment a store is at most
-one document ahead of its share, and behind by its share of what one document of each other store may be ahead. The cursor has
+The next piece is always one of the store that is furthest behind its share of the tokens so far. So at every moment no store is
+more than one document ahead of its share. The cursor has
 for each store the pieces and the tokens taken of it since the mixture began: like `Sampler`'s it knows nothing of ranks.
 """
 
@@ -98,7 +98,8 @@ class Mixture:
         """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
         places, pieces, tokens = list(cursor), list[Piece](), 0
         while tokens < self._global_tokens:
-            next_one = min(range(len(places)), key=lambda number: places[number][1] / self._weights[number])
+            total = sum(taken for _, taken in places)
+            next_one = max(range(len(places)), key=lambda number: self.shares[number] * total - places[number][1])
             place, taken = places[next_one]
             found, place = self.samplers[next_one].step(place)
             added = sum(piece.length for piece in found)

@@ -183,6 +183,13 @@ def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
     return ids
 
 
+def same_tokens(one: str, other: str) -> bool:
+    """Whether two tokenizer.json give a text the same tokens. What they put around it is not used here, and transformers writes
+    something there where nothing was."""
+    without = ({**json.loads(text), "post_processor": None} for text in (one, other))
+    return fingerprint(json.dumps(next(without))) == fingerprint(json.dumps(next(without)))
+
+
 def fingerprint(text: str) -> str:
     """SHA-256 (hex) of what a tokenizer.json says, however it is formatted; padding and truncation are never used here.
 

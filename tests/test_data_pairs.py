@@ -73,7 +73,7 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
     end = "<|im_end|>"
     assert learnt == [f"Hi.{end}more{end}", f"Go.{end}", f"Hi.{end}", f"Go.{end}"]
     assert store.weights.tolist() == [2, 2, 1, 1]
-    assert store.names == [f"s.jsonl:{line}#{side}" for line in (1, 2) for side in ("chosen", "rejected")]
+    assert list(store.names) == [f"s.jsonl:{line}#{side}" for line in (1, 2) for side in ("chosen", "rejected")]
     assert store.pairs and store.manifest.formats == {"chosen-rejected": 4}
 
 
@@ -129,7 +129,7 @@ def test_a_pair_is_dropped_as_a_whole_and_never_separated(
     source, out = write_jsonl(tmp_path / "s.jsonl", records), tmp_path / "store"
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(out), "--max-length", "150"]) == 0
     assert "left out   3 pairs with one conversation of more than 150 tokens" in capsys.readouterr().out
-    assert Store.open(out).names == [f"s.jsonl:{line}#{side}" for line in (1, 5) for side in ("chosen", "rejected")]
+    assert list(Store.open(out).names) == [f"s.jsonl:{line}#{side}" for line in (1, 5) for side in ("chosen", "rejected")]
 
 
 def test_a_store_of_an_earlier_version_holds_no_pairs(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.chat import ChatML
 from longctx.data.formats import parse_messages
-from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint
+from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint, same_tokens
 from tests.data_cases import CONVERSATION, text_of
 
 TEXTS = [text_of(400, seed) + " the theory of the thing" for seed in range(20)]
@@ -41,6 +41,18 @@ def test_bytes_lose_nothing(tokenizer: Tokenizer, text: str) -> None:
 def test_bytes_are_bytes_and_agree_with_the_tokenizers_library(text: str) -> None:
     assert BYTES.encode(text).tolist() == list(text.encode())
     assert TokenizerJson.from_str(BYTES.text).encode(text).ids == list(text.encode())
+
+
+def test_what_is_put_around_a_text_makes_no_other_tokens() -> None:
+    text = Tokenizer.bytes().text
+    around = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {},
+    }
+    assert same_tokens(text, json.dumps({**json.loads(text), "post_processor": around}))
+    assert not same_tokens(text, json.dumps({**json.loads(text), "normalizer": {"type": "NFC"}}))
 
 
 def test_plain_bytes() -> None:

@@ -108,6 +108,8 @@ def test_examples(checkpoint: Path, conversations: Path, tmp_path: Path, example
         (["{checkpoint}", "missing.jsonl"], "missing.jsonl"),
         (["{checkpoint}", "{data}", "--epochs", "0"], "--epochs is 0.0"),
         (["{checkpoint}", "{data}", "--processes", "-1"], "--processes is -1"),
+        (["{checkpoint}", "{data}", "--data.store=elsewhere"], "finetune trains on the data that it is given"),
+        (["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"], "finetune trains on the data that it is given"),
         (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: give a rank of 1 or more"),
         (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
         (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),

@@ -23,7 +23,7 @@ MULTI = {"messages": chat("Grüße, 日本 🦊?", "x = {'a': 1}\n", "And?", "No
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("how", ["no template", "chatml", "tokenizer.json"])
 def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: str, train_on: str) -> None:
-    """Whether the checkpoint brings none, ChatML was asked for, or only its tokenizer.json was given."""
+    """Whether the checkpoint brings none, ChatML was asked for, or only its tokenizer.json was given; texts stand before it."""
     bare = tmp_path / "bare"
     FAMILIES["SmolLM2"].save(bare)
     if how == "no template":
@@ -36,7 +36,10 @@ def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: s
     (tmp_path / "run").mkdir()
     files = CheckpointFiles(bare, {})
     vars(files)["dtypes"] = {}
-    keep_model_files(tmp_path / "run", TransformersSource(files), store)
+    (tmp_path / "texts.txt").write_text("Text has no template.")
+    prepare(open_corpus(str(tmp_path / "texts.txt")), tmp_path / "texts", tokenizer=given["tokenizer"])
+    mixed = Store.join([Store.open(tmp_path / "texts"), store], [1, 1])
+    keep_model_files(tmp_path / "run", TransformersSource(files), mixed)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     tokens = store.read(0, 0, int(store.lengths[0]))[0].tolist()
     assert tokenizer.apply_chat_template(MULTI["messages"], return_dict=False) == tokens[:-1]

@@ -163,6 +163,7 @@ def test_a_reference_of_other_weights_is_refused_or_made_anew(
     tensors = load_file(weights)
     tensors["model.norm.weight"] += 0.01
     save_file(tensors, weights, metadata={"format": "pt"})
+    assert not workers.run(run, 1, store, tmp_path / "run", settings, True)[0]["computed"], "nothing is wanted of other weights"
     assert "have changed: give" in workers.run(run_fails, 1, store, tmp_path / "run", [*settings, "train.steps=4"], True)[0]
     more = [*settings, "train.steps=4", "train.dtype=bfloat16"]
     assert "train.dtype is bfloat16, and was float32" in workers.run(run_fails, 1, store, tmp_path / "run", more, True)[0]
@@ -188,7 +189,7 @@ def test_pairs_that_are_set_apart_are_validated_by_the_same_loss(
     workers: Workers, store: Path, checkpoint: Path, tmp_path: Path, ranks: int, settings: list[str]
 ) -> None:
     source = f"model.from_pretrained={checkpoint}"
-    names = Store.open(store).names
+    names = list(Store.open(store).names)
     chosen = [number for number in range(0, len(names), 2) if held_out([names[number].removesuffix("#chosen")], 0.4)[0]]
     assert 1 < len(chosen) < len(names) // 2 - 1
     apart = held_out(names, 0.4)

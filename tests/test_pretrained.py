@@ -91,7 +91,8 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadSwap, "run", swapped)
         patch.setattr(operator._Pass, "__init__", attended)
-        trainer._forward_backward(make_batch(dist.get_world_size(), dist.get_rank()))
+        batch = make_batch(dist.get_world_size(), dist.get_rank())
+        trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     return done
 
 

@@ -75,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
     given = load(arguments.config, arguments.overrides, defaults=first)
+    _check_data(given)
     _check_tokenizer(arguments.model, given)
     _check_out(out, arguments.overwrite)
     parser = argparse.ArgumentParser()
@@ -124,6 +125,16 @@ def _check_out(out: Path, overwrite: bool) -> None:
         raise UserError(
             f"{out} holds a run up to step {steps[-1]}, which goes on with its own data only: leave --overwrite out to go on, "
             "give another --out, or remove the folder yourself"
+        )
+
+
+def _check_data(given: Config) -> None:
+    """Raises UserError if settings name other data than those that the command is given."""
+    parts = (part.model_dump(exclude_unset=True).get("data") for part in (given, *given.stages))
+    if any({"store", "stores"} & set(data or {}) for data in parts):
+        raise UserError(
+            "data.store or data.stores is set, and finetune trains on the data that it is given: leave it out, or prepare each "
+            "source (longctx prepare --tokenizer) and run `longctx train`"
         )
 
 

@@ -201,6 +201,11 @@ def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -
     if out is None or (found is not None and found.step >= config.train.steps):
         return
     check_place(out, overwrite=False)
+    if config.lora.rank is not None and config.model.changed_rope:
+        raise UserError(
+            "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
+            f"and merge them later (longctx export {config.train.run_dir} OUT --merge)"
+        )
     source = config.model_source(vocab_size)
     if isinstance(source, NewDecoder):
         expressed(source.shape, longest=1)

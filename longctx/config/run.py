@@ -23,7 +23,6 @@ from longctx.config.settings import (
     TrainSection,
 )
 from longctx.config.stages import Stage, laid_over
-from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
@@ -52,8 +51,8 @@ class Config(BaseModel):
         "{steps: 100, data: {max_length: 32768}, model: {rope_theta: 1.0e+6}}, ..]. train.steps is their sum, and the learning "
         "rate follows the whole run. A stage may replace settings of batch and context, model.rope_*, the stores, max_length "
         "and long_documents of data, and what saves memory: reshard_after, reduce_after, recompute, mlp_tile_tokens and "
-        "offload_activations. A store whose documents are not cut at another length goes on where it stopped, another one "
-        "begins its next epoch",
+        "offload_activations. A store whose documents are not cut at another length goes on where it stopped; another one, "
+        "and one that is read alone in one stage and in a mix in the other, begins its next epoch",
     )
 
     def at_stage(self, number: int) -> "Config":
@@ -83,10 +82,9 @@ class Config(BaseModel):
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
         split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
-        rope = tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self.model, name)) is not None)
         if self.lora.adapters is not None:
-            return adapted(self.model.from_pretrained, rope, self.lora.adapters, self.train.dtype)
-        return pretrained(self.model.from_pretrained, rope, self.model.implementation, split)
+            return adapted(self.model.from_pretrained, self.model.changed_rope, self.lora.adapters, self.train.dtype)
+        return pretrained(self.model.from_pretrained, self.model.changed_rope, self.model.implementation, split)
 
     @property
     def pipeline(self) -> Pipeline:

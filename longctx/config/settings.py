@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.model.adapters import Lora
+from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 
 LARGEST = 1 << 40
@@ -45,6 +46,11 @@ _SIZES: dict[str, Any] = {
 
 class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
     """the decoder: a preset, and sizes that replace the preset's"""
+
+    @property
+    def changed_rope(self) -> tuple[tuple[str, Any], ...]:
+        """Settings of RoPE that go before those of a checkpoint, with their values."""
+        return tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None)
 
     def sizes(self) -> ModelShape:
         """The preset with the sizes set here, before the tokenizer is known. Raises ConfigError if they do not fit together."""
@@ -301,7 +307,9 @@ class EvalSection(Section):
         None, ge=1, description="steps between two validations; the last step, or that of every stage, has one too (null: none)"
     )
     store: Path | None = _path(None, "folder that `longctx prepare` wrote (null: the documents of data.held_out)")
-    documents: int | None = Field(None, ge=1, description="the first so many of these documents (null: all)")
+    documents: int | None = Field(
+        None, ge=1, description="the first so many of these documents, in the order of their stores (null: all)"
+    )
 
 
 class CheckpointSection(Section):

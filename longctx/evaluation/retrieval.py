@@ -67,7 +67,8 @@ def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
     random = Random(seed)
     for _ in range(count):
         wanted = random.randint(words // 4, words)
-        keys = random.sample(KEYS, random.randint(1, min(len(KEYS), max(1, wanted // 12))))
+        most = min(len(KEYS), max(1, wanted // 9))  # three words each time
+        keys = random.sample(KEYS, random.randint(max(1, most // 3), most))
         facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
         sentences = 3 * facts
         while sum(sentence.count(" ") + 1 for sentence in sentences) < wanted - 5:

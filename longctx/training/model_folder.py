@@ -21,7 +21,7 @@ def model_folder(run: Path, stage: int) -> Path:
     return run / ("model" if stage == 0 else f"model-{stage + 1}")
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int) -> None:
+def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int = 0) -> None:
     """Writes `model/` of a stage in a run folder, anew if it is there."""
     folder = model_folder(run, stage)
     shutil.rmtree(folder, ignore_errors=True)
@@ -29,8 +29,9 @@ def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int) -
     if source.files is not None:
         source.files.describe(folder)
     kept = tokenizer_files.find(folder)
-    folders = (source.path / TOKENIZER_FILES for source in store.sources)
-    its_own = next((own for own in folders if own.is_dir()), None)
+    paths = [source.path for source in store.sources]
+    chats = [path for path in paths if Manifest.load(path).conversations]  # their template is the one that was learnt
+    its_own = next((path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()), None)
     if its_own is not None:
         for file in kept:
             (folder / file).unlink()
@@ -39,8 +40,7 @@ def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int) -
     if not kept:
         shutil.copyfile(store.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
-    conversations = any(Manifest.load(source.path).conversations for source in store.sources)
-    if conversations:  # without a checkpoint's tokenizer they became ChatML
+    if chats:  # without a checkpoint's tokenizer they became ChatML
         (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 
 

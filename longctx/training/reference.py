@@ -76,7 +76,8 @@ class Reference:
         kept = mesh.gather_objects(_read(path) if mesh.world_rank == 0 else None)[0]
         sums = np.full(len(store), np.nan)
         if kept is not None:
-            problems = self._differences(kept[0], about)
+            complete = len(kept[1]) == len(store) and not np.isnan(kept[1][wanted]).any()
+            problems = self._differences(kept[0], about, weights=not (self.resumes and complete))
             if problems and self.resumes:
                 raise ReferenceError(f"{path} is not of this run: {'; '.join(problems)}; or begin a new run")
             sums = sums if problems else kept[1]
@@ -110,14 +111,17 @@ class Reference:
                 written = now
                 _write(path, about, sums)
 
-    def _differences(self, kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
-        """What makes a kept reference another run's, and what to do about it."""
+    def _differences(self, kept: dict[str, Any], here: dict[str, Any], *, weights: bool) -> list[str]:
+        """What makes a kept reference another run's, and what to do about it.
+
+        The weights matter where something is still to be computed by them: else a run may go on from its export.
+        """
         problems = self.model.differences(kept["model"])
         if kept["store"] != here["store"]:
             problems.append("it was made with another store: give the one that the run began with")
         if kept["dtype"] != here["dtype"]:
             problems.append(f"train.dtype is {here['dtype']}, and was {kept['dtype']}: set it to the run's")
-        if not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
+        if weights and not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
             problems.append("the weights that the run began with have changed: give those of then (model.from_pretrained)")
         return problems
 

@@ -13,7 +13,7 @@ from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_one_without
 from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
-from longctx.data.tokenizer import fingerprint
+from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
@@ -171,6 +171,8 @@ def check_vocabulary(config: Config, spec: ModelSpec) -> None:
 def check_pairs(config: Config, store: Store) -> None:
     """Raises UserError unless pairs of preference go with DPO, which goes with nothing else."""
     beta = config.dpo.beta
+    if beta is not None and len(store.sources) > 1:
+        raise UserError(f"dpo.beta is {beta:g}, and pairs of preference are not mixed: give one store of them as data.store")
     stores = {"data.store": store}
     if config.eval.every is not None and config.eval.store is not None:
         stores["eval.store"] = Store.open(config.eval.store)
@@ -199,7 +201,7 @@ def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
             f"the tokenizer of {config.data.said} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
         )
     own = source.files.folder / TOKENIZER if source.files is not None else None
-    if own is not None and own.is_file() and fingerprint(own.read_text("utf-8")) != store.tokenizer.fingerprint:
+    if own is not None and own.is_file() and not same_tokens(own.read_text("utf-8"), store.tokenizer.text):
         raise UserError(f"{config.data.said} was prepared with another tokenizer than that of {name}: {way_out}")
     source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 

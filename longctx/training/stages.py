@@ -13,7 +13,7 @@ from longctx.data.store import TOKENIZER, Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.training import checkpoint
-from longctx.training.checkpoint import Checkpoint
+from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.setup import open_data
 from longctx.training.trainer import Trainer
 
@@ -40,7 +40,8 @@ def train_in_stages(
         if not finished or at_end or stopping:
             return at_end, done
         found, _ = checkpoint.of_step(config.train.run_dir, done)
-        assert found is not None
+        if found is None:
+            raise CheckpointError(f"the checkpoint of step {done}, where a stage ended, cannot be read: --resume tries again")
 
 
 def open_stages(config: Config) -> Iterator[tuple[Config, Store]]:
