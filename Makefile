@@ -30,7 +30,7 @@ train: $(VENV)/installed  ## Train a small model on this Python's own standard l
 	$(TORCHRUN) train $(CONFIG) --train.run_dir $(RUN)
 
 CHAT := checkpoints/smollm2
-HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096
+HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096 --train.dtype bfloat16
 finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA, from a checkpoint to one, evaluated before and after
 	$(BIN)/python examples/smollm2.py $(CHAT)
 	$(BIN)/python examples/code_conversations.py checkpoints/conversations
