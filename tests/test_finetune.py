@@ -21,6 +21,14 @@ transformers = pytest.importorskip("transformers")
 from tests.huggingface_cases import build_model  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
+SIZES = [
+    "--batch.tokens_per_rank=1100",
+    "--data.held_out=0.3",
+    "--eval.every=2",
+    "--train.dtype=float32",
+    "--train.compile=false",
+]
+"""Of an example of GPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +71,13 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+    """The example as it is, but for the sizes of the data."""
     out = tmp_path / "run"
-    told = finetune(checkpoint, conversations, "--out", out)
+    told = finetune(checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
     assert "of them trained, on 2 ranks" in told and "longctx generate" in told
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and any(len(row["degrees"]) > 1 for row in rows)
+    assert [row["validation_loss"] is not None for row in rows] == [False, True, True]
     before, after = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for folder in (checkpoint, out / "export")
@@ -80,7 +90,7 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
 def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peft = pytest.importorskip("peft")
     out = tmp_path / "run"
-    finetune(checkpoint, conversations, "--lora", "4", "--out", out)
+    finetune(checkpoint, conversations, "--config", "examples/lora.yaml", "--out", out, *SIZES)
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     plain = logits(base)
     adapted = logits(peft.PeftModel.from_pretrained(base, out / "export"))
@@ -88,17 +98,6 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys:
     assert main(["export", str(out), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(logits(merged), adapted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("example", ["finetune_chat", "lora"])
-def test_examples(checkpoint: Path, conversations: Path, tmp_path: Path, example: str) -> None:
-    """As they are but for the sizes of the data."""
-    sizes = ["--batch.tokens_per_rank=1100", "--data.held_out=0.3", "--eval.every=2", "--train.compile=false"]
-    out = tmp_path / "run"
-    finetune(checkpoint, conversations, "--config", f"examples/{example}.yaml", "--out", out, *sizes)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["validation_loss"] is not None for row in rows] == [False, True, True]
-    assert (out / "export" / ("adapter_config.json" if example == "lora" else "config.json")).is_file()
 
 
 @pytest.mark.parametrize(

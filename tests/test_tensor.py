@@ -14,6 +14,7 @@ from longctx.parallel.mesh import make_groups
 from longctx.training.loss import cross_entropy_sum, rows_with_labels
 from longctx.training.metrics import StepMetrics
 from tests import profile_cases
+from tests.marks import slow_unless
 from tests.training_cases import make_store, start, train, train_and_save, train_then_save
 from tests.workers import Workers
 
@@ -64,7 +65,7 @@ SPLITS = {
 """Ranks, steps, and settings. The store's vocabulary has 257 entries, so ranks hold unequal parts of it."""
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("2 × 1", "2 × 3 auto"), SPLITS))
 def test_the_split_does_not_change_the_result(
     workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str
 ) -> None:
@@ -103,7 +104,7 @@ def alone_odd(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFa
     [
         (2, [TWO]),
         (8, [FOUR, "batch.tokens_per_rank=752"]),
-        (8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"]),
+        pytest.param(8, [TWO, "batch.tokens_per_rank=500", "parallel.shard_ranks=2"], marks=pytest.mark.slow),
     ],
 )
 def test_sizes_need_not_be_divisible(

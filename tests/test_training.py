@@ -95,8 +95,10 @@ OPTIONS = [
     [
         (3, ["batch.tokens_per_rank=500"]),
         (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=full"]),
-        (4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
-        (2, ["context.ulysses_degree=2", "batch.tokens_per_rank=750", "train.recompute=selective"]),
+        pytest.param(4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"], marks=pytest.mark.slow),
+        pytest.param(
+            2, ["context.ulysses_degree=2", "batch.tokens_per_rank=750", "train.recompute=selective"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_options_of_the_decoder_do_not_depend_on_the_split(
