@@ -40,7 +40,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	  --lora 16 --max-length 8192 --processes $(PROCESSES) --out $(RUN)
 	$(TORCHRUN) eval $(RUN) $(HELD_OUT)
 	$(BIN)/longctx export $(RUN) $(RUN)/merged --merge
-	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat
+	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat --max-new-tokens 60
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
