@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.errors import UserError
 
+SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""Public from torch 2.15 on."""
 AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
 """The axes that `dp_cp` is made of where a part of it holds a copy of the weights."""
@@ -196,7 +198,7 @@ def make_groups(
         weights, copies = whole[COPIES], whole[axes[1:]]
         domain = weights._flatten(AXES[2])
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
-        dist.distributed_c10d._set_pg_timeout(timeout, axis)  # meshes give their groups a default of many minutes
+        SET_TIMEOUT(timeout, axis)  # meshes give their groups a default of many minutes
     # The domain's own group may be the world's, so the exchange gets another.
     exchange = _my_group(numbers.reshape(-1, ranks), timeout)
     assert exchange is not None
