@@ -49,18 +49,21 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. A profile has exactly: attention_eff"),
+        ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. The constants of a profile are: attention_eff"),
         ({"latency": 1}, "unknown latency"),
         (
             {"linear_s_per_token": 0, "inter_node_bytes_per_s": -1},
             "linear_s_per_token is 0: must be a positive number; inter_node_bytes_per_s is -1: must be a positive number",
         ),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
-        ({"overlap": "much"}, r"overlap is 'much': must lie in \[0, 1\]"),
+        ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
         ({"ranks_per_node": 2.5}, "ranks_per_node is 2.5: must be a whole number"),
         ({"attention_efficiency": 0.5}, "attention_efficiency is 0.5: must be a list"),
-        ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r"attention_efficiency tokens \[64, 32\] must be ≥ 1 and ascend"),
-        ({"attention_efficiency": [[64, 0.5], [128, 0.4]]}, ".* fall with length.*replace each value by the greatest so far"),
+        ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending"),
+        (
+            {"attention_efficiency": [[64, 0.5], [128, 0.4]]},
+            ".* fall as documents get longer.*replace each value with the maximum so far",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -74,8 +77,8 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, change: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds nothing: must be a mapping of constants"),
-        ("- 1\n", "holds list: must be a mapping"),
+        ("", "is empty: must be a mapping of constants"),
+        ("- 1\n", "contains a list: must be a mapping"),
         ("a: [1\n", "is not valid YAML or JSON"),
         ("step_s: 1.0\nstep_s: 2.0\n", "key 'step_s' is given twice"),
     ],

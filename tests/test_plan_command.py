@@ -177,7 +177,7 @@ def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str])
     assert made["pipeline"] == asdict(Pipeline(4, 2, "interleaved"))
     assert made["bubble_share"] > 0
     assert plan(lengths, "--pipeline-ranks", "4", "--pipeline-chunks", "2") == 2
-    assert "schedule 1f1b runs one stage on every rank; give 1, or choose schedule" in capsys.readouterr().err
+    assert "schedule 1f1b runs one stage per rank; use 1 chunk, or choose schedule" in capsys.readouterr().err
 
 
 def test_bins_are_parsed() -> None:

@@ -298,7 +298,7 @@ def test_nodes_are_found(workers: Workers) -> None:
     found = workers.run(profile_cases.find_nodes, 3, [0, 1, 2])
     assert found == ["Nodes(ranks=3, per_node=3)"] * 3
     for said in workers.run(profile_cases.find_nodes, 3, [0, 1, 0]):
-        assert "nodes hold 1, 2 ranks" in said
+        assert "nodes have 1, 2 ranks" in said
 
 
 @pytest.fixture
@@ -323,7 +323,7 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(content["measured"]["not_measured"]) == not_measured
     for name in not_measured:
         assert getattr(found, name) == getattr(H100, name)
-        assert content["measured"]["not_measured"][name] == "one process: taken over from h100-nvlink-ib"
+        assert content["measured"]["not_measured"][name] == "one process: taken from h100-nvlink-ib"
     given = {"kv_bytes_per_token", "exchange_levels"}  # by the model and by the settings
     assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - given
     assert found.exchange_levels == 2
@@ -355,7 +355,7 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     assert found["measured"]["nodes"] == nodes
     assert found["ranks_per_node"] == (8 if nodes == 1 else 1)
     assert found["kv_bytes_per_token"] == 1 * 2 * 2 * 8 * (4 * 3 if nodes == 1 else 2 * 4)
-    assert "shared out to 1 ranks" in found["sources"][f"int{'ra' if nodes == 1 else 'er'}_node_bytes_per_s"]
+    assert "split over 1 peers" in found["sources"][f"int{'ra' if nodes == 1 else 'er'}_node_bytes_per_s"]
     assert "tokens at degree 2" in found["sources"]["overlap"]
     assert min(found["measured"]["check"]["predicted_s"], found["measured"]["check"]["measured_s"]) > 0
 
