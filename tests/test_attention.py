@@ -413,14 +413,19 @@ ALONE = Case(1, (4,), (Placement(0, 0, 1),))
 @pytest.mark.parametrize(
     ("q", "k", "v", "says"),
     [
-        (torch.zeros(4, 3, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), "3 query heads are no multiple of 2"),
-        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), torch.zeros(4, 2, 8), "must agree"),
-        (torch.zeros(4, 2, 8), torch.zeros(5, 2, 8), torch.zeros(4, 2, 8), "must agree"),
+        (
+            torch.zeros(4, 3, 8),
+            torch.zeros(4, 2, 8),
+            torch.zeros(4, 2, 8),
+            "3 heads, which is not a multiple of the 2 kv heads",
+        ),
+        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), torch.zeros(4, 2, 8), "the same number of tokens, .* same head size"),
+        (torch.zeros(4, 2, 8), torch.zeros(5, 2, 8), torch.zeros(4, 2, 8), "the same number of tokens, .* same head size"),
         (torch.zeros(1, 4, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), r"\[tokens, heads, head_dim\]"),
         (torch.zeros(4, 2, 8), torch.zeros(4, 2, 8).bfloat16(), torch.zeros(4, 2, 8), "share dtype and device"),
-        (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "holds 4 tokens, q only 3"),
+        (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "q has 3 tokens, but the layout .* has 4"),
         (torch.zeros(4, 2, 8), torch.zeros(4, 8, 2).mT, torch.zeros(4, 2, 8), r"call \.contiguous\(\)"),
-        (torch.zeros(4, 2, 0), torch.zeros(4, 2, 0), torch.zeros(4, 2, 8), "at least one number"),
+        (torch.zeros(4, 2, 0), torch.zeros(4, 2, 0), torch.zeros(4, 2, 8), "a head size of 1 or more"),
         (*[torch.zeros(4, 2, 8, dtype=torch.int32)] * 3, "floating-point"),
     ],
 )
@@ -431,7 +436,7 @@ def test_inputs_that_do_not_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 def test_tensors_on_another_device_than_the_schedule() -> None:
     x = torch.zeros(4, 2, 8, device="meta")
-    with pytest.raises(AttentionInputError, match=r"on meta, but this attention was made for cpu: make it with device"):
+    with pytest.raises(AttentionInputError, match=r"on meta, but this attention was built for cpu: build it with device"):
         RingAttention(ALONE.layout(0))(x, x, x)
     real = torch.zeros(4, 2, 8)
     with pytest.raises(AttentionInputError, match=r"sink_logits .* 2 heads on cpu, not \[2\] on meta"):
@@ -447,7 +452,7 @@ def test_no_tokens_need_no_stride() -> None:
 def test_head_exchange_checks_the_whole_layout() -> None:
     """Also where no ring is left, and for rows of documents that are swapped."""
     case = Case(2, (64,), (Placement(0, 0, 2),), heads=2, kv_heads=2, ulysses_degree=2)
-    with pytest.raises(AttentionInputError, match="not initialised"):
+    with pytest.raises(AttentionInputError, match="not initialized"):
         case.attention(0)
     case = Case(2, (5, 64), (Placement(0, 0, 1), Placement(1, 0, 2)), heads=2, kv_heads=2, ulysses_degree=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -455,7 +460,7 @@ def test_head_exchange_checks_the_whole_layout() -> None:
         patch.setattr(dist, "get_rank", lambda group: 0)
         attention = case.attention(0)
     x = torch.zeros(30, 2, 8)
-    with pytest.raises(AttentionInputError, match="holds 37 tokens, q only 30"):
+    with pytest.raises(AttentionInputError, match=r"q has 30 tokens, but the layout .* has 37"):
         attention(x, x, x)
 
 
@@ -467,9 +472,9 @@ def test_settings_that_do_not_fit() -> None:
         choose_kernel("cpu", Request("cpu", torch.float32, 8, 4))
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
         choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
-    with pytest.raises(ValueError, match="at least one stage"):
+    with pytest.raises(ValueError, match="stages is 0: must be at least 1"):
         ring_attention(x, x, x, ALONE.layout(0), stages=0)
-    with pytest.raises(AttentionInputError, match="not initialised"):
+    with pytest.raises(AttentionInputError, match="not initialized"):
         RingAttention(MIXED.layout(0))
 
 
@@ -483,7 +488,7 @@ def of_the_wrong_rank(case: Case) -> str:
 
 def test_layout_of_another_rank(workers: Workers) -> None:
     answers = workers.run(of_the_wrong_rank, 2, replace(MIXED, ranks=2, placements=(Placement(0, 0, 2),), lengths=(9,)))
-    assert all("the layout is of rank" in answer for answer in answers)
+    assert all("the layout is for rank" in answer for answer in answers)
 
 
 def stay_away(case: Case) -> None:

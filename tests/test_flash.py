@@ -214,9 +214,9 @@ def test_the_best_library_is_chosen_and_named(
         (Request("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
         (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
         (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
-        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: takes head sizes"]),
+        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
         (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: has no deterministic backward for head size 512"]),
-        (BF16, (7, 5), ["flash-attn 3: is for Hopper", "flash-attn 2: needs Ampere"]),
+        (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )
 def test_refusals_say_why(
@@ -233,7 +233,7 @@ def test_refusals_of_torch() -> None:
     """Its operators have no soft cap, and this machine's build may have none."""
     library = LIBRARIES[NAMES.index("torch's flash operators")]
     assert library.refusal(BF16, AMPERE) is None
-    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "has no soft cap"
+    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "does not support a soft cap"
     missing = library.missing()
     assert (missing is None) == torch.backends.cuda.is_flash_attention_available()
 
@@ -242,7 +242,7 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     by_name = dict(zip(NAMES, LIBRARIES, strict=True))
     assert by_name["flash-attn 2"].missing() is None
     monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.5.9.post1")
-    assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: 2.8 or newer"
+    assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: install 2.8 or newer"
     flash_libraries._import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     why = by_name["flash-attn 4"].missing()

@@ -107,7 +107,7 @@ def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
 
 def test_dropout_in_attention_is_refused() -> None:
     model = build_model("llama", "longctx", attention_dropout=0.1).train()
-    with pytest.raises(HuggingFaceError, match=r"asks for dropout of 0\.1 in attention"):
+    with pytest.raises(HuggingFaceError, match=r"uses attention dropout 0\.1"):
         model(**one_document(model))
 
 
@@ -128,19 +128,19 @@ def some_layer(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dropout": 0.1}, "asks for dropout of 0.1 in attention"),
-        ({"position_bias": torch.zeros(1)}, "gives its attention position_bias, of which"),
-        ({"head_mask": torch.zeros(1)}, "gives its attention head_mask, of which"),
-        ({"output_attentions": True}, "gives its attention output_attentions, of which"),
-        ({"cu_seq_lens_q": torch.zeros(1)}, "gives its attention cu_seq_lens_q, of which"),
+        ({"dropout": 0.1}, "uses attention dropout 0.1"),
+        ({"position_bias": torch.zeros(1)}, "passes position_bias to its attention, which"),
+        ({"head_mask": torch.zeros(1)}, "passes head_mask to its attention, which"),
+        ({"output_attentions": True}, "passes output_attentions to its attention, which"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "passes cu_seq_lens_q to its attention, which"),
         ({"is_causal": False}, "is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 16, 16)}, "a dense attention mask was given"),
-        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, and its mask one of 8"),
-        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, and its mask one of None"),
+        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, but its mask has a window of 8"),
+        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, but its mask has a window of None"),
         ({"module": some_layer(is_causal=False)}, "is not causal"),
-        ({"output_router_logits": True}, "gives its attention output_router_logits, of which"),
+        ({"output_router_logits": True}, "passes output_router_logits to its attention, which"),
         ({"ring_attention": None}, "called without a layout"),
-        ({"batch": 2}, "input_ids have batch size 2"),
+        ({"batch": 2}, "input_ids has batch size 2"),
     ],
 )
 def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -198,7 +198,7 @@ def test_masks_are_described_by_what_they_are_made_of() -> None:
     ],
 )
 def test_other_masks_are_refused(mask_function: Any, what: str) -> None:
-    with pytest.raises(HuggingFaceError, match=f"the model wants a mask made of .*{what}.*: 'longctx' has causal"):
+    with pytest.raises(HuggingFaceError, match=f"the model uses a mask of .*{what}.*: 'longctx' supports only causal"):
         describe(mask_function)
 
 

@@ -104,5 +104,5 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
 def test_an_attention_that_nobody_holds_is_named() -> None:
     number = RingAttention(ALONE.layout(0)).number
     q = torch.zeros(7, 4, 8)
-    with pytest.raises(RuntimeError, match="hold it until backward is done"):
+    with pytest.raises(RuntimeError, match="keep a reference to it until backward is done"):
         operator.forward(q, q, q, None, number, operator.NO_LAYER)
