@@ -1,4 +1,4 @@
-"""Ring attention: exact attention over packed documents, each split over as many ranks as its degree.
+"""Ring attention: exact attention over packed documents, each split over a number of ranks, its degree.
 
 Forward runs kernel calls on local keys, then on the received keys of every exchange stage; the number of calls does not depend
 on the degrees. Partial results are merged by log-sum-exp in float32. Backward repeats the calls with the merged output and

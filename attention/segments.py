@@ -33,7 +33,7 @@ class Segment(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether it is plain causal with as many queries as keys, where bottom-right and top-left alignment agree.
+        """Whether the segment is plain causal with equal numbers of queries and keys, where both alignments agree.
 
         A single query with a single key is both causal and dense.
         """

@@ -76,8 +76,8 @@ class HybridAttention(CheckedAttention):
         wide_q, wide_k, wide_v = (
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
-        mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, mine)
+        own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, own_logits)
         out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
         return out + self.plain.attend(q, k, v, layer, sink_logits) if self.mixed else out
 
@@ -142,9 +142,9 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
     row = 0
     for mate in mates:
         for i, shard in enumerate(shards):
-            mine = shard.at(_ring_index(shard, mate), shard.degree)
-            middle, stop = row + mine.head_tokens, row + mine.tokens
-            found[i][mine.ring_index] = range(row, middle), range(middle, stop)
+            part = shard.at(_ring_index(shard, mate), shard.degree)
+            middle, stop = row + part.head_tokens, row + part.tokens
+            found[i][part.ring_index] = range(row, middle), range(middle, stop)
             row = stop
     order = []
     for parts in found:

@@ -44,13 +44,13 @@ def test_soft_capping_and_sinks_equal_the_eager_model(workers: Workers, kind: st
     [("mistral", {"sliding_window": None}), ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"sliding_window": 4096})],
 )
 def test_the_special_settings_matter(kind: str, without: dict[str, Any]) -> None:
-    """Else a test of equality with them would pass if they were ignored."""
+    """Otherwise a test of equality would pass even if the settings were ignored."""
     with_it, without_it = (unpacked(build_model(kind, "eager", **settings), make_documents())[0] for settings in ({}, without))
     assert abs(with_it - without_it) > 100 * TOLERANCE
 
 
 def test_recomputation_takes_the_layout_of_its_own_micro_batch(workers: Workers) -> None:
-    """All forwards come before the first backward, which runs the layers again."""
+    """All forward passes come before the first backward, which recomputes the layers."""
     assert_equal_to_unpacked("llama", workers.run(ring_step, 2, "llama", True))
 
 
@@ -59,7 +59,7 @@ def test_a_sharded_model_equals_one_unpacked_process(workers: Workers) -> None:
 
 
 def test_autocast_reaches_the_attention() -> None:
-    """Rotated q and k are float32 then, and v is bfloat16."""
+    """Under autocast, rotated q and k are float32 and v is bfloat16."""
     model = build_model("llama", "longctx")
     with torch.autocast("cpu", torch.bfloat16):
         packed = model(**one_document(model)).loss
@@ -88,14 +88,14 @@ def test_a_model_can_change_to_it_and_back() -> None:
 
 
 def one_document(model: Any, length: int = 16) -> dict[str, Any]:
-    """The inputs of a prepared model for one document on one rank."""
+    """Returns the inputs of a prepared model for one document on one rank."""
     (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
     return model_inputs(model, batch, targets)
 
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
-    """A dense one of 131,072 tokens would take 16 GiB."""
+    """A dense mask of 131,072 tokens would take 16 GiB."""
     config = build_model("llama", "longctx", num_hidden_layers=1, sliding_window=window).config
     tokens = 131_072
     positions = torch.cat([torch.arange(100), torch.arange(tokens - 100)]).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""What `prepare` and `model_inputs` refuse: whatever would make the result depend on how documents are packed and split."""
+"""`prepare` and `model_inputs` refuse everything that would make results depend on how documents are packed and split."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ OWN = "computes attention itself, not through transformers' attention interface"
         ("whisper", "does not compute its loss as the sum over shift_labels"),
     ],
 )
-def test_families_that_it_cannot_serve_are_refused_with_the_reason(kind: str, message: str) -> None:
+def test_unsupported_families_are_refused_with_the_reason(kind: str, message: str) -> None:
     model = build(kind, "eager")
     with pytest.raises(HuggingFaceError, match=message):
         prepare(model)
@@ -69,13 +69,13 @@ def test_a_model_without_head_is_refused() -> None:
         prepare(build_model("llama", "sdpa").model)
 
 
-def test_what_is_no_model_of_transformers_is_refused() -> None:
+def test_models_of_other_libraries_are_refused() -> None:
     with pytest.raises(HuggingFaceError, match="Linear is not a model of transformers"):
         prepare(nn.Linear(2, 2))
 
 
 def with_previous_token(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
-    """A convolution whose second weight is still zero: only gradients would be wrong, in the first step."""
+    """Acts as a convolution whose second weight is still zero: in the first step only gradients would be wrong."""
     return out + 0.0 * out.roll(1, 1)
 
 
@@ -168,7 +168,7 @@ LONGEST = max(LENGTHS)
 
 
 def rope_settings(kind: str, limit: int) -> dict[str, Any]:
-    """RoPE of this type that is that of short documents up to `limit` tokens."""
+    """Returns settings of a RoPE type whose frequencies change above `limit` tokens."""
     if kind == "dynamic":
         return {"rope_parameters": DYNAMIC, "max_position_embeddings": limit}
     return {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": limit}, "max_position_embeddings": 4 * limit}
@@ -186,7 +186,7 @@ def test_rope_that_looks_at_the_row_is_exact_up_to_its_limit(workers: Workers, k
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_looks_at_the_row_is_refused_beyond_its_limit(kind: str) -> None:
-    """Also on a rank whose own positions are below it."""
+    """Also on a rank whose own positions are below the limit."""
     settings = rope_settings(kind, LONGEST - 1)
     model = build_model("llama", "longctx", **settings)
     micro_batches, _ = pack_documents(placed_plan(LENGTHS, 2, PLACEMENTS), 1, make_documents())

@@ -1,4 +1,4 @@
-"""The memory model against the allocator, its choices, and runs that are refused because they cannot fit."""
+"""Compares the memory model with the allocator; checks its choices, and that runs that cannot fit are refused."""
 
 import itertools
 import json
@@ -81,7 +81,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     workers: Workers, store: Path, tmp_path: Path, name: str
 ) -> None:
     ranks, settings = MEASURED[name]
-    # The lower of two: on a loaded machine messages wait for slower ranks, and their buffers with them.
+    # The lower of two runs: on a loaded machine, buffers of messages to slower ranks live longer.
     measured = min(max(workers.run(peak_of_step_2, ranks, store, tmp_path / run, settings)) for run in "ab")
     config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
     opened = Store.open(store)
@@ -131,7 +131,7 @@ RUNS = {
 
 
 def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]:
-    """Every set of savings with the bytes of a rank, whether the rules allow it or not."""
+    """Returns every set of savings with its bytes per rank, whether the rules allow it or not."""
     values: dict[str, list[tuple[str, object] | None]] = {}
     for change in savings(config):
         values.setdefault(change[0], [None]).append(change)
@@ -237,7 +237,7 @@ def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int)
         check(changed(config, [(name, value) for name, value in row.items() if name != "ranks"]), world_size=8)
 
 
-def test_sizes_are_in_mebibytes_where_gibibytes_would_say_nothing() -> None:
+def test_small_sizes_are_in_mebibytes() -> None:
     assert [format_bytes(size) for size in (0, 5 << 20, 6 << 20, 3 << 30)] == ["0.00 MiB", "5.00 MiB", "0.01 GiB", "3.00 GiB"]
 
 

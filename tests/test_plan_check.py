@@ -1,4 +1,4 @@
-"""The checker catches every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
+"""The checker rejects every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -70,7 +70,7 @@ def test_each_malformed_plan_is_caught(plan: Plan, change: dict[str, Any], messa
 
 
 def test_one_token_over_the_budget_is_caught() -> None:
-    """Odd cuts: 7 tokens on two ranks are 3 and 4; a budget of 3 is one too few, on the rank that has the fourth."""
+    """7 tokens on two ranks are split into 3 and 4, so a budget of 3 is one too small on one of the ranks."""
     plan = Plan("auto", "search", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100)
     with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
         check_plan(plan)

@@ -1,8 +1,8 @@
 """CPU kernel: torch's fused CPU attention, one call per segment. It returns and accepts log-sum-exp and supports GQA.
 
-The op's causal mask is aligned to the top left, and the op crashes on empty keys: so only segments with as many queries as keys
-are passed as causal, and empty segments are dropped. The op does not support bands: a banded segment is cut into blocks of
-queries, each with a mask and the keys that its queries see.
+The op's causal mask is aligned to the top left, and the op crashes on empty keys: only segments with equal numbers of queries
+and keys are passed as causal, and empty segments are dropped. The op does not support bands: a banded segment is cut into
+blocks of queries, each with a mask and the keys that its queries see.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Bins: plans by a table that maps length bins to degrees, given by the user or derived from the hardware profile.
 
-In the derived table, one document takes a rank at most as long as a single document of `tokens_per_rank` tokens at degree 1:
-the bin of degree d ends at the longest document that meets this. Degrees are powers of two, and N.
+In the derived table, the bin of degree d ends at the longest document whose ranks take no longer than one rank takes for a
+document of `tokens_per_rank` tokens. Degrees are powers of two, and N.
 """
 
 from collections.abc import Mapping
