@@ -1,8 +1,8 @@
-"""Mixture: the steps of a run that reads several stores, each in an order of its own, by shares of the tokens.
+"""Mixture: the steps of a run that reads several stores, each in its own order, by shares of the tokens.
 
-The next piece is always one of the store that is furthest behind its share of the tokens so far. So at every moment no store is
-more than one document ahead of its share. The cursor has
-for each store the pieces and the tokens taken of it since the mixture began: like `Sampler`'s it knows nothing of ranks.
+The next piece always comes from the store that is furthest below its share of the tokens so far, so no store is ever more than
+one document above its share. The cursor has, for each store, the number of pieces and tokens taken since the mixture began;
+like the cursor of `Sampler`, it is independent of ranks.
 """
 
 import math
@@ -71,11 +71,11 @@ class Mixture:
 
         self.sources = store.sources
         self.samplers = [make(source) for source in store.sources]
-        self._weights = [
+        weights = [
             source.amount * (sampler.tokens if source.unit == "epochs" else 1)
             for source, sampler in zip(store.sources, self.samplers, strict=True)
         ]
-        self.shares = [weight / math.fsum(self._weights) for weight in self._weights]
+        self.shares = [weight / math.fsum(weights) for weight in weights]
         self._global_tokens = global_tokens
         self.start = ((0, 0),) * len(self.samplers)
         for source, sampler, share in zip(store.sources, self.samplers, self.shares, strict=True):
