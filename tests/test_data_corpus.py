@@ -109,7 +109,9 @@ def test_parquet_of_conversations(tmp_path: Path) -> None:
 
 def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
-    with pytest.raises(CorpusError, match=r"neither 'text' nor messages, .* only body: name the text's with --text-column"):
+    with pytest.raises(
+        CorpusError, match=r"neither 'text' nor messages, .* only body: name the text column with --text-column"
+    ):
         texts(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(CorpusError, match="is not a Parquet file"):

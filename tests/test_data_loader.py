@@ -260,11 +260,11 @@ def test_waiting_is_measured(store: Store) -> None:
 
 
 def test_plans_of_something_else_are_refused(store: Store) -> None:
-    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, and the domain has 1"):
+    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, but the domain has 1"):
         next(source)
     with (
         loader(store, planner=lambda lengths: planner(1)(lengths[1:])) as source,
-        pytest.raises(PlanError, match="other lengths"),
+        pytest.raises(PlanError, match="for other lengths"),
     ):
         next(source)
 

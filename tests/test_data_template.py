@@ -156,7 +156,7 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     assert rendered.spans is not None
     marked = markup.encode(rendered.text, rendered.spans)
     assert marked.tokens.tolist() == loaded[name].apply_chat_template(messages, return_dict=False)
-    assert marked.learnt.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
+    assert marked.trained.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
 
 
 def test_special_tokens_in_contents_are_told(
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path
     source = write_jsonl(tmp_path / "s.jsonl", [TWO_TURNS])
     command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main(command) == 0
-    assert "template   ChatML, as the tokenizer brings none" in capsys.readouterr().out
+    assert "template   ChatML, as the tokenizer has no chat template" in capsys.readouterr().out
     assert learnt_text(Store.open(tmp_path / "out")) == "two<|im_end|>four<|im_end|>"
 
 
@@ -228,10 +228,10 @@ def test_a_template_can_be_asked_for_only_where_it_can_run(tmp_path: Path, check
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "there is no tokenizer in .* holds nothing"),
-        ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* holds tokenizer.json"),
+        ({}, "there is no tokenizer in .* contains nothing"),
+        ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* contains tokenizer.json"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}, "cannot load a tokenizer from"),
-        ({"config.json": '{"model_type": "llama"}'}, "there is no tokenizer in .* holds config.json"),
+        ({"config.json": '{"model_type": "llama"}'}, "there is no tokenizer in .* contains config.json"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path: Path, files: dict[str, str], says: str) -> None:
@@ -255,7 +255,7 @@ def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert Checkpoint.load("us/small").tokenizer.end_of_document_token == "<|im_end|>"
     with pytest.raises(
-        TokenizerError, match=r"'us/away' is no file or folder here, and cannot be fetched .*no route to host; give"
+        TokenizerError, match=r"'us/away' is not a local file or folder, and cannot be downloaded .*no route to host; give"
     ):
         Checkpoint.load("us/away")
     with pytest.raises(TokenizerError, match="neither a file, nor a folder, nor a name on the hub"):
@@ -270,15 +270,15 @@ def test_what_a_template_refuses_is_named(checkpoints: dict[str, Path], tmp_path
     records = [{"messages": [*chat("2 + 3?"), {"role": "assistant", "tool_calls": [call("add"), call("add")]}]}]
     with pytest.raises(ChatError, match=r"s\.jsonl:1: .*one call at a time"):
         remade(checkpoints, tmp_path, records, family="Llama 3")
-    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, and ChatML has no form"):
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, which ChatML does not support"):
         remade(checkpoints, tmp_path, records, chat_template="chatml")
-    with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, and ChatML has no form"):
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, which ChatML does not support"):
         remade(checkpoints, tmp_path, [{**TWO_TURNS, "tools": TOOLS}], chat_template="chatml")
 
 
 def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     for template in ("auto", "chatml"):
-        with pytest.raises(ChatError, match=r"s\.jsonl:2: no message is the assistant's"):
+        with pytest.raises(ChatError, match=r"s\.jsonl:2: the conversation has no assistant message"):
             remade(checkpoints, tmp_path, [TWO_TURNS, {"messages": chat("one")}], chat_template=template)
     (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace("message['content'] + '<|im_end|>'", "''"))
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
@@ -315,7 +315,7 @@ def test_an_interrupted_preparation_goes_on(
     options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300, "part_tokens": 50}
 
     def stop(stage: str, share: float) -> None:
-        if stage == "tokenising" and share > 0.6:
+        if stage == "tokenizing" and share > 0.6:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -158,7 +158,7 @@ def test_conversations_need_their_markers(unknown: str | None) -> None:
     inner = TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown))
     messages = parse_messages(CONVERSATION)
     contents = [np.zeros(1, np.uint16)] * len(messages)
-    with pytest.raises(TokenizerError, match=r"lacks characters of '<\|im_start\|>system.n', a mark of conversations"):
+    with pytest.raises(TokenizerError, match=r"lacks characters of the marker '<\|im_start\|>system.n': use a tokenizer"):
         ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     assert len(ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})[0]) > len(messages)

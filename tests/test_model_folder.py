@@ -45,7 +45,7 @@ def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: s
     assert tokenizer.apply_chat_template(MULTI["messages"], return_dict=False) == tokens[:-1]
     question = tokenizer.apply_chat_template(MULTI["messages"][:-1], add_generation_prompt=True, return_dict=False)
     assert question == tokens[: len(question)] and tokenizer.decode(question).endswith("<|im_start|>assistant\n")
-    assert store.manifest.template.startswith("ChatML") and "other tokens" not in store.manifest.template
+    assert store.manifest.template.startswith("ChatML") and "differently" not in store.manifest.template
 
 
 def test_a_tokenizer_whose_chatml_transformers_cannot_write_is_named(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_tokenizer_whose_chatml_transformers_cannot_write_is_named(tmp_path: P
     checkpoint = FAMILIES["Mistral"].save(tmp_path / "checkpoint")
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [MULTI])))
     store = prepare(source, tmp_path / "store", tokenizer=str(checkpoint), chat_template="chatml")
-    assert store.manifest.template.endswith("transformers gives its marks other tokens with this tokenizer")
+    assert store.manifest.template.endswith("transformers encodes its markers differently with this tokenizer")
 
 
 def test_texts_alone_get_no_template(tmp_path: Path) -> None:
