@@ -73,8 +73,8 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     ("kind", "settings", "named"),
     [
         ("gpt2", ["rope_theta=1e5"], "gpt2 has no rotary position embedding"),
-        ("llama", ["rope_scaling=yarn"], "rope_factor 1.0: give a factor greater than 1"),
-        ("llama", ["rope_factor=4.0"], "there is no rope_scaling"),
+        ("llama", ["rope_scaling=yarn"], "rope_factor is 1.0: give a factor greater than 1"),
+        ("llama", ["rope_factor=4.0"], "rope_scaling is not set"),
         ("llama", ["hidden_size=64"], "the sizes are those of the checkpoint"),
     ],
 )

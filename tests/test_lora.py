@@ -161,8 +161,8 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
         (["lora.rank=8"], "lora.rank is 8, was 4"),
         (["lora.alpha=8"], r"lora.alpha is 8.0, was 12.0"),
         (["lora.target_modules=[q_proj]"], r"lora.target_modules is \['q_proj'\], was 'all-linear'"),
-        (["lora.rank=null", "lora.alpha=null"], "it holds adapters of LoRA: give lora.rank 4"),
-        ([f"model.from_pretrained={other}"], f"the weights of {other} are not those of {checkpoints['llama']}"),
+        (["lora.rank=null", "lora.alpha=null"], "it has LoRA adapters: set lora.rank to 4"),
+        ([f"model.from_pretrained={other}"], f"the weights of {other} differ from those of {checkpoints['llama']}"),
     ):
         said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, *change])
         assert re.search(message, said[0]), said[0]
@@ -298,8 +298,8 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
             "no layer is called wq: .*the linear layers down_proj, gate_proj, k_proj, o_proj",
         ),
         ("llama", ["lora.target_modules=[q_proj, lm_head]"], "lm_head is the output head"),
-        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is no linear layer"),
-        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is no linear layer"),
+        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is not a linear layer"),
+        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is not a linear layer"),
         ("llama", ["lora.dropout=0.1"], "it would draw other numbers where a document is split"),
         ("llama", ["lora.rank=null"], "lora.rank is null, so that there are no adapters"),
         ("llama", ["model.implementation=native"], "not into the native decoder"),
@@ -322,7 +322,7 @@ def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
 
 def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="adapters need peft, which is not there"):
+    with pytest.raises(ConfigError, match="adapters need peft, which is not installed"):
         load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))  # of no other test
 
 
