@@ -1,4 +1,4 @@
-"""Records of every format become the same conversations, and what is malformed is named."""
+"""Records of every format become the same conversations, and errors name what is malformed."""
 
 import json
 from pathlib import Path
@@ -159,7 +159,7 @@ def test_weights_are_stored(tmp_path: Path) -> None:
 
 
 def test_weights_reach_the_loss(tmp_path: Path) -> None:
-    """A weight counts like so many copies of the document."""
+    """A weight of n counts like n copies of the document."""
     from longctx.planning.layout import Placement
 
     def plan(lengths: Any) -> Any:

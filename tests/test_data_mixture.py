@@ -1,4 +1,4 @@
-"""Several stores as one: the shares of their tokens hold at every moment, and a cursor says all."""
+"""Several stores as one: their shares of the tokens hold at every moment, and a cursor is enough to resume."""
 
 import json
 from collections import Counter
@@ -102,7 +102,7 @@ def test_epochs_pass_every_store_so_often(stores: list[Store]) -> None:
 
 
 def test_each_store_has_an_order_of_its_own(tmp_path: Path) -> None:
-    """Two stores of as many documents, and the same store in another mix."""
+    """Two stores with the same number of documents, and the same store in another mix."""
     stores = [byte_store(tmp_path, [10 + k] * 60, name=str(k)) for k in range(3)]
 
     def orders(chosen: list[Store]) -> list[list[int]]:

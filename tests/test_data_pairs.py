@@ -1,4 +1,4 @@
-"""Pairs of chosen and rejected completions: read from what people have, kept together from the record to the step."""
+"""Pairs of chosen and rejected completions: read from common formats, kept together from the record to the step."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_every_form_is_the_same_pair(tmp_path: Path, record: dict[str, Any], suf
 
 
 def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
-    """Also where the prompt has turns of the assistant, and completions have several of their own."""
+    """Also if the prompt has turns of the assistant, and completions have several."""
     before = [{"role": "system", "content": "S"}, ASKED, {"role": "assistant", "content": "shared"}, ASKED]
     records = [
         {"chosen": [*before, GOOD, ASKED, {"role": "assistant", "content": "more"}], "rejected": [*before, BAD], "weight": 2},

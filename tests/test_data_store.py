@@ -1,4 +1,4 @@
-"""Preparing is all or nothing, and what a store gives back is what went in."""
+"""Preparing is all or nothing, and a store returns the tokens that were put in."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def expected_labels(store: Store, document: int, end: int) -> list[int]:
-    """Labels of a document cut at `end`, from the definition: the next token if it may be a target, else -100."""
+    """Returns the labels of a document cut at `end`, by definition: the next token if it may be a target, else -100."""
     tokens = store.read(document, 0, int(store.lengths[document]))[0]
     if document < len(LENGTHS):
         targets = [True] * len(tokens)
@@ -259,7 +259,7 @@ def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
 
 
 def letters(folder: Path, unknown: str | None) -> str:
-    """A tokenizer.json of the letters a to z alone."""
+    """Writes a tokenizer.json that has only the letters a to z."""
     from tokenizers import Tokenizer as TokenizerJson
     from tokenizers import models
 

@@ -1,4 +1,4 @@
-"""Every tokenizer gives the text back, and never takes text for a special token."""
+"""Every tokenizer restores the text, and never encodes text as a special token."""
 
 import json
 from pathlib import Path
@@ -153,7 +153,7 @@ def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
 
 @pytest.mark.parametrize("unknown", ["<unk>", None])
 def test_conversations_need_their_markers(unknown: str | None) -> None:
-    """Roles that come out as unknown tokens, or not at all, could not be told apart."""
+    """Roles encoded as unknown tokens, or not at all, could not be distinguished."""
     vocabulary = LETTERS | {letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")}
     inner = TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown))
     messages = parse_messages(CONVERSATION)

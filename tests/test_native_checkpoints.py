@@ -1,4 +1,4 @@
-"""Checkpoints of transformers in the native decoder: weights, loss and gradients, however split, and what is refused."""
+"""Checkpoints of transformers in the native decoder: weights, loss and gradients for every split, and refused checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ SPLITS = {
     "pipeline 2": (2, [PP]),
 }
 ROPES = ("Llama 3", "linear", "YaRN")
-"""These differ from Llama 2 in tables alone."""
+"""These differ from Llama 2 only in their RoPE tables."""
 
 
 STEPS = [(name, split) for name in CASES if name not in ROPES for split in SPLITS]
@@ -148,7 +148,7 @@ def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, change: str) -
 
 
 def test_every_field_of_a_config_is_known_or_refused() -> None:
-    """A field that a later version of transformers adds is refused, unless it has its default."""
+    """A field added by a later version of transformers is refused, unless it has its default."""
     for kind, family in FAMILIES.items():
         config = transformers.AutoConfig.for_model(kind)
         shape = family.shape(config)
@@ -198,7 +198,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_shape_finds_its_family(name: str) -> None:
-    """What a config of transformers says comes back from the shape alone."""
+    """A shape made from a config of transformers gives the same family, with a config of the same shape."""
     kind = CASES[name][0]
     wanted = FAMILIES[kind].shape(build(name).config)
     family, config = expressed(wanted, longest=64)
@@ -227,5 +227,5 @@ def test_families_of_new_models(options: dict[str, Any], kind: str) -> None:
 
 def test_a_shape_of_no_family_is_refused() -> None:
     shape = ModelShape.model_validate({**PRESETS["tiny"].model_dump(), "vocab_size": 300, "qkv_bias": True, "qk_norm": True})
-    with pytest.raises(NoNativeModel, match=r"no family .* has models of this shape \(qwen2 lacks qk_norm True\)"):
+    with pytest.raises(NoNativeModel, match=r"no supported family .* has models of this shape \(qwen2 lacks qk_norm True\)"):
         expressed(shape, longest=64)
