@@ -89,10 +89,10 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
 
 
 def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
-    """Returns the document of a record; `text_column` is the key of the text, if given.
+    """Returns the documents of a record; `text_column` is the key of the text, if given.
 
-    A preference pair gives two documents, NAME#chosen and NAME#rejected, or none if the completions are equal or one is
-    empty. Raises FormatError or ChatError naming the key and the rule.
+    That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
+    equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
     """
     present = [key for key, value in record.items() if value is not None]
     kind = _detect(present, record, text_column)

@@ -356,7 +356,7 @@ class Store:
         return tokens[: stop - start], labels
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
-        """Returns the number of targets of the span start … stop - 1 as a document of its own: its first token is none."""
+        """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
         batch, row = self._locate(document)

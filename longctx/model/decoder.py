@@ -93,7 +93,7 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """torch's embedding, except for bfloat16 on CPU: torch sums gradients of an entry in bfloat16, where sums stop growing."""
+    """torch's embedding, except for bfloat16 on CPU, where torch sums the gradients of an entry in bfloat16 and loses terms."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self.weight
