@@ -131,7 +131,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("checkpoint.keep=0", "greater than or equal to 1"),
         ("log.tensorboard=1", "valid boolean"),
         ("model.preset=huge", "there is no such preset"),
-        ("model.num_attention_heads=3", "which num_key_value_heads 2 does not divide"),
+        ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
         ("data.tokenizer=nowhere/tokenizer.json", "there is no such file"),
