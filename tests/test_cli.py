@@ -1,6 +1,7 @@
 """The command line: what it lists, what it imports, and how errors reach the user."""
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,11 +53,14 @@ def test_help_lists_every_command_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_one_default_per_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--help"])
     assert end.value.code == 0
-    assert f"usage: longctx {name}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: longctx {name}" in text
+    for entry in re.split(r"\n\n|\n  (?=-)", text):
+        assert entry.count("(default") <= 1, f"a doubled default: {entry}"
 
 
 def test_help_of_train_tells_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:

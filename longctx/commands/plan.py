@@ -13,10 +13,7 @@ from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
 DEFAULT_PROFILE = "h100-nvlink-ib"
-PROFILE_HELP = (
-    f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())} (default: {DEFAULT_PROFILE}, whatever "
-    "this machine is)"
-)
+PROFILE_HELP = f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())}"
 LENGTHS_HELP = "a text file with the length of one document a line, or a store made by `longctx prepare`"
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
@@ -42,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks is the domain; a profile that names its model is scaled to the slowest rank's layers, another one "
         "is that of one rank's layers",
     )
-    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
-    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
-    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
+    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
+    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
+    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
     parser.add_argument(
         "--global-tokens",
         type=int,
