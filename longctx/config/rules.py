@@ -270,7 +270,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _ulysses_degree(config, shape.num_key_value_heads // size)
-    if leaves_one_without(shape.intermediate_size, size):
+    if leaves_rank_empty(shape.intermediate_size, size):
         share = -(-shape.intermediate_size // size)
         below, above = (share - 1) * size, share * (size - 1) + 1
         rule = f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which leaves none for the last ranks"
@@ -289,7 +289,7 @@ def _tensor(config: Config) -> Iterator[Problem]:
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
 
 
-def leaves_one_without(size: int, ranks: int) -> bool:
+def leaves_rank_empty(size: int, ranks: int) -> bool:
     """Returns True if shares of `size` / `ranks`, rounded up, leave nothing for the last rank, which FSDP cannot shard."""
     return -(-size // ranks) * (ranks - 1) >= size
 
