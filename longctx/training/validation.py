@@ -78,7 +78,7 @@ class Documents:
         chosen = np.ones(len(store), np.bool_) if held_out_share is None else held_out(store.names, held_out_share)
         if not chosen.any():
             raise UserError(
-                f"data.held_out is {held_out_share}, but holds out none of the {len(store):,} documents of {store.said}: raise it"
+                f"data.held_out is {held_out_share}, which holds out no document of {store.said} ({len(store):,}): raise it"
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
