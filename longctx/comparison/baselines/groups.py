@@ -30,7 +30,7 @@ def powers_of_two(ranks: int) -> list[int]:
 
 
 def packs(documents: Integers, tokens: Integers, capacity: int) -> list[list[int]]:
-    """Packs documents by their `tokens` [documents], best-fit decreasing: longest first, each into the fullest pack with room."""
+    """Packs documents by `tokens` [documents], longest first, each into the fullest pack with room (best-fit decreasing)."""
     pack = best_fit(tokens, capacity)
     return [documents[pack == number].tolist() for number in range(int(pack.max(initial=-1)) + 1)]
 
