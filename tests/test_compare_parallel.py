@@ -279,9 +279,9 @@ def test_what_does_not_fit_is_split_further() -> None:
 
 
 def test_nothing_fits_and_why() -> None:
-    with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the least that one needs are [4-9]"):
+    with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the smallest needs [4-9]"):
         search(H100, LARGE.spec, [[1024]], 2, budgets=(1024,))
-    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: take more GPUs or more tokens a rank"):
+    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: use more GPUs or more tokens per rank"):
         search(H100, EIGHT_B.spec, [[100_000]], 4, budgets=(1024,))
 
 
@@ -328,7 +328,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--parallel", "8", "--measure", "run.yaml"], "--measure does not go with --parallel"),
         (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps does not go with --parallel"),
         (["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and > 0"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and above 0"),
         (
             ["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
             "profile cpu-2core is of float32, and splits are those of runs in bfloat16",

@@ -27,11 +27,11 @@ def test_several_stores_take_the_place_of_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stores", "rule"),
     [
-        ("[]", "there is at least one"),
-        ("[{path: a}]", "each has a weight or epochs, and not both"),
-        ("[{path: a, weight: 1, epochs: 2}]", "each has a weight or epochs, and not both"),
-        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "some have one and some the other"),
-        ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store is there once"),
+        ("[]", "must not be empty"),
+        ("[{path: a}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1, epochs: 2}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "stores with weight and stores with epochs cannot be mixed"),
+        ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store must not be listed twice"),
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: -0.5}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: .nan}]", "finite number (at 0.weight)"),
@@ -47,7 +47,7 @@ def test_lists_that_make_no_sense(stores: str, rule: str) -> None:
 
 def test_one_or_several_and_not_both_or_none() -> None:
     assert "data.store is c" in problem(f"data.stores={MIX}", "data.store=c")
-    assert "a run reads something" in problem("data.store=null")
+    assert "data.store and data.stores cannot both be null" in problem("data.store=null")
 
 
 def test_help_says_how_a_list_is_written() -> None:

@@ -233,7 +233,7 @@ def test_examples_are_coloured_on_a_terminal(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--max-length", "1"], "--max-length is 1: a conversation has at least 2 tokens"),
+        (["--max-length", "1"], "--max-length is 1: must be at least 2"),
         (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja needs the special tokens of a checkpoint"),
         (["--tokenizer", "../nowhere/to/be"], "neither a file, nor a folder, nor a name on the hub"),
     ],

@@ -109,7 +109,7 @@ def test_pairs_with_nothing_to_prefer_are_left_out_and_counted(tmp_path: Path, c
     told = capsys.readouterr().out
     assert "documents  2, 1 pairs of a chosen and a rejected completion" in told
     assert "1 chosen-rejected" in told and "the assistant's turns behind the prompt" in told
-    assert "left out   3 pairs whose completions are equal, or of which one is empty" in told
+    assert "dropped    3 pairs with equal completions or an empty one" in told
     assert "s.jsonl:4#chosen: " in told and "s.jsonl:4#rejected: " in told
     nothing = write_jsonl(tmp_path / "none.jsonl", useless)
     assert main(["prepare", "--source", str(nothing), "--tokenizer", "bytes", "--out", str(tmp_path / "none")]) == 2

@@ -221,7 +221,7 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 apples"])
 def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--max-shard-size is .*: give a number and KB"):
+    with pytest.raises(ValueError, match=r"--max-shard-size is .*: must be a number with KB"):
         parse_size(text)
 
 
@@ -229,18 +229,18 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     out = tmp_path / "out"
     run = tmp_path / "run"
     shutil.copytree(runs / "native/llama", run, symlinks=True)
-    with pytest.raises(ExportError, match="there is no run folder"):
+    with pytest.raises(ExportError, match=r"run folder .* not found"):
         export(tmp_path / "nowhere", out)
-    with pytest.raises(ExportError, match="is no run folder, as it has no checkpoints"):
+    with pytest.raises(ExportError, match="is not a run folder: it has no checkpoints"):
         export(tmp_path, out)
     with pytest.raises(ExportError, match="is a checkpoint of transformers already"):
         export(runs / "native/llama/model", out)
     with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
         export(run, out, step=7)
     out.mkdir()
-    with pytest.raises(ExportError, match="exists: give another folder, or --overwrite"):
+    with pytest.raises(ExportError, match="exists: choose another folder, or replace it with longctx export --overwrite"):
         export(run, out)
-    with pytest.raises(ExportError, match=r"is no checkpoint of transformers .*: it will not be replaced"):
+    with pytest.raises(ExportError, match=r"is not a transformers checkpoint .* and is not replaced"):
         export(run, out, overwrite=True)
     out.rmdir()
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
@@ -249,7 +249,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"step 0 exported to {out}: LlamaForCausalLM, 0.000 GB in ")
-    assert said[1] == f"load it with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
+    assert said[1] == f"load with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
     before = contents(out)
     assert main(["export", str(run), str(out)]) == 2
     assert main(["export", str(run), str(out), "--overwrite", "--dtype", "float32"]) == 0
@@ -258,7 +258,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
         SavedWeights(checkpoint.newest(run)[0].folder).read(["model.wings"])
     config = json.loads((run / "model/config.json").read_text())
     (run / "model/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(ExportError, match=r"is not the model of .*config\.json"):
+    with pytest.raises(ExportError, match=r"does not match the model of .*config\.json"):
         export(run, tmp_path / "other")
 
 

@@ -74,7 +74,7 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
     """The example as it is, but for the sizes of the data."""
     out = tmp_path / "run"
     told = finetune(checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
-    assert "of them trained, on 2 ranks" in told and "longctx generate" in told
+    assert "with loss) on 2 ranks" in told and "longctx generate" in told
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and any(len(row["degrees"]) > 1 for row in rows)
     assert [row["validation_loss"] is not None for row in rows] == [False, True, True]
@@ -107,12 +107,12 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys:
         (["{checkpoint}", "missing.jsonl"], "missing.jsonl"),
         (["{checkpoint}", "{data}", "--epochs", "0"], "--epochs is 0.0"),
         (["{checkpoint}", "{data}", "--processes", "-1"], "--processes is -1"),
-        (["{checkpoint}", "{data}", "--data.store=elsewhere"], "finetune trains on the data that it is given"),
-        (["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"], "finetune trains on the data that it is given"),
-        (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: give a rank of 1 or more"),
+        (["{checkpoint}", "{data}", "--data.store=elsewhere"], "finetune trains on its DATA argument"),
+        (["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"], "finetune trains on its DATA argument"),
+        (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: the rank must be at least 1"),
         (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
         (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),
-        (["{few}", "{data}"], "and the model there embeds 64: they do not belong together"),
+        (["{few}", "{data}"], "but the model's embedding has 64: use a checkpoint with its own tokenizer"),
         (["{no_tokenizer}", "{data}"], "there is no tokenizer in"),
     ],
 )
@@ -150,7 +150,7 @@ def test_data_are_replaced_if_asked_for_and_no_run_has_them(
     trained.mkdir(parents=True)
     (trained / "state.json").write_text('{"step": 3, "files": {}}')
     assert prepare(conversations, "--overwrite") == 2
-    assert "holds a run up to step 3, which goes on with its own data only" in capsys.readouterr().err
+    assert "contains a run trained to step 3, whose data cannot be replaced" in capsys.readouterr().err
 
 
 def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_other_data_cannot_be_preferred(
 ) -> None:
     given = [str(checkpoint), str(conversations), "--out", str(tmp_path / "run"), "--prepare-only", "--dpo.beta=0.1"]
     assert main(["finetune", *given]) == 2
-    assert "holds no pairs of preference" in capsys.readouterr().err
+    assert "contains no preference pairs" in capsys.readouterr().err
 
 
 def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, tmp_path: Path, repository: Path) -> None:

@@ -59,9 +59,9 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
         (["{folder}", "--prompt=a"], "has no config.json"),
         (["{folder}/none", "--prompt=a"], "there is no folder"),
         (["{checkpoint}", "--prompt="], "--prompt is empty"),
-        (["{checkpoint}", "--prompt=a", "--temperature=0"], "give a positive one, or leave it out for greedy"),
+        (["{checkpoint}", "--prompt=a", "--temperature=0"], "must be above 0; omit it for greedy"),
         (["{checkpoint}", "--prompt=a", "--max-new-tokens=0"], "--max-new-tokens is 0"),
-        (["{plain}", "--chat=a"], "has no chat template: give --prompt"),
+        (["{plain}", "--chat=a"], "has no chat template: use --prompt"),
         (["{plain}", "--prompt=a"], "{plain} cannot be used: Error while deserializing header"),
     ],
 )

@@ -110,7 +110,7 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
         (("auto", "dynamic"), 3, 0, "no mode 'dynamic'.*static:DEGREE"),
         (("auto", "static:0"), 3, 0, "no mode 'static:0'"),
         (("auto",), 3, 0, "at least two"),
-        (("auto", "auto"), 3, 0, "none of them twice"),
+        (("auto", "auto"), 3, 0, "at least two different modes"),
         (("auto", "static"), 0, 0, "steps is 0"),
         (("auto", "static"), 1, -1, "warmup -1"),
     ],
@@ -128,7 +128,7 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
         (["--measure", "nowhere.yaml"], "nowhere.yaml"),
         (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks does not go with --measure"),
         (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile does not go with --measure"),
-        (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "there is no folder"),
+        (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "does not exist"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,17 +142,17 @@ def test_a_profile_that_names_no_model_is_taken_as_it_is(tmp_path: Path) -> None
         config = load(None, [*TINY, f"context.profile={path}"])
         found = run_profile(config, 1, 4096)
         assert found.profile == H100
-        assert found.lines == (f"profile {path}: it names no model, and is taken as that of this run",)
+        assert found.lines == (f"profile {path} names no model: used unscaled for this run",)
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
         ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, and what stands under `measured` .* exchanges 196,608"),
-        ({"keep_kv": True}, "exchanges 262,144: mend what is wrong"),
+        ({"keep_kv": True}, "implies 262,144: correct one of the two"),
         ({"dtype": "float16"}, "`measured` does not say what the profile is of: dtype: "),
         ({"device": None}, "does not say what the profile is of: device: Field required"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 kv heads"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 KV heads"),
     ],
 )
 def test_what_contradicts_its_model_is_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
@@ -163,7 +163,7 @@ def test_what_contradicts_its_model_is_refused(tmp_path: Path, said: dict[str, A
 def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     described = read_described("h100-nvlink-ib")[1]
     assert described is not None
-    with pytest.raises(ProfileError, match="a model without vocab_size"):
+    with pytest.raises(ProfileError, match=r"the model in .* has no vocab_size"):
         of([*EIGHT_B, measured(tmp_path, said={"model": described.model.model_dump(exclude={"vocab_size"})})])
 
 

@@ -237,7 +237,7 @@ def test_other_stages_than_the_runs_are_refused(
         shutil.copytree(whole[0] / "checkpoints" / folder.name, folder)
     steps = "stages.1.steps=6", "stages.2.batch.tokens_per_rank=720"
     assert (
-        "step-000005 is of stage 2, and by these stages step 5 is of stage 1"
+        "step-000005 belongs to stage 2, but with these stages step 5 belongs to stage 1"
         in workers.run(refused, 2, settings, run, *steps)[0]
     )
     other = "stages.2.model={rope_theta: 7.0}"

@@ -256,7 +256,7 @@ def test_resume_if_any(
     command = ["train", f"--data.store={store}", f"--train.run_dir={tmp_path}"]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(command) == 2
-    assert "give --resume-if-any to begin it anew" in capsys.readouterr().err
+    assert "add --resume-if-any to start it again" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 2
     assert main([*command, "--resume-if-any"]) == 0
     monkeypatch.setattr(checkpoint, "newest", lambda folder: (Checkpoint(folder, {"step": 4}), []))
@@ -291,7 +291,7 @@ def test_a_run_without_checkpoints(
     # No room is needed for what is not written: the next mistake is the one that is told.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     given = [f"--data.store={store}", f"--train.run_dir={tmp_path / 'full'}"]
-    assert "make room" in refusal(capsys, *given)
+    assert "free disk space" in refusal(capsys, *given)
     monkeypatch.setattr(commands_train, "_train", lambda *_: 0)
     assert main(["train", *given, "--checkpoint.every=null"]) == 0
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_whose_bytes_are_wrong(workers: Workers, store: Path, tmp_p
 def test_a_full_disk_in_the_middle(workers: Workers, store: Path, tmp_path: Path) -> None:
     """The error says what to do in one line, the earlier checkpoint is intact and the torn one is gone."""
     said = workers.run(training_cases.with_a_full_disk, 2, store, tmp_path)
-    assert all("No space left on device" in text and "make room, then --resume" in text for text in said)
+    assert all("No space left on device" in text and "free disk space, then --resume" in text for text in said)
     assert all(len(text) < 400 for text in said)
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
@@ -398,13 +398,13 @@ def test_run_folders_that_cannot_be_used(
     assert "nothing to resume from" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'new'}", "--resume")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    assert "without a checkpoint: give --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    assert "without a checkpoint: add --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
     (tmp_path / "latest" / "latest").mkdir(parents=True)
     assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
-    assert "make room" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
+    assert "free disk space" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
 
 
 def test_stores_that_cannot_be_used(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -440,7 +440,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run on 64 ranks" in said
     assert "best static" in said
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
-    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
+    assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
@@ -455,5 +455,5 @@ def test_mistakes_are_told_once_a_node_and_before_any_group(store: Path, tmp_pat
     assert process.returncode != 0
     assert process.stderr.count("train.stepps") == 1
     assert "did you mean train.steps?" in process.stderr
-    assert "only mode static has one degree" in process.stderr
+    assert "only applies to context.mode static" in process.stderr
     assert not (tmp_path / "run").exists()

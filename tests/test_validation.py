@@ -140,8 +140,8 @@ def test_the_held_out_share_goes_by_names_alone() -> None:
     ("settings", "words"),
     [
         (["--eval.every=2"], "there are no documents to validate on"),
-        (["--eval.store=stores/other", "--data.held_out=0.1"], "nobody would look at these"),
-        (["--eval.every=2", "--data.held_out=0.0001"], "sets none of the 52 documents"),
+        (["--eval.store=stores/other", "--data.held_out=0.1"], "held-out documents would never be used"),
+        (["--eval.every=2", "--data.held_out=0.0001"], "holds out no document of"),
         (["--data.held_out=0.9999"], "there are no documents"),
     ],
 )
