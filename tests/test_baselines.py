@@ -88,7 +88,7 @@ def test_powers_of_two_do_not_hold_what_six_ranks_do() -> None:
 
 
 def test_an_unknown_baseline_is_refused() -> None:
-    with pytest.raises(PlanError, match="no baseline 'magic': choose one of plain-static, megatron-main"):
+    with pytest.raises(PlanError, match="unknown baseline 'magic': choose one of plain-static, megatron-main"):
         plan_baseline("magic", [5], ranks=1, tokens_per_rank=8, profile=H100)
 
 

@@ -171,7 +171,7 @@ def test_long_documents_are_cut_and_it_is_said() -> None:
     assert words[1] == "1 documents longer than 16,384 tokens, the maximum of 2 ranks, split"
     cases, words = make_cases(from_file("error"), [2, 8], 8192, H100, "error", all_must_fit=False)
     assert [case.ranks for case in cases] == [8]
-    assert words[0].startswith("2 ranks are left out: document 0 has 40000 tokens")
+    assert words[0].startswith("2 ranks are skipped: document 0 has 40000 tokens")
     cases, words = make_cases(from_file("drop"), [2], 8192, H100, "drop", all_must_fit=True)
     assert cases[0].lengths == (5,) and cases[0].longest == 5 and words[1].endswith("left out")
     varied = sweeps(cases, [4096], [3])
@@ -326,18 +326,21 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mix", "wikipaedia"], "no length mix 'wikipaedia': choose one of magi_192k, wikipedia, wlb_128k"),
+        (["--mix", "wikipaedia"], "unknown length mix 'wikipaedia': choose one of magi_192k, wikipedia, wlb_128k"),
         (["--mix", "wlb_128k", "--documents", "0"], "documents is 0"),
         (["--mix", "wlb_128k", "--steps", "0"], "--steps is 0"),
         (["--mix", "wlb_128k", "--profile", "h900"], "no hardware profile 'h900'"),
         (["--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--mix", "wlb_128k", "--global-tokens", "5"], "--global-tokens belongs to a file or a store, and this is a mix"),
+        (
+            ["--mix", "wlb_128k", "--global-tokens", "5"],
+            "--global-tokens needs a file or store, but the lengths come from a mix",
+        ),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:1"], "use degree"),
-        (["--mix", "wlb_128k", "--parallel", "8", "--baseline", "static:8"], "--baseline does not go with --parallel"),
-        (["--measure", "run.yaml", "--baseline", "static:8"], "--baseline does not go with --measure"),
-        (["--mix", "wlb_128k", "--html", "missing/page.html"], "there is no folder missing"),
-        (["--measure", "run.yaml", "--model", "8b"], "--model does not go with --measure"),
+        (["--mix", "wlb_128k", "--parallel", "8", "--baseline", "static:8"], "--baseline is not supported with --parallel"),
+        (["--measure", "run.yaml", "--baseline", "static:8"], "--baseline is not supported with --measure"),
+        (["--mix", "wlb_128k", "--html", "missing/page.html"], "folder missing does not exist"),
+        (["--measure", "run.yaml", "--model", "8b"], "--model is not supported with --measure"),
         (
             ["--mix", "wlb_128k", "--ranks", "2", "--documents", "200", "--long-documents", "error"],
             "2 ranks of 16384 hold at most 32768",
@@ -354,7 +357,7 @@ def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pyte
     [
         ("", [], "has no lengths"),
         ("5\n7.5\n", [], "line 2: '7.5' is not a length"),
-        ("5\n", ["--documents", "1"], "--documents belongs to a mix, and this is a file"),
+        ("5\n", ["--documents", "1"], "--documents needs a mix, but the lengths come from a file"),
         ("5\n", ["--steps", "0"], "--steps is 0"),
         ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens: 4 ranks of 16384 hold at most 65536"),
         ("99999999\n", [], "raise tokens_per_rank to 97658, take 6104 ranks, or split the document"),

@@ -323,19 +323,19 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--parallel", "0", "--mix", "wlb_128k"], "--parallel is 0: must be a whole number of GPUs in 1.."),
         (
             ["--parallel", "8", "--mix", "wlb_128k", "--ranks", "8", "--html", "x"],
-            "--ranks, --html does not go with --parallel",
+            "--ranks, --html is not supported with --parallel",
         ),
-        (["--parallel", "8", "--measure", "run.yaml"], "--measure does not go with --parallel"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps does not go with --parallel"),
+        (["--parallel", "8", "--measure", "run.yaml"], "--measure is not supported with --parallel"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps is not supported with --parallel"),
         (["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
         (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and above 0"),
         (
             ["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
-            "profile cpu-2core is of float32, and splits are those of runs in bfloat16",
+            "profile cpu-2core is for float32, but splits are for runs in bfloat16",
         ),
         (["--parallel", "8", "--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--csv", "x.csv"], "--csv does not go with --parallel"),
-        (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb goes with --parallel"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--csv", "x.csv"], "--csv is not supported with --parallel"),
+        (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb requires --parallel"),
     ],
 )
 def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,11 +63,11 @@ def test_overrides_reach_a_stage(file: Path) -> None:
         ("data.store=c", "data.store", "stage 2 sets its own value, which takes precedence"),
         ("train.steps=50", "train.steps", "must be the sum of the stages' steps, 40"),
         ("checkpoint.every=null", "checkpoint.every", "stages need checkpoints"),
-        ("stages.3.steps=1", "stages.3.steps", "there are 2 stages, counted from 1"),
-        ("stages.0.steps=1", "stages.0.steps", "there are 2 stages, counted from 1"),
+        ("stages.3.steps=1", "stages.3.steps", "the run has 2 stages, counted from 1"),
+        ("stages.0.steps=1", "stages.0.steps", "the run has 2 stages, counted from 1"),
         ("stages.1.steps=0", "stages.1.steps", "greater than or equal to 1"),
         ("stages.2.train.seed=1", "stages.2.train.seed", "cannot differ between stages"),
-        ("stages.2.data.held_out=0.5", "stages.2.data.held_out", "give data.held_out for the whole run"),
+        ("stages.2.data.held_out=0.5", "stages.2.data.held_out", "set data.held_out for the whole run"),
         ("stages.2.data.tokenizer=x.json", "stages.2.data.tokenizer", "cannot differ between stages"),
         ("stages.2.model.hidden_size=64", "stages.2.model.hidden_size", "cannot differ between stages"),
         ("stages.2.parallel.shard_ranks=1", "stages.2.parallel.shard_ranks", "cannot differ between stages"),
@@ -95,4 +95,4 @@ def test_stages_that_are_no_list_of_mappings(tmp_path: Path, stages: str) -> Non
 
 
 def test_help_tells_of_stages() -> None:
-    assert "--stages.1.section.key VALUE" in describe() and "train.steps is the sum of their steps" in describe()
+    assert "--stages.1.section.key VALUE" in describe() and "train.steps is the sum" in describe()

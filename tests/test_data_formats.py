@@ -200,15 +200,15 @@ def test_the_command_shows_what_is_learnt(
     command = ["prepare", "--source", "my chats.jsonl", "--tokenizer", "bytes", "--max-length", "500"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert out.startswith("stores/my chats: made in")
+    assert out.startswith("stores/my chats: written in")
     for line in (
         "formats    2 conversations, 3 instruction-output, 6 messages, 3 prompt-completion, 1 text",
         "template   ChatML, as the tokenizer brings none",
-        "learnt     the assistant's turns of conversations",
+        "loss on    the assistant's turns of conversations",
         "weights    0.25 to 1",
-        "left out   1 conversations of more than 500 tokens",
+        "dropped    1 conversations of more than 500 tokens",
         "≤ 512          2",
-        "examples, what is learnt stands between ⟦ and ⟧",
+        "examples, text with loss between ⟦ and ⟧",
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>⟧\n<|endoftext|>",
     ):
         assert line in out, line

@@ -389,7 +389,7 @@ def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     command = ["prepare", "--source", str(texts), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "2"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "made in" in out
+    assert "written in" in out
     assert "13, of which 12 with loss" in out
     assert "1 files that are not UTF-8 text: b.bin" in out
     assert main(command) == 0

@@ -233,9 +233,9 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
         export(tmp_path / "nowhere", out)
     with pytest.raises(ExportError, match="is not a run folder: it has no checkpoints"):
         export(tmp_path, out)
-    with pytest.raises(ExportError, match="is a checkpoint of transformers already"):
+    with pytest.raises(ExportError, match="is a transformers checkpoint already"):
         export(runs / "native/llama/model", out)
-    with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
+    with pytest.raises(ExportError, match="has no complete checkpoint of step 7: steps with complete checkpoints: 0"):
         export(run, out, step=7)
     out.mkdir()
     with pytest.raises(ExportError, match="exists: choose another folder, or replace it with longctx export --overwrite"):
@@ -244,7 +244,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
         export(run, out, overwrite=True)
     out.rmdir()
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ExportError, match=r"has no complete checkpoint: let the run write one \(checkpoint.every\)"):
+    with pytest.raises(ExportError, match=r"has no complete checkpoint: set checkpoint.every and train again"):
         export(tmp_path / "begun", out)
     assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -254,7 +254,7 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: py
     assert main(["export", str(run), str(out)]) == 2
     assert main(["export", str(run), str(out), "--overwrite", "--dtype", "float32"]) == 0
     assert len(list(out.glob("*.safetensors"))) == 1 and contents(out).keys() == before.keys()
-    with pytest.raises(CheckpointError, match=r"lacks model\.wings: it is no checkpoint of the whole model"):
+    with pytest.raises(CheckpointError, match=r"has no model\.wings: it is not a checkpoint of the whole model"):
         SavedWeights(checkpoint.newest(run)[0].folder).read(["model.wings"])
     config = json.loads((run / "model/config.json").read_text())
     (run / "model/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))

@@ -169,7 +169,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path,
     (step,) = steps(out)
     assert running.returncode == 130
     assert f"stopped by SIGINT after step {step}; checkpoint written" in said
-    assert f"the same command goes on from step {step}\n" in said and "Traceback" not in said
+    assert f"run the same command to resume from step {step}\n" in said and "Traceback" not in said
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
         (["{checkpoint}", "--prompt=a", "--temperature=0"], "must be above 0; omit it for greedy"),
         (["{checkpoint}", "--prompt=a", "--max-new-tokens=0"], "--max-new-tokens is 0"),
         (["{plain}", "--chat=a"], "has no chat template: use --prompt"),
-        (["{plain}", "--prompt=a"], "{plain} cannot be used: Error while deserializing header"),
+        (["{plain}", "--prompt=a"], "{plain} cannot be loaded: Error while deserializing header"),
     ],
 )
 def test_what_cannot_be_generated_is_refused(

@@ -118,4 +118,4 @@ def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
     code = "from longctx.parallel.launch import launch; raise SystemExit(launch(2, 'longctx', ['train', 'nowhere.yaml']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.count("no configuration file nowhere.yaml") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("configuration file nowhere.yaml not found") == 1 and "Traceback" not in done.stderr

@@ -123,11 +123,11 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mix", "wlb_128k", "--modes", "auto,static"], "--modes goes with --measure"),
-        (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps goes with --measure"),
+        (["--mix", "wlb_128k", "--modes", "auto,static"], "--modes requires --measure"),
+        (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps requires --measure"),
         (["--measure", "nowhere.yaml"], "nowhere.yaml"),
-        (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks does not go with --measure"),
-        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile does not go with --measure"),
+        (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks is not supported with --measure"),
+        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile is not supported with --measure"),
         (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "does not exist"),
     ],
 )

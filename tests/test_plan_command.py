@@ -79,7 +79,7 @@ def test_picture(lengths: Path, tmp_path: Path, suffix: str, capsys: pytest.Capt
 
 def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(lengths, "--png", str(tmp_path / "plan.doc")) == 2
-    assert "plan.doc: its name must end in .png" in capsys.readouterr().err
+    assert "plan.doc: the file name must end in one of .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

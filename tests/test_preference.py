@@ -169,7 +169,7 @@ def test_a_reference_of_other_weights_is_refused_or_made_anew(
         in workers.run(run_fails, 1, store, tmp_path / "run", [*settings, "train.steps=4"], True)[0]
     )
     more = [*settings, "train.steps=4", "train.dtype=bfloat16"]
-    assert "train.dtype is bfloat16, and was float32" in workers.run(run_fails, 1, store, tmp_path / "run", more, True)[0]
+    assert "train.dtype is bfloat16, but was float32" in workers.run(run_fails, 1, store, tmp_path / "run", more, True)[0]
     (tmp_path / "new").mkdir()
     shutil.copy(tmp_path / "run" / "reference.npz", tmp_path / "new")
     assert workers.run(run, 1, store, tmp_path / "new", settings)[0]["computed"]

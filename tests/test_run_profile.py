@@ -148,10 +148,10 @@ def test_a_profile_that_names_no_model_is_taken_as_it_is(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, and what stands under `measured` .* exchanges 196,608"),
+        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, but section `measured` .* implies 196,608"),
         ({"keep_kv": True}, "implies 262,144: correct one of the two"),
-        ({"dtype": "float16"}, "`measured` does not say what the profile is of: dtype: "),
-        ({"device": None}, "does not say what the profile is of: device: Field required"),
+        ({"dtype": "float16"}, "section `measured` is invalid: dtype: "),
+        ({"device": None}, "section `measured` is invalid: device: Field required"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 KV heads"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_done_is_said() -> None:
     same, smaller = (run_profile(load(None, [*TINY, *more]), 1, 4096).lines for more in ([], ["model.num_hidden_layers=1"]))
-    assert same == ("profile cpu-2core, of 0.918M parameters in float32 on AMD EPYC; taken as it is for this run",)
+    assert same == ("profile cpu-2core (0.918M parameters in float32 on AMD EPYC): used unscaled for this run",)
     (line,) = smaller
     assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed for a token); attention × 0.5 (" in line
     assert "K and V × 0.5 (3,072 → 1,536 bytes a token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
@@ -181,11 +181,11 @@ def test_what_is_done_is_said() -> None:
         (
             ["train.device=cpu", "context.profile=h100-nvlink-ib"],
             None,
-            "h100-nvlink-ib is of device cuda, and this run is on cpu",
+            "h100-nvlink-ib is for cuda, but this run is on cpu",
         ),
-        (["context.profile=cpu-2core"], None, "cpu-2core is of device cpu, and this run is on cuda"),
-        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is of H100, and this run is on NVIDIA A100-SXM4-80GB"),
-        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is of bfloat16, and this run computes in float32"),
+        (["context.profile=cpu-2core"], None, "cpu-2core is for cpu, but this run is on cuda"),
+        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
+        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is for bfloat16, but this run computes in float32"),
         ([], "NVIDIA H100 80GB HBM3", None),
     ],
 )
@@ -220,7 +220,7 @@ def profile_of_rank(settings: list[str], h200: int | None) -> HardwareProfile | 
 def test_ranks_agree_on_the_profile_or_are_refused(workers: Workers) -> None:
     assert workers.run(profile_of_rank, 2, EIGHT_B, None) == [H100] * 2
     said = workers.run(profile_of_rank, 2, EIGHT_B, 1)
-    words = "rank 0 would plan by the profile h100-nvlink-ib, and ranks [1] by h200-nvlink-ib"
+    words = "rank 0 has h100-nvlink-ib, ranks [1] have h200-nvlink-ib"
     assert said[0] == said[1] and words in str(said[0])
     assert workers.run(profile_of_rank, 2, [*EIGHT_B, "context.profile=h200-nvlink-ib"], 1) == [H200] * 2
 
@@ -241,7 +241,7 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
     assert found[0] == found[1]
     assert found[0].kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 * 3
     assert found[0].attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 / 4)
-    assert all("ranks [1] by h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib"))
+    assert all("ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib"))
 
 
 @pytest.fixture
@@ -275,8 +275,8 @@ def test_every_command_says_what_it_predicts_with(
     assert main([*command, str(file), *(f"--{setting}" for setting in settings)]) == 0
     captured = capsys.readouterr()
     said = captured.err if "compare" in command else captured.out
-    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to this run: linear × " in said
-    assert "warning: profile h100-nvlink-ib is of device cuda, and this run is on cpu; no speed is scaled" in said
+    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to this run: linear × " in said
+    assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
 
 
 @pytest.mark.parametrize("budget", [1024])
@@ -308,9 +308,9 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; taken as it is for that model"),
+        ([], "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): used unscaled for its model"),
         (["--model", "1b"], "scaled to 1b: linear × 0.1"),
-        (["--pipeline-ranks", "4"], "scaled to that model in a pipeline: linear × 0.2"),
+        (["--pipeline-ranks", "4"], "scaled to its model in a pipeline: linear × 0.2"),
     ],
 )
 def test_planning_without_a_run_says_whose_times_it_takes(
@@ -334,7 +334,7 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys
     lengths.write_text("30000\n500\n")
     assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
     told = capsys.readouterr()
-    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to 1b: linear × 0.1" in told.err
+    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to 1b: linear × 0.1" in told.err
     step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
     scaled = preset_profile("h100-nvlink-ib", "1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)

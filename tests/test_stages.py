@@ -241,10 +241,10 @@ def test_other_stages_than_the_runs_are_refused(
         in workers.run(refused, 2, settings, run, *steps)[0]
     )
     other = "stages.2.model={rope_theta: 7.0}"
-    assert "holds another model: rope_" in workers.run(refused, 2, settings, run, other)[0]
+    assert "contains another model: rope_" in workers.run(refused, 2, settings, run, other)[0]
     shutil.rmtree(run / "checkpoints" / "step-000005")
     at_the_end = workers.run(refused, 2, settings, run, "stages.1.model={rope_theta: 7.0}")[0]
-    assert "holds another model: rope_theta is 7.0, was 500000.0" in at_the_end
+    assert "contains another model: rope_theta is 7.0, was 500000.0" in at_the_end
     assert "seed is 5, and was 0" in workers.run(refused, 2, settings, run, "train.seed=5")[0]
 
 

@@ -275,7 +275,7 @@ class Trainer:
                 loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
                 loss.backward()
         except RuntimeError as error:
-            where = f"step {batch.step}, micro-batch {number}, last attention call {given.attention.last}"
+            where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
             error.add_note(f"rank {self.mesh.world_rank}: {where}")
             raise
         return loss.detach()
