@@ -241,7 +241,9 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
     assert found[0] == found[1]
     assert found[0].kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 * 3
     assert found[0].attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 / 4)
-    assert all("ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib"))
+    assert all(
+        "ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib")
+    )
 
 
 @pytest.fixture
