@@ -31,8 +31,10 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
-    parser.add_argument("data", help="JSONL, Parquet, a folder of them, or a saved dataset; see `longctx prepare --source`")
+    parser.add_argument("model", metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "data", metavar="DATA", help="JSONL, Parquet, a folder of them, or a saved dataset; see `longctx prepare --source`"
+    )
     parser.add_argument(
         "--out", type=Path, help="run folder; the result is OUT/export (default: runs/NAME, by the data's name)"
     )

@@ -51,7 +51,7 @@ _SIZES: dict[str, Any] = {
 
 
 class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
-    """the model: a preset with sizes to replace, or a checkpoint"""
+    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
 
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
@@ -88,7 +88,7 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
 
 
 class LoraSection(Section):
-    """LoRA: adapters (by peft) on the frozen weights of a checkpoint"""
+    """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
     rank: int | None = Field(None, ge=1, description="rank of the adapters (null: no LoRA, all weights are trained)")
     alpha: float | None = Field(None, gt=0, description="adapter outputs are scaled by alpha / rank (null: 2 · rank)")
@@ -147,7 +147,7 @@ class DataSection(Section):
         0.0,
         ge=0,
         lt=1,
-        description="share of documents, chosen by a hash of their names, that is held out for validation",
+        description="share of documents, chosen by a hash of their names, held out for validation and never trained on",
     )
 
     @model_validator(mode="before")
@@ -208,9 +208,9 @@ class ContextSection(Section):
     max_remote_tokens: int | None = Field(
         None,
         ge=1,
-        description="target for the number of remote tokens whose K and V one exchange stage receives; smaller needs less "
-        "memory and more stages (null: one stage for all). Two stages are in memory at a time, three with two_level_exchange; "
-        "a stage of a ring that crosses nodes receives at least all tokens of one node",
+        description="split the exchange of K and V into stages of about this many remote tokens; fewer tokens need less memory "
+        "and more stages (null: one stage). Two stages are in memory at a time, three with two_level_exchange; a stage of a "
+        "ring that crosses nodes receives at least all tokens of one node",
     )
     keep_kv: bool = Field(
         False, description="keep received K and V until backward instead of receiving them again; needs more memory"
@@ -253,23 +253,23 @@ class ParallelSection(Section):
         None,
         ge=1,
         description="number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, "
-        "for example those of one node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)",
+        "such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)",
     )
     reshard_after: Literal["block", "micro_batch", "step"] = Field(
         "block",
         description="how long gathered weights stay in memory; block: gathered for the forward of a block and again for its "
-        "backward; micro_batch: gathered once per micro-batch; step: gathered once per step; the latter need more memory and "
-        "communicate less",
+        "backward; micro_batch: gathered once per micro-batch; step: gathered once per step; micro_batch and step need more "
+        "memory and less communication",
     )
     reduce_after: Literal["micro_batch", "step"] = Field(
         "step",
-        description="when gradients are reduced over ranks; step: once per step, with all gradients in float32 on every rank "
-        "until then; micro_batch: after every micro-batch, with only a shard of the gradients on every rank",
+        description="when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank "
+        "until then; micro_batch: after every micro-batch, with sharded gradients and more communication",
     )
 
 
 class TrainSection(Section):
-    """training: steps, precision, memory and the run folder"""
+    """steps, precision, memory and the run folder"""
 
     steps: int = Field(100, ge=1, description="number of optimizer steps")
     seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="seed of the initial weights and the order of documents")
@@ -309,7 +309,7 @@ class TrainSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW, with linear warm-up and cosine decay"""
+    """AdamW, with linear warm-up and cosine decay of the learning rate"""
 
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
@@ -321,7 +321,7 @@ class OptimizerSection(Section):
 
 
 class EvalSection(Section):
-    """validation: the loss of documents that are not trained on"""
+    """validation on documents that are not trained on"""
 
     every: int | None = Field(
         None, ge=1, description="steps between validations; the last step of the run or stage is always validated (null: never)"
