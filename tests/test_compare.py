@@ -1,4 +1,4 @@
-"""`longctx compare`: its numbers against plans made by hand, its page, CSV and JSON, and what it says about bad input."""
+"""`longctx compare`: its numbers against plans made by hand, its page, CSV and JSON, and errors for bad input."""
 
 import csv
 import json
@@ -73,8 +73,8 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
     assert rows["fixed-static"].speedup_over_best_static == static / fixed < 1
 
 
-def test_fixed_static_has_the_degree_of_its_data_set_or_the_one_that_was_named() -> None:
-    """Documents that need 1, 2 and 4 ranks; best static takes what is best for these documents, whatever others there are."""
+def test_fixed_static_has_the_degree_of_its_data_set_or_the_given_one() -> None:
+    """Documents that need 1, 2 and 4 ranks; best static depends only on the documents of the step."""
     of_step = compare_case(Case((6000,) * 8, 8, 4096), H100, ("auto", "fixed-static")).rows[1]
     of_data_set = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000), H100, ("auto", "fixed-static")).rows[1]
     named = compare_case(Case((6000,) * 8, 8, 4096, longest=13_000, fixed_degree=8), H100, ("auto", "fixed-static")).rows[1]
@@ -92,12 +92,12 @@ def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
 
 
 def test_plans_exchange_as_training_does_by_default() -> None:
-    """In two levels: compared in one, static degrees across nodes would be slower than what anybody trains with."""
+    """In two levels: in one level, static degrees across nodes would be slower than in training."""
     assert load(None, []).context.two_level_exchange
     assert {HardwareProfile.load(name).exchange_levels for name in shipped_profiles()} == {2}
 
 
-def test_without_barriers_the_groups_of_fixed_static_wait_for_none_but_the_last() -> None:
+def test_without_barriers_groups_of_fixed_static_wait_only_at_the_end_of_the_step() -> None:
     """Two groups and two micro-batches: with barriers the longer of each counts, without them the longer sum."""
     lengths = (1000, 8000, 8192, 500)
     alone = {length: make_plan((length,), ranks=1, tokens_per_rank=8192, profile=H100) for length in lengths}
@@ -111,7 +111,7 @@ def test_without_barriers_the_groups_of_fixed_static_wait_for_none_but_the_last(
 
 
 def test_the_best_static_degree_is_sought_among_all() -> None:
-    """Two documents that just fit 40 of 80 ranks each: no power of two does as well, nor three times one."""
+    """Two documents that just fit on 40 of 80 ranks each: no power of two is as fast, nor three times a power of two."""
     row = compare_case(Case((40 * 4096, 40 * 4096, 500), 80, 4100), H100, ("static",)).rows[0]
     assert row.winner == "static:40"
 
@@ -123,7 +123,7 @@ def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
             assert row.lower_bound_s <= row.tight_bound_s <= row.makespan_s
 
 
-def test_what_a_baseline_cannot_hold_is_a_note_and_not_an_error() -> None:
+def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     outcome = compare_case(Case((6 * 4096,), 6, 4096), H100, ("auto", "static", "flexsp", "plain-static"))
     rows = {row.planner: row for row in outcome.rows}
     assert "largest degree here is 4" in rows["flexsp"].note and rows["flexsp"].speedup_over_best_static is None
@@ -148,8 +148,8 @@ def test_means_are_means(rows: dict[str, Row]) -> None:
     assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
 
 
-def test_auto_never_passes_the_limit_of_means(rows: dict[str, Row]) -> None:
-    """A short step with a great speedup beside a long one with none: the ratio of their mean times is below auto's speedup."""
+def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, Row]) -> None:
+    """A short step with a large speedup and a long step with none: the ratio of their mean times is below auto's speedup."""
     auto = replace(rows["auto"], makespan_s=1.0, tight_bound_s=1.0, speedup_over_fixed=9.0)
     fixed = replace(rows["fixed-static"], makespan_s=9.0, tight_bound_s=1.0)
     later = {"makespan_s": 20.0, "tight_bound_s": 20.0, "seed": 1}
@@ -163,7 +163,7 @@ def from_file(long_documents: str, lengths: Sequence[int] = (40_000, 5), tokens:
     return file_source(lengths, "a file", lambda ranks: tokens, seed=1, steps=steps, long_documents=long_documents)
 
 
-def test_long_documents_are_cut_and_it_is_said() -> None:
+def test_long_documents_are_split_and_reported() -> None:
     assert cut([10, 4, 9, 3], 4) == (4, 4, 2, 4, 4, 4, 1, 3)
     cases, words = make_cases(from_file("split"), [2, 8], 8192, H100, "split", all_must_fit=True)
     assert [case.lengths for case in cases] == [(16384, 16384, 7232, 5), (40_000, 5)]
@@ -197,7 +197,7 @@ def test_steps_are_drawn_from_a_file_as_training_draws_them() -> None:
     assert steps_drawn([*more, replace(cases[0], ranks=4)]) == "9 steps drawn on 2 ranks, 1 step drawn on 4 ranks"
 
 
-def test_a_file_of_fewer_tokens_than_a_step_is_one_step_and_it_is_said() -> None:
+def test_a_file_with_fewer_tokens_than_a_step_is_one_step_and_reported() -> None:
     cases, words = make_cases(from_file("error", [7, 3, 5], 16), [2], 8192, H100, "error", all_must_fit=True)
     assert [case.lengths for case in cases] == [(7, 3, 5)] and steps_drawn(cases) == "1 step drawn"
     assert words == ["on 2 ranks all documents are one step: they have 15 tokens, fewer than 16 per step"]

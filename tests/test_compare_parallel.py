@@ -210,7 +210,7 @@ def test_megatron_with_a_trillion_parameters() -> None:
     assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
-def test_the_best_are_what_planning_every_split_gives(found: SearchResult) -> None:
+def test_the_best_splits_are_those_of_planning_every_split(found: SearchResult) -> None:
     """Nothing is lost by not looking at splits whose bound is slower."""
     everything = search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=BUDGETS, best=10**6)
     assert [one.step_s for one in everything.best[:5]] == [one.step_s for one in found.best]
@@ -266,7 +266,7 @@ def test_every_possible_split_keeps_the_rules() -> None:
         check(changed(config, split.settings.items()), world_size=48)
 
 
-def test_what_does_not_fit_is_split_further() -> None:
+def test_models_that_do_not_fit_are_split_further() -> None:
     """70B on 16 GPUs with 80 GB: gradients of a pipeline rank or shards of all, but never whole copies."""
     best = search(H100, LARGE.spec, [[8192] * 16], 16, budgets=(8192,)).best
     assert best and all(one.memory.total <= H100.memory_bytes for one in best)
@@ -278,7 +278,7 @@ def test_what_does_not_fit_is_split_further() -> None:
     assert len(fewer.best) < len(best) and fewer.refused[TOO_LARGE] > 0
 
 
-def test_nothing_fits_and_why() -> None:
+def test_the_error_if_no_split_fits() -> None:
     with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the smallest needs [4-9]"):
         search(H100, LARGE.spec, [[1024]], 2, budgets=(1024,))
     with pytest.raises(UserError, match=rf"\d {TOO_LONG}: use more GPUs or more tokens per rank"):

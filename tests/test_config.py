@@ -1,4 +1,4 @@
-"""Configuration: what is read, what wins, and that every mistake is refused with key, value, rule and fix."""
+"""Configuration: reading, precedence, and errors with key, value, rule and fix for every mistake."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def load(*overrides: str, world_size: int | None = None) -> Config:
 
 
 def problems(*overrides: str, world_size: int | None = None) -> dict[str, str]:
-    """The problems of these settings: key → the text that a user sees."""
+    """Returns the problems of the settings: key → text shown to the user."""
     with pytest.raises(ConfigError) as caught:
         load(*overrides, world_size=world_size)
     for problem in caught.value.problems:
@@ -39,7 +39,7 @@ def test_defaults_are_a_valid_run() -> None:
     config.check(Config(), world_size=2)
 
 
-def test_file_then_overrides_then_the_last_override(tmp_path: Path) -> None:
+def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -> None:
     path = written(tmp_path, "batch: {tokens_per_rank: 1024, global_tokens: 9999}\ntrain:\n  # steps: 5\n")
     loaded = config.load(path, [PROFILE, "batch.tokens_per_rank=2048", "batch.tokens-per-rank=4096"])
     assert (loaded.batch.tokens_per_rank, loaded.batch.global_tokens) == (4096, 9999)
@@ -67,7 +67,7 @@ def test_a_table_of_bins_as_an_override() -> None:
     assert load("context.mode=bins", "context.bins={8192: 1, 16384: 2}").context.bins == {8192: 1, 16384: 2}
 
 
-def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "batch: {tokens_per_rnk: 4096, global_tokens: 0}\ntrain: {dtype: fp16}\n")
     with pytest.raises(ConfigError) as caught:
         config.load(path, [PROFILE, "context.degree=9", "data.max_length=1000000"], world_size=4)
@@ -81,7 +81,7 @@ def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_p
     assert str(caught.value).startswith(f"5 problems in {path} and the command line:")
 
 
-def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
+def test_rules_skip_invalid_values() -> None:
     assert problems("train.steps=none", "optimizer.warmup_steps=5000").keys() == {"train.steps"}
     assert problems("train.steps=10", "optimizer.warmup_steps=5000").keys() == {"optimizer.warmup_steps"}
 
@@ -96,7 +96,7 @@ def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
         ("zzz.zzz=1", "sections are model, lora, dpo, data, batch"),
     ],
 )
-def test_unknown_keys_name_what_was_probably_meant(override: str, hint: str) -> None:
+def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
     (text,) = problems(override).values()
     assert "unknown setting" in text
     assert hint in text
@@ -181,7 +181,7 @@ def test_each_rule(override: str, rule: str) -> None:
         ("{long: 1}", "valid integer"),
     ],
 )
-def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
+def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
     assert rule in problems("context.mode=bins", f"context.bins={bins}")["context.bins"]
 
 
@@ -251,7 +251,7 @@ def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
     assert rule in found[f"parallel.{key}"]
 
 
-def test_what_zero_bubble_cannot_do() -> None:
+def test_settings_not_supported_with_zero_bubble() -> None:
     settings = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
     load(*settings)
     for setting, why in {
@@ -269,7 +269,7 @@ def test_kernels_of_another_device(kernel: str, device: str) -> None:
     assert load(f"context.kernel={kernel}", "train.device=auto").context.kernel == kernel
 
 
-def test_check_says_the_same_of_a_loaded_configuration() -> None:
+def test_check_reports_the_same_problems_for_a_loaded_configuration() -> None:
     loaded = load("data.max_length=16385")
     with pytest.raises(ConfigError, match="1 problem in the configuration for 2 processes"):
         config.check(loaded, world_size=2)
@@ -312,7 +312,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         config.load(written(tmp_path, text), [PROFILE])
 
 
-def test_a_file_that_is_not_there_and_one_that_is_not_text(tmp_path: Path) -> None:
+def test_missing_files_and_files_that_are_not_text(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"configuration file .*nowhere\.yaml not found"):
         config.load(tmp_path / "nowhere.yaml", [])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
@@ -345,7 +345,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         loaded.train.steps = 5
 
 
-def test_help_tells_every_setting_with_type_description_and_default() -> None:
+def test_help_lists_every_setting_with_type_description_and_default() -> None:
     lines = config.describe().splitlines()
     for section, content in Config().model_dump().items():
         for key in content:

@@ -1,4 +1,4 @@
-"""`stages`: settings laid over those of the run, checked for every stage, and named by it."""
+"""`stages`: settings that replace those of the run; errors name the stage."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def problems(file: Path, *overrides: str, world_size: int | None = 2) -> dict[st
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 
-def test_each_stage_has_its_own_over_those_of_the_run(file: Path, tmp_path: Path) -> None:
+def test_settings_of_a_stage_replace_those_of_the_run(file: Path, tmp_path: Path) -> None:
     config = load(file, world_size=2)
     first, second = config.at_stage(0), config.at_stage(1)
     assert (first.batch.tokens_per_rank, second.batch.tokens_per_rank) == (512, 1024)
@@ -87,12 +87,12 @@ def test_each_rule(file: Path, override: str, key: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("stages", ["3", "[3]", "{steps: 3}"])
-def test_stages_that_are_no_list_of_mappings(tmp_path: Path, stages: str) -> None:
+def test_stages_that_are_not_a_list_of_mappings(tmp_path: Path, stages: str) -> None:
     (tmp_path / "run.yaml").write_text(f"stages: {stages}\n")
     assert "must be a list of mappings" in problems(tmp_path / "run.yaml")["stages"]
     with pytest.raises(ConfigError, match="must be a list of mappings"):
         load(tmp_path / "run.yaml", stage=-1)
 
 
-def test_help_tells_of_stages() -> None:
+def test_help_describes_stages() -> None:
     assert "--stages.1.section.key VALUE" in describe() and "train.steps is the sum" in describe()

@@ -1,4 +1,4 @@
-"""Runs come out as checkpoints of transformers: bit by bit if untouched, with equal logits if trained, in bounded files."""
+"""Export as transformers checkpoints: bit by bit if untouched, with equal logits if trained, in bounded files."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints in bfloat16, with what lies beside weights."""
+    """Checkpoints in bfloat16, with all files besides the weights."""
     folder = tmp_path_factory.mktemp("sources")
     for kind in KINDS:
         model = build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16)
@@ -59,7 +59,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(workers: Workers, store: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of every source a run by transformers' code on two ranks, and where there is one by the native decoder."""
+    """Runs of every source by transformers' code on two ranks, and by the native decoder where supported."""
     folder = tmp_path_factory.mktemp("runs")
     paths = [sources / kind for kind in KINDS]
     workers.run(untouched, 2, store, paths, folder / "transformers", [])
@@ -79,7 +79,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE), "pipeline/llama", "pipeline/qwen2"],
 )
 def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: Path, runs: Path, run: str) -> None:
-    """With the names and dtypes that transformers writes itself; the source's files beside the weights as they are."""
+    """Names and dtypes are those that transformers writes; other files of the source are unchanged."""
     source = sources / Path(run).name
     plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     plain.save_pretrained(tmp_path / "theirs")
@@ -99,7 +99,7 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
 
 
 def test_an_export_needs_no_source(tmp_path: Path, sources: Path, runs: Path) -> None:
-    """And takes another dtype if it is asked to."""
+    """And converts to another dtype if requested."""
     moved = sources.with_name("moved")
     sources.rename(moved)
     try:
@@ -197,7 +197,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     assert ours == (tmp_path / "theirs.safetensors").read_bytes()
 
 
-def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
+def test_files_are_not_larger_than_requested(tmp_path: Path) -> None:
     planned = [Planned(f"t{n}", (size,), torch.float32) for n, size in enumerate((10, 10, 30, 5, 4))]
     writer = CheckpointWriter(tmp_path, planned, max_shard_bytes=80)
     writer.write({tensor.name: torch.full(tensor.shape, float(n)) for n, tensor in enumerate(planned)})
@@ -220,12 +220,12 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 apples"])
-def test_other_sizes_are_refused(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--max-shard-size is .*: must be a number with KB"):
         parse_size(text)
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     run = tmp_path / "run"
     shutil.copytree(runs / "native/llama", run, symlinks=True)
@@ -273,7 +273,7 @@ def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, runs: Path, monk
 
 
 def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
-    """And says where everything is; a finished run that is started again leaves the export alone."""
+    """And prints where everything is; starting a finished run again does not change the export."""
     run, out = tmp_path / "run", tmp_path / "out"
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", f"checkpoint.export={out}", "train.steps=2"]
     command = [sys.executable, "-m", "longctx", "train"]

@@ -65,7 +65,7 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
         (["{plain}", "--prompt=a"], "{plain} cannot be loaded: Error while deserializing header"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(
+def test_invalid_requests_are_refused(
     checkpoint: Path, tmp_path: Path, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
