@@ -1,10 +1,10 @@
-"""Fine-tunes a transformers model on packed documents, each split over as many processes as it is worth.
+"""Fine-tunes a transformers model on packed documents, each split over the best number of processes.
 
     torchrun --nproc-per-node 2 examples/huggingface_ring.py
 
 Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small Qwen3 with random
-weights, so that nothing is downloaded. Loss and gradients are those of a single process that takes one document after the other
-with plain attention.
+weights, so nothing is downloaded. Loss and gradients equal those of a single process that runs the documents one by one with
+plain attention.
 """
 
 import torch
@@ -27,7 +27,7 @@ def build_model() -> PreTrainedModel:
 
 
 def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Loss of a step and, in the model, its gradients, the same on every rank."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
@@ -38,14 +38,14 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # sums: every part is divided by the targets of the whole step already
+        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the targets of the whole step
     return loss.item(), plan
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     model = build_model()
-    prepare(model)  # ring attention from here on, or an error that says why this model would not be exact
+    prepare(model)  # switches to ring attention; raises an error if this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(10):
         loss, plan = forward_backward(model, read_documents(step))

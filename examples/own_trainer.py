@@ -1,10 +1,10 @@
-"""Ring attention in a training loop and a model of your own, in plain PyTorch.
+"""Ring attention in your own training loop and model, in plain PyTorch.
 
     torchrun --nproc-per-node 2 examples/own_trainer.py
 
-Runs in less than a minute on two CPU cores. What a model needs for it: tokens lie one after the other, [tokens, ..] without a
-batch axis; positions come with them; and attention is a call. Everything else of a model works on single tokens anyway. Loss
-and gradients are those of a single process that takes one document after the other.
+Runs in less than a minute on two CPU cores. The model must take packed tokens [tokens, ..] without a batch axis and their
+positions, and call the given attention. All other layers work on single tokens. Loss and gradients equal those of a single
+process that runs the documents one by one.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from longctx.planning.planner import make_plan
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q, k, v [tokens, heads, head_dim] → [tokens, heads, head_dim]."""
+"""q, k, v [tokens, heads, head_dim] → out [tokens, heads, head_dim]."""
 
 
 class Block(nn.Module):
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens and positions [tokens] → logits [tokens, 256]."""
+    """A byte-level transformer: tokens and positions [tokens] → logits [tokens, 256]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,19 +56,19 @@ class Model(nn.Module):
 
 
 def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Loss of a step and, in the model, its gradients, the same on every rank."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
     loss = torch.zeros(())
-    for batch in micro_batches:  # every rank runs every micro-batch, also one in which it has no tokens
+    for batch in micro_batches:  # every rank must run every micro-batch, even without tokens in it
         logits = model(batch.tokens, batch.positions, RingAttention(batch.layout))
         part = F.cross_entropy(logits, batch.labels, reduction="sum") / targets  # labels are shifted, -100 at the ends
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # sums: every part is divided by the targets of the whole step already
+        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the targets of the whole step
     return loss.item(), plan
 
 
