@@ -71,10 +71,10 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
-    with progress_bar() as (bar, task):  # usually ends early: the remaining splits cannot be faster
+    with progress_bar() as show:  # usually ends early: the remaining splits cannot be faster
 
         def progress(doing: str, done: int, of: int) -> None:
-            bar.update(task, description=doing, completed=done, total=of)
+            show(doing, done / max(1, of))
 
         outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {
