@@ -141,7 +141,7 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
     found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
-    with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
+    with pytest.raises(AssertionError, match=r"holds another model: hidden_size is 16, was 32"):
         workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
 
 
