@@ -246,7 +246,7 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [configured["total"]]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "GiB per rank" in said and "8 ranks" in said
+    assert "fullest moment" in said and "8 ranks" in said
     assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
     assert "--model.vocab_size" in capsys.readouterr().err
     assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0
