@@ -129,6 +129,10 @@ def parse_baseline(text: str) -> int:
     return int(degree)
 
 
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return arguments.measure is not None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Compares splits (--parallel 64), measured steps (--measure run.yaml), or otherwise plans."""
     compare_parallel.refuse(arguments)

@@ -23,7 +23,7 @@ DEFAULT_MODES = "auto,static"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of --measure."""
     group = parser.add_argument_group(
-        "with --measure (under torchrun)",
+        "with --measure (and --processes N)",
         f"--steps is the number of measured steps (default: {DEFAULT_STEPS}); settings such as --context.profile my.yaml may "
         "follow.",
     )
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that need --measure, or are not supported with it."""
     if arguments.measure is None:
-        given = given_options(arguments, "modes", "warmup", "out")
+        given = given_options(arguments, "modes", "warmup", "out", "processes")
         given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
         if given:
             raise UserError(f"{', '.join(given)} requires --measure: omit it to compare by the cost model")

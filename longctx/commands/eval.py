@@ -59,9 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
         "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to scale RoPE.\n"
-        "On several processes: torchrun --nproc-per-node 8 -m longctx eval RUN --store STORE\n"
+        "On 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
         "Results are also written to the run folder: eval.json, or needle.json and needle.png."
     )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -42,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
         f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
         "per rank.\nOn several processes, to measure the exchange and its overlap as well: "
-        "torchrun --nproc-per-node 8 -m longctx profile run.yaml --out my.yaml\n\n" + describe()
+        "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + describe()
     )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
 
 
 def run(arguments: argparse.Namespace) -> int:
