@@ -141,7 +141,7 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
     found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
-    with pytest.raises(AssertionError, match=r"holds another model: hidden_size is 16, was 32"):
+    with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
         workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
 
 
@@ -247,7 +247,7 @@ def test_the_table_of_a_checkpoint(store: Path, checkpoint: Path, alone: dict[st
         (["{checkpoint}"], "has no validation documents"),
         (["{folder}"], "has no config.yaml and no config.json"),
         (["{folder}/none", "--store={store}"], "error: there is no folder"),
-        (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this as --store"),
+        (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this store as --store"),
         (["{run}", "--store={store}", "--keys=2"], "--keys requires --needle"),
         (["{run}", "--store={store}", "--documents=0"], "--documents is 0"),
         (["{run}", "--needle", "--documents=3"], "--documents is not supported with --needle"),
