@@ -19,9 +19,9 @@ DEFAULT_MODEL = "8b"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --parallel",
-        f"--model is the model (default: {DEFAULT_MODEL}); settings such as --model.num_hidden_layers 80 change its sizes. "
-        "A --profile that names no model is taken to describe the 8b model without tensor or pipeline parallelism. "
-        "--tokens-per-rank fixes the token budget; by default powers of two are searched",
+        f"--model is the model (default: {DEFAULT_MODEL}); settings such as --model.num_hidden_layers 80 change its sizes.\n"
+        "A --profile that names no model is taken to describe the 8b model without tensor or pipeline parallelism.\n"
+        "--tokens-per-rank fixes the token budget; by default powers of two are searched.",
     )
     group.add_argument(
         "--parallel",
