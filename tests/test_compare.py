@@ -27,6 +27,7 @@ from longctx.comparison.modelled import (
     over_fixed_without_barriers,
 )
 from longctx.comparison.steps import Source, file_source, make_cases, steps_drawn, sweeps
+from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
 from longctx.planning.cost.bounds import tight_bound_s
@@ -130,6 +131,15 @@ def test_what_a_baseline_cannot_hold_is_a_note_and_not_an_error() -> None:
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
     assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
     assert mean_rows([rows["flexsp"], rows["flexsp"]])[0].note == rows["flexsp"].note
+
+
+def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None:
+    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "flexsp") for ranks in (8, 1024)]
+    assert missing([replace(row, note="") for row in everywhere]) == []
+    noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
+    assert missing(noted) == ["Megatron main: not installed"]
+    noted[-1] = replace(noted[-1], note="too long")
+    assert missing(noted) == ["Megatron main: not installed", "FlexSP-like, 1,024 ranks: too long"]
 
 
 def test_means_are_means(rows: dict[str, Row]) -> None:
@@ -352,7 +362,7 @@ def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pyte
 @pytest.mark.parametrize(
     ("text", "more", "message"),
     [
-        ("", [], "holds no lengths"),
+        ("", [], "has no lengths"),
         ("5\n7.5\n", [], "line 2: '7.5' is not a length"),
         ("5\n", ["--documents", "1"], "--documents belongs to a mix, and this is a file"),
         ("5\n", ["--steps", "0"], "--steps is 0"),
