@@ -20,7 +20,7 @@ from types import ModuleType
 import longctx
 from longctx.errors import UserError
 
-COMMANDS = ("prepare", "train", "finetune", "eval", "export", "generate", "plan", "compare", "profile", "estimate")
+COMMANDS = ("prepare", "train", "finetune", "eval", "export", "generate", "plan", "compare", "runs", "profile", "estimate")
 
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
 
