@@ -66,7 +66,8 @@ def test_a_page_is_readable(name: str, width: int, scheme: str, pages: dict[str,
 def test_an_overflow_a_pale_text_and_an_error_are_found(tmp_path: Path, browser: Browser) -> None:
     """The checks above can fail."""
     page = tmp_path / "bad.html"
-    page.write_text("<p style='width:500px;color:#ccc'>wide and pale</p><script>console.error('said')</script>")
+    bad = "<p style='width:500px;color:#ccc'>wide and pale</p><script>console.error('said')</script>"
+    page.write_text(f"<body style='background:white'>{bad}")
     opened = browser.open(page, 390, "light")
     assert opened.measured["width"] > 390
     assert len(opened.measured["wide"]) == len(opened.measured["pale"]) == len(opened.console) == 1
