@@ -19,7 +19,6 @@ DARK = {
     "#1f5c99": "#3f86cf",
     "#3c4650": "#71808e",
     "#932f5e": "#d8649d",
-    "#123f7a": "#3566a8",
     "#2f7d4f": "#5fc08a",
 }
 """Colour in the light scheme → colour in the dark one; all other colours stay."""

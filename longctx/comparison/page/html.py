@@ -130,7 +130,7 @@ def _timelines(c: Comparison) -> str:
         figures.timelines(panels),
         f"Ranks over time in one step, {words}under auto",
         "One row is one rank, and time runs to the right on one scale. A block is a document, its colour the number of ranks "
-        "that the document is split over: a ring is a block across several rows. Pale red is idle time. A line ends a "
+        "that the document is split over: a ring is a block across several rows. Reddish space is idle time. A line ends a "
         "micro-batch, where ranks wait for each other. First step; the cost model gives the busy time of each rank, and the "
         "order inside a micro-batch is chosen for display.",
     )
