@@ -27,6 +27,7 @@ from longctx.comparison.modelled import (
     over_fixed_without_barriers,
 )
 from longctx.comparison.steps import Source, file_source, make_cases, steps_drawn, sweeps
+from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
 from longctx.planning.cost.bounds import tight_bound_s
@@ -130,6 +131,15 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
     assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
     assert mean_rows([rows["flexsp"], rows["flexsp"]])[0].note == rows["flexsp"].note
+
+
+def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None:
+    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "flexsp") for ranks in (8, 1024)]
+    assert missing([replace(row, note="") for row in everywhere]) == []
+    noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
+    assert missing(noted) == ["Megatron main: not installed"]
+    noted[-1] = replace(noted[-1], note="too long")
+    assert missing(noted) == ["Megatron main: not installed", "FlexSP-like, 1,024 ranks: too long"]
 
 
 def test_means_are_means(rows: dict[str, Row]) -> None:

@@ -1,15 +1,19 @@
 """`longctx plan` from the command line: drawing, JSON, picture, stores, and what it says about bad input."""
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from longctx.cli import main
 from longctx.commands.plan import parse_bins
+from longctx.comparison.baselines import plan_fixed_static
+from longctx.comparison.mixes import load_mix
 from longctx.config import load
 from longctx.planning.assignment import Assignment
 from longctx.planning.cost.bounds import tight_bound_s
@@ -21,6 +25,14 @@ from longctx.planning.planners.bins import derived_bins
 from longctx.plots.terminal import MOST_ROWS, draw_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
+
+
+LENGTHS = [30000, 500, 700, 12000, 40]
+
+
+def flat(capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns what was printed as one line, however the terminal broke it."""
+    return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture
@@ -37,7 +49,7 @@ def plan(lengths: Path, *more: str, ranks: int = 4, tokens: int = 8192) -> int:
 def test_json_is_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(lengths, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    made = make_plan([30000, 500, 700, 12000, 40], ranks=4, tokens_per_rank=8192, profile=H100)
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
     assert data.pop("planning_ms") > 0
     assert made.lower_bound_s <= data.pop("tight_bound_s") == tight_bound_s(made) <= made.makespan_s
     expected = made.to_json()
@@ -54,7 +66,42 @@ def test_drawing_shows_rings_across_ranks(lengths: Path, capsys: pytest.CaptureF
     assert "no plan takes less than" in out
     rows = [line for line in out.splitlines() if line.startswith("rank ")]
     assert len(rows) == 4
-    assert all("AAA" in row for row in rows)
+    assert all("▏0═══" in row and "▏3═══" in row for row in rows)
+    assert "as fast as fixed static" not in out, "it is static itself"
+
+
+def test_the_gain_over_fixed_static_is_said_first(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(lengths) == 0
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
+    fixed = plan_fixed_static(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, degree=4)
+    speedup = f"{fixed.makespan_s / made.makespan_s:.2f}×"
+    assert f"{speedup} as fast as fixed static: degree 4 for every document takes {fixed.makespan_s:.4g} s" in flat(capsys)
+
+
+def test_no_two_documents_have_the_same_sign() -> None:
+    """200 documents on 8 ranks: every number on a row is of a document that the rank holds, and is there once."""
+    made = make_plan([6000, 3000, 30_000, 900] * 50, ranks=8, tokens_per_rank=16384, profile=H100)
+    console = Console(width=4000)
+    with console.capture() as captured:
+        draw_plan(made, console)
+    rows = [line for line in captured.get().splitlines() if line.startswith("rank ")]
+    ranks: dict[int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        for number, line in re.findall("▏([0-9]+)([═─]?)", row):
+            ranks.setdefault(int(number), []).append(rank)
+            assert line != "─" or ranks[int(number)] == [rank]
+    placed = {p.document: list(p.ring) for placements in made.micro_batches for p in placements}
+    assert {document: placed[document] for document in ranks} == ranks
+    assert len(ranks) > 100
+
+
+def test_a_number_is_written_whole_or_not_at_all() -> None:
+    made = make_plan([500] * 300, ranks=2, tokens_per_rank=16384, profile=H100)
+    console = Console(width=60)
+    with console.capture() as captured:
+        draw_plan(made, console)
+    rows = [line for line in captured.get().splitlines() if line.startswith("rank ")]
+    assert all(re.fullmatch("rank [01] [ │▏─·]+", row) for row in rows)
 
 
 def test_drawing_groups_many_ranks() -> None:
@@ -75,6 +122,32 @@ def test_picture(lengths: Path, tmp_path: Path, suffix: str, capsys: pytest.Capt
     content = picture.read_bytes()
     assert content.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in content
     assert len(content) > 5000
+
+
+def test_a_picture_says_what_it_shows(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100)
+    fixed = plan_fixed_static(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, degree=4)
+    picture = tmp_path / "plan.png"
+    assert plan(lengths, "--png", str(picture)) == 0
+    with Image.open(picture) as image:
+        shown = json.loads(image.info["Description"])
+    assert [panel["plan"] for panel in shown["panels"]] == [fixed.hash, made.hash], "the baseline stands above"
+    assert shown["speedup"] == f"{fixed.makespan_s / made.makespan_s:.2f}×"
+    assert shown["panels"][0]["name"] == f"Fixed static, degree 4 for all: {fixed.makespan_s:.3g} s"
+    assert plan(lengths, "--mode", "static", "--png", str(picture)) == 0
+    with Image.open(picture) as image:
+        assert len(json.loads(image.info["Description"])["panels"]) == 1
+
+
+def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["plan", "--mix", "wlb_128k", "--ranks", "8", "--tokens-per-rank", "16384", "--json"]
+    assert main(request) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["lengths"] == load_mix("wlb_128k").draw(32, seed=0)
+    assert main([*request, "--documents", "5", "--seed", "3"]) == 0
+    assert json.loads(capsys.readouterr().out)["lengths"] == load_mix("wlb_128k").draw(5, seed=3)
+    assert main([*request, "--global-tokens", "100"]) == 2
+    assert "--global-tokens needs a store, but wlb_128k is a mix" in capsys.readouterr().err
 
 
 def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,6 +183,8 @@ def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: 
         (["--degree", "2"], "degree is 2, but mode is auto"),
         (["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
         (["--global-tokens", "100"], "--global-tokens needs a store"),
+        (["--seed", "1"], "--seed needs --mix"),
+        (["--png", "missing/plan.png"], "missing/plan.png cannot be written"),
     ],
 )
 def test_contradictions_are_named(lengths: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +226,7 @@ def test_bins_say_what_they_hold(lengths: Path, capsys: pytest.CaptureFixture[st
         (40000, 4, 1, 30000),
     ]
     bins = {600: 1, 12000: 2, 20000: 3, 40000: 4}
-    made = make_plan([30000, 500, 700, 12000, 40], ranks=4, tokens_per_rank=8192, profile=H100, mode="bins", bins=bins)
+    made = make_plan(LENGTHS, ranks=4, tokens_per_rank=8192, profile=H100, mode="bins", bins=bins)
     assert data["hash"] == made.hash
     times = score(made.profile, np.array(made.lengths), Assignment.of(made), 4)
     assert sum(row["seconds"] for row in data["bins"]) == pytest.approx(int((times.time - times.exposed).sum()) / 4e9)

@@ -5,11 +5,17 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from longctx.commands.output import check_writable, given_options
+from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.hardware_profile import shipped_profiles
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
+
+if TYPE_CHECKING:
+    from longctx.planning.plan import Plan
 
 SUMMARY = "Plan one step from document lengths, without training"
 DEFAULT_PROFILE = "h100-nvlink-ib"
@@ -18,10 +24,13 @@ LENGTHS_HELP = "document lengths: a text file with one length per line, or a sto
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
 """Default size of a step, in full micro-batches."""
+DEFAULT_DOCUMENTS_PER_RANK = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lengths", type=Path, required=True, metavar="FILE|STORE", help=LENGTHS_HELP)
+    lengths = parser.add_mutually_exclusive_group(required=True)
+    lengths.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=LENGTHS_HELP)
+    lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain")
     parser.add_argument(
         "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
@@ -46,15 +55,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
-    parser.add_argument(
+    step = parser.add_argument_group("step")
+    step.add_argument(
         "--global-tokens",
         type=int,
-        help=f"tokens of the step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
+        help=f"tokens per step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
-    parser.add_argument(
+    step.add_argument(
+        "--documents",
+        type=int,
+        metavar="D",
+        help=f"documents per step, mix only (default: {DEFAULT_DOCUMENTS_PER_RANK} per rank)",
+    )
+    step.add_argument("--seed", type=int, help="seed of the draw, mix only (default: 0)")
+    output = parser.add_argument_group("output")
+    output.add_argument(
         "--json", action="store_true", help="print the plan as JSON, with the tight lower bound, and the table of mode bins"
     )
-    parser.add_argument("--png", type=Path, metavar="F", help="write a picture of the plan (.png, .svg or .pdf)")
+    output.add_argument(
+        "--png",
+        type=Path,
+        metavar="F",
+        help="draw the plan into this file (.png, .svg or .pdf), below fixed static: one degree for all documents",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,12 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.png and arguments.png.suffix not in PICTURES:
         raise UserError(f"--png is {arguments.png}: the file name must end in one of {', '.join(PICTURES)}")
+    check_writable(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule)
-    lengths, source = _lengths(arguments)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
+    step = _step(arguments)
     planned = preset_profile(arguments.profile, arguments.model, pipeline, arguments.ranks, arguments.tokens_per_rank)
     plan = make_plan(
-        lengths,
+        step.lengths,
         ranks=arguments.ranks,
         tokens_per_rank=arguments.tokens_per_rank,
         profile=planned.profile,
@@ -81,13 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
         bins=arguments.bins,
         pipeline=pipeline,
     )
+    baseline = _fixed_static(plan, step.longest)
     bins = None
     if plan.mode == "bins":
         bins = fill_bins(plan, arguments.bins or derived_bins(plan.profile, plan.ranks, plan.tokens_per_rank))
     if arguments.png:
-        from longctx.plots.picture import save_plan
-
-        save_plan(plan, arguments.png)
+        _save(plan, baseline, f"lengths: {step.source}; times: modelled, profile {planned.name}", arguments.png)
     print(*planned.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
         more = {} if bins is None else {"bins": [asdict(row) for row in bins]}
@@ -98,10 +121,38 @@ def run(arguments: argparse.Namespace) -> int:
         from longctx.plots.terminal import draw_plan
 
         console = Console()
-        draw_plan(plan, console, source)
+        draw_plan(plan, console, step.source, baseline)
         if bins is not None:
             print_bins(bins, console)
     return 0
+
+
+def _fixed_static(plan: "Plan", longest: int) -> "Plan | None":
+    """Returns the plan of the same documents at one fixed degree; None for a plan that is static or in a pipeline itself."""
+    from longctx.comparison.baselines import plan_fixed_static
+    from longctx.comparison.baselines.fixed_static import fixed_degree
+
+    if plan.mode == "static" or plan.pipeline.ranks > 1:
+        return None
+    return plan_fixed_static(
+        plan.lengths,
+        ranks=plan.ranks,
+        tokens_per_rank=plan.tokens_per_rank,
+        profile=plan.profile,
+        degree=fixed_degree(longest, plan.ranks, plan.tokens_per_rank),
+    )
+
+
+def _save(plan: "Plan", baseline: "Plan | None", source: str, path: Path) -> None:
+    from longctx.plots.picture import Panel, save_plans
+
+    if baseline is None:
+        panels = [Panel(f"{plan.mode.capitalize()} ({plan.winner})", plan)]
+    else:
+        degree = baseline.winner.removeprefix("static:")
+        names = {"auto": "Dynamic, a degree for each document", "bins": "Bins, a degree for each class of lengths"}
+        panels = [Panel(f"Fixed static, degree {degree} for all", baseline), Panel(names[plan.mode], plan)]
+    save_plans(panels, source, path)
 
 
 def parse_bins(text: str) -> dict[int, int]:
@@ -140,23 +191,42 @@ def read_lengths(path: Path) -> list[int]:
     return lengths
 
 
-def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
-    """Returns the document lengths of the step, and a description of their source."""
+class _Step(NamedTuple):
+    """Documents of a step: their lengths, the source in words, and the longest document of the data set."""
+
+    lengths: list[int]
+    source: str
+    longest: int
+
+
+def _step(arguments: argparse.Namespace) -> _Step:
+    """Returns the documents to plan. Raises UserError for options of another source of lengths."""
     path: Path = arguments.lengths
-    if path.is_dir():
+    if arguments.mix is None and (given := given_options(arguments, "documents", "seed")):
+        raise UserError(f"{given[0]} needs --mix, but the lengths come from {path}: omit it")
+    if arguments.global_tokens is not None and (arguments.mix or not path.is_dir()):
+        raise UserError(
+            f"--global-tokens needs a store, but {arguments.mix or path} is {'a mix' if arguments.mix else 'a file'}, which is "
+            "planned as one step: omit it"
+        )
+    if arguments.mix or path.is_dir():
         return _first_step(arguments)
-    if arguments.global_tokens is not None:
-        raise UserError(f"--global-tokens needs a store, but {path} is a file, which is planned as one step: omit it")
-    return read_lengths(path), str(path)
+    lengths = read_lengths(path)
+    return _Step(lengths, str(path), max(lengths))
 
 
-def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
-    """Returns the document lengths of the first training step on this store, and a description of it."""
-    from longctx.comparison.steps import store_source
+def _first_step(arguments: argparse.Namespace) -> _Step:
+    """Returns the documents of a step drawn from a mix, or of the first step of training on a store."""
+    from longctx.comparison.steps import mix_source, store_source
     from longctx.planning.layout import longest_document
 
     ranks, capacity = arguments.ranks, arguments.ranks * arguments.tokens_per_rank
+    longest = longest_document(ranks, arguments.tokens_per_rank) or capacity
+    if arguments.mix:
+        source = mix_source(arguments.mix, arguments.documents, DEFAULT_DOCUMENTS_PER_RANK, arguments.seed or 0, steps=1)
+        (lengths,), _ = source.draw(ranks, longest)
+        return _Step(lengths, f"mix {arguments.mix}, seed {arguments.seed or 0}", max(lengths))
     tokens = DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens
     source = store_source(arguments.lengths, lambda _: tokens, seed=0, steps=1, long_documents="split")
-    (lengths,), _ = source.draw(ranks, longest_document(ranks, arguments.tokens_per_rank) or capacity)
-    return lengths, source.words
+    (lengths,), _ = source.draw(ranks, longest)
+    return _Step(lengths, source.words, longest if source.data_set is None else min(longest, int(source.data_set.max())))

@@ -100,8 +100,17 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
 
 
 def missing(rows: Sequence[Row]) -> list[str]:
-    """Returns a line on every planner without a plan: number of ranks and reason."""
-    return list(dict.fromkeys(f"{TITLES[row.planner]}, {row.ranks} ranks: {row.note}" for row in rows if row.note))
+    """Returns one line for each planner and reason why it has no plan, with the numbers of ranks unless it has none at all."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.note:
+            ranks.setdefault((row.planner, row.note), []).append(f"{row.ranks:,}")
+    everywhere = len({row.ranks for row in rows})
+    lines = []
+    for (planner, note), numbers in ranks.items():
+        where = "" if len(numbers) == everywhere else f", {', '.join(numbers)} ranks"
+        lines.append(f"{TITLES[planner]}{where}: {note}")
+    return lines
 
 
 def times(speedup: float | None) -> str:

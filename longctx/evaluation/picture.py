@@ -7,7 +7,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
 from longctx.evaluation.retrieval import Cell, Grid
-from longctx.plots.picture import INK, QUIET
+from longctx.plots.charts import INK, QUIET
 
 SHARES = LinearSegmentedColormap.from_list("shares", ["#f7f4ee", "#8fbfe0", "#1f5c99"])
 

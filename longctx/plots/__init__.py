@@ -1,1 +1,1 @@
-"""Plans as pictures: in a file, on a terminal, as a table of bins."""
+"""Pictures, terminal drawings and HTML pages of plans and of training runs."""

@@ -1,6 +1,6 @@
-"""The table of a plan by bins: which lengths get which degree, and what the documents of the step in each bin amount to.
+"""Table of a plan by bins: the degree of every class of lengths, and the documents of the step in it.
 
-It is printed as the settings of a run, with the figures as comments, so that it can be pasted into a file.
+The table is printed as settings of a run, with the figures as comments, so that it can be pasted into a file.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from longctx.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Bin:
-    """Documents up to `longest` tokens, longer than those of the bin before, get `degree`.
+    """Documents of at most `longest` tokens, and more than in the previous bin, get `degree`.
 
-    `seconds` is what they take in the step for linear layers and attention, the mean over all ranks.
+    `seconds` is their time in linear layers and attention, the mean over all ranks.
     """
 
     longest: int
@@ -28,7 +28,7 @@ class Bin:
 
 
 def fill_bins(plan: Plan, table: Mapping[int, int]) -> list[Bin]:
-    """Every bin of `table` ({longest: degree}), ascending, with the documents of the plan that it holds."""
+    """Returns every bin of `table` ({longest: degree}), ascending, with its documents of the plan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     bounds = sorted(table)
     index = np.minimum(np.searchsorted(bounds, lengths), len(bounds) - 1)  # see derived_degrees

@@ -1,12 +1,14 @@
-"""Degree classes and their colours, the same in every drawing: 1, 2, 3–4, 5–8, … from pale for one rank to dark for many."""
+"""Degree classes and their colours, the same in every drawing: 1, 2, 3–4, 5–8, … from blue within a node to red and violet."""
 
 from longctx.planning.plan import Plan
 
 COLOURS = (
-    *("#cfe0ee", "#8fbfe0", "#3f8fc5", "#1f5c99"),  # within a node of 8
-    *("#f4b942", "#e8833a", "#cf4b3e", "#932f5e", "#5b2a6e", "#3b1d4a", "#1d1128"),
+    *("#7cc0f2", "#3b96de", "#1c69b5", "#123f7a"),  # within a node of 8
+    *("#f5b32c", "#ec7d26", "#d6402f", "#a22162", "#6b2380", "#472063", "#2c1444"),
 )
 """Colour of class i: degrees above 2^(i-1) up to 2^i."""
+DARK_TEXT_ON = frozenset({0, 1, 4, 5})
+"""Classes whose colour needs dark text on it."""
 
 
 def degree_class(degree: int) -> int:
@@ -26,7 +28,7 @@ def class_name(index: int) -> str:
 
 
 def by_class(plan: Plan) -> dict[int, tuple[int, int]]:
-    """Documents and tokens of every degree class in use, ascending."""
+    """Number of documents and of tokens in every degree class in use, ascending."""
     result: dict[int, tuple[int, int]] = {}
     for placements in plan.micro_batches:
         for p in placements:

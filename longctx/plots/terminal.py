@@ -1,11 +1,9 @@
-"""Terminal drawing of a plan: what was chosen and how good it is, degrees, and ranks over time.
+"""Terminal drawing of a plan: the choice and its quality, degrees, and ranks over time.
 
-A letter is a document: capitals are rings, and the same capital on neighbouring rows is one ring; small letters stand on one
-rank. Colour is the degree. Without colour (a file, a pipe) the letters say the same.
+Every document is drawn with its number, counted from 0 in the order of the lengths. Double lines are rings (the same number on
+neighbouring rows is one document), single lines are documents on one rank. Colour is the degree; without colour (a file, a
+pipe) lines and numbers say the same.
 """
-
-import itertools
-import string
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,32 +11,44 @@ from rich.text import Text
 
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.plan import Plan
-from longctx.plots.colours import by_class, class_name, colour
+from longctx.plots.colours import DARK_TEXT_ON, by_class, class_name, colour, degree_class
 from longctx.plots.timeline import Timeline, timeline
 
 MOST_ROWS = 32
-IDLE, WAIT, LAUNCH = "·", "~", "│"
+EDGE, RING, SINGLE, IDLE, WAIT, LAUNCH = "▏", "═", "─", "·", "~", "│"
 BAR = 24
 
 
-def draw_plan(plan: Plan, console: Console, source: str = "") -> None:
-    """Prints the plan to a console of any width from 40 columns on. `source` says where the lengths come from."""
-    _header(plan, console, source)
+def draw_plan(plan: Plan, console: Console, source: str = "", baseline: Plan | None = None) -> None:
+    """Prints the plan to a console of at least 40 columns.
+
+    Args:
+        source: the source of the lengths, in words.
+        baseline: a static plan of the same documents that the plan is compared with.
+    """
+    _header(plan, console, source, baseline)
     _degrees(plan, console)
     _ranks_over_time(plan, console)
 
 
-def _header(plan: Plan, console: Console, source: str) -> None:
+def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) -> None:
     tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
     lines = [
         f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × {plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
         + (f"   from {escape(source)}" if source else ""),
-        f"makespan [bold]{plan.makespan_s:.4g} s[/bold]   bound {plan.lower_bound_s:.4g} s   gap [bold]{plan.gap:.1%}[/bold]   "
-        f"exposed {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
+        f"step time [bold]{plan.makespan_s:.4g} s[/bold] (modelled)   lower bound {plan.lower_bound_s:.4g} s   "
+        f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
         f"no plan takes less than {tight_s:.4g} s: {unavoidable_gap(tight_s, plan.lower_bound_s):.1%} of gap is unavoidable",
-        f"{len(plan.micro_batches)} micro-batches   stages {_ranges(plan.stages)}   planned in {plan.planning_ms:.0f} ms",
+        f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
+        f"exchange stages {_ranges(plan.stages)}   planned in {plan.planning_ms:.0f} ms",
     ]
+    if baseline is not None:
+        lines.insert(
+            2,
+            f"[bold]{baseline.makespan_s / plan.makespan_s:.2f}×[/bold] as fast as fixed static: degree "
+            f"{baseline.winner.removeprefix('static:')} for every document takes {baseline.makespan_s:.4g} s",
+        )
     if (pipeline := plan.pipeline).ranks > 1:
         chunks = f" × {pipeline.chunks} chunks" if pipeline.chunks > 1 else ""
         lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}, {pipeline.schedule}   bubble {plan.bubble_share:.1%}")
@@ -51,7 +61,7 @@ def _ranges(stages: tuple[int, ...]) -> str:
 
 
 def _degrees(plan: Plan, console: Console) -> None:
-    """A histogram: documents of every degree class, and the share of tokens they carry as a bar."""
+    """Prints a histogram: the number of documents in every degree class, and their share of the tokens as a bar."""
     console.print()
     console.print(f"{'degree':>9} {'documents':>10}  share of tokens", style="dim", highlight=False)
     total = sum(plan.lengths)
@@ -68,33 +78,37 @@ def _ranks_over_time(plan: Plan, console: Console) -> None:
     margin = len(str(plan.ranks - 1)) + 6
     width = max(20, console.width - margin - 1)
     console.print()
-    shown = "" if group == 1 else f"   a row stands for {group} ranks and shows the first"
+    shown = "" if group == 1 else f"   one row per {group} ranks, which shows the first of them"
     console.print(f"ranks over time{shown}", style="dim", highlight=False)
-    letters = _letters(times)
     for rank in range(0, plan.ranks, group):
         line = Text(f"{f'rank {rank}':>{margin - 1}} ")
-        for letter, style in _row(times, letters, rank, width):
+        for letter, style in _row(times, rank, width):
             line.append(letter, style=style)
         console.print(line, no_wrap=True, overflow="crop")
     stop = f"{times.makespan_s:.4g} s"
     console.print(" " * margin + "0 s" + stop.rjust(width - 3), style="dim", highlight=False)
-    legend = f"A ring on all its rows   a on one rank   {WAIT} waits for K and V   {IDLE} idle   {LAUNCH} launch"
-    console.print(legend, style="dim", highlight=False)
+    legend = [
+        f"{EDGE}7{RING * 3} document 7 in a ring, on each of its rows",
+        f"{EDGE}8{SINGLE * 3} document 8 on one rank",
+        f"{EDGE} a document too short for its number",
+        *([f"{WAIT} waits for K and V"] if times.waits else []),
+        f"{IDLE} idle",
+        f"{LAUNCH} micro-batch begins",
+        "blank: launch, optimizer",
+    ]
+    console.print("   ".join(words.replace(" ", "\u00a0") for words in legend), style="dim", highlight=False)
 
 
-def _letters(times: Timeline) -> dict[int, str]:
-    """A letter for every document, in the order of the timeline, so that neighbours differ."""
-    rings, singles = itertools.cycle(string.ascii_uppercase), itertools.cycle(string.ascii_lowercase)
-    return {block.document: next(rings if block.degree > 1 else singles) for block in times.blocks}
-
-
-def _row(times: Timeline, letters: dict[int, str], rank: int, width: int) -> list[tuple[str, str]]:
-    """(letter, style) of every column: what the rank does in the middle of that slice of time."""
+def _row(times: Timeline, rank: int, width: int) -> list[tuple[str, str]]:
+    """Returns (character, style) of every column: what the rank does in the middle of that slice of time."""
     cells = [(" ", "")] * width
     scale = width / times.makespan_s if times.makespan_s > 0 else 0.0
 
+    def columns(start_s: float, stop_s: float) -> range:
+        return range(round(start_s * scale), min(width, round(stop_s * scale)))
+
     def paint(start_s: float, stop_s: float, letter: str, style: str) -> None:
-        for column in range(round(start_s * scale), min(width, round(stop_s * scale))):
+        for column in columns(start_s, stop_s):
             cells[column] = (letter, style)
 
     for start_s, stop_s in times.micro_batches:
@@ -102,9 +116,11 @@ def _row(times: Timeline, letters: dict[int, str], rank: int, width: int) -> lis
     for block in times.blocks:
         index = rank - block.first_rank
         if 0 <= index < block.degree:
-            ink = "black" if block.degree <= 4 else "white"
-            style = f"{ink} on {colour(block.degree)}"
-            paint(block.start_s[index], block.stop_s[index], letters[block.document], style)
+            ink = "black" if degree_class(block.degree) in DARK_TEXT_ON else "white"
+            slot = columns(block.start_s[index], block.stop_s[index])
+            words = _words(block.document, block.degree, len(slot))
+            for column, letter in zip(slot, words, strict=True):
+                cells[column] = (letter, f"{ink} on {colour(block.degree)}")
     for wait in times.waits:
         if wait.rank == rank:
             paint(wait.start_s, wait.stop_s, WAIT, "red")
@@ -112,3 +128,10 @@ def _row(times: Timeline, letters: dict[int, str], rank: int, width: int) -> lis
         column = max(0, round(start_s * scale) - 1)
         cells[column] = (LAUNCH, "dim")
     return cells
+
+
+def _words(document: int, degree: int, width: int) -> str:
+    """Returns `width` characters for a document: an edge, its number if there is room for all of it, and a line."""
+    number = f"{EDGE}{document}"
+    start = number if len(number) <= width else EDGE
+    return start.ljust(width, RING if degree > 1 else SINGLE)[:width]

@@ -1,7 +1,7 @@
-"""Timeline: when every rank works on which document under a plan, as plain data for the drawings.
+"""Timeline of a plan: when every rank works on which document, as plain data for the drawings.
 
-The cost model knows how long a rank is busy in a micro-batch, not in which order; here widest rings come first, so that a
-ring's ranks work on it at the same time where they can, and a rank waits for K and V at the end.
+The cost model gives the busy time of a rank in a micro-batch, not an order. The timeline puts the widest rings first, so that
+the ranks of a ring work on it at the same time where possible, and waiting for K and V last.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from longctx.planning.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i] of the step."""
+    """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i], in seconds of the step."""
 
     document: int
     degree: int
@@ -28,7 +28,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank waits for K and V that its attention could not hide."""
+    """Time in which a rank waits for an exchange of K and V that attention could not hide."""
 
     micro_batch: int
     rank: int
@@ -40,8 +40,8 @@ class Wait:
 class Timeline:
     """A step under a plan: blocks in the order in which ranks run them, waits, and (start, stop) of every micro-batch.
 
-    Before the start of a micro-batch lies its launch; after the last one the fixed cost of the step and the bubble of a
-    pipeline, up to the makespan.
+    The launch of a micro-batch precedes its start. The fixed cost of the step and the bubble of a pipeline follow the last
+    micro-batch, up to the makespan.
     """
 
     ranks: int
@@ -52,7 +52,7 @@ class Timeline:
 
 
 def timeline(plan: Plan) -> Timeline:
-    """Computes the timeline of a plan; it ends at the plan's makespan."""
+    """Returns the timeline of a plan, which ends at the makespan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     result = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)

@@ -1,0 +1,157 @@
+"""Reads the steps of a run from its metrics.jsonl, also while the run is writing, and summarizes them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from longctx.errors import UserError
+from longctx.plots.colours import degree_class
+
+LOG = "metrics.jsonl"
+PARTS = {
+    "attention_s": "attention",
+    "exchange_wait_s": "exchange wait",
+    "bubble_s": "pipeline bubble",
+    "optimizer_s": "optimizer",
+    "rest_s": "rest",
+    "data_s": "data wait",
+}
+"""Parts of the step time: column → name. `data_s` is the step time without the other parts."""
+LAST = 10
+"""Number of steps whose mean is the final loss."""
+PAUSED = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """Steps of one run, ascending.
+
+    Attributes:
+        name: short name for legends, unique among the runs that were read together.
+        path: run folder.
+        steps: lines of metrics.jsonl as plain data; see `longctx.training.metrics.StepMetrics`.
+        damaged: number of lines that could not be read, without the last one.
+    """
+
+    name: str
+    path: Path
+    steps: Sequence[Mapping[str, Any]]
+    damaged: int = 0
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """Returns steps and values of one metric; steps without a value are left out."""
+        pairs = [(int(step["step"]), float(step[name])) for step in self.steps if step.get(name) is not None]
+        return [number for number, _ in pairs], [value for _, value in pairs]
+
+    def usual(self) -> Sequence[Mapping[str, Any]]:
+        """Returns the steps for times: without the first, which also compiles, and without steps in which something paused.
+
+        A step with a measured over predicted time of more than PAUSED times the median is a pause.
+        """
+        steps = self.steps[1:] if len(self.steps) > 2 else self.steps
+        most = PAUSED * median(map(_over_predicted, steps))
+        return [step for step in steps if _over_predicted(step) <= most]
+
+    def tokens_per_s(self) -> tuple[list[int], list[float]]:
+        """Returns steps and tokens per second over all ranks."""
+        return [int(s["step"]) for s in self.steps], [s["tokens"] / s["step_time_s"] for s in self.steps]
+
+    def split(self) -> dict[str, float]:
+        """Returns the mean seconds per step of every part of PARTS, over the usual steps."""
+        rows = [{part: float(step.get(part) or 0.0) for part in PARTS if part != "data_s"} for step in self.usual()]
+        for row, step in zip(rows, self.usual(), strict=True):
+            row["data_s"] = max(0.0, step["step_time_s"] - sum(row.values()))
+        return {part: fmean(row[part] for row in rows) for part in PARTS}
+
+    def over_predicted(self) -> float:
+        """Returns the median of measured over predicted step time."""
+        return median(map(_over_predicted, self.usual()))
+
+    def degrees(self) -> dict[int, list[int]]:
+        """Returns the number of documents of every step by degree class, ascending; see `degree_class`."""
+        counts: dict[int, list[int]] = {}
+        for i, step in enumerate(self.steps):
+            for degree, documents in step["degrees"].items():
+                row = counts.setdefault(degree_class(int(degree)), [0] * len(self.steps))
+                row[i] += documents
+        return dict(sorted(counts.items()))
+
+
+def _over_predicted(step: Mapping[str, Any]) -> float:
+    return float(step["step_time_s"]) / float(step["predicted_s"])
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Reads several runs. Raises UserError if a run cannot be read or is given twice."""
+    for i, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:i]]:
+            raise UserError(f"run {path} is given twice: leave one out")
+    names = [path.resolve().name for path in paths]
+    return [read_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)]
+
+
+def read_run(path: Path, name: str) -> Run:
+    """Reads one run folder. A damaged last line is being written, and is left out.
+
+    Raises UserError without such a folder, without metrics.jsonl, and without a complete step.
+    """
+    if not path.is_dir():
+        raise UserError(f"no run {path}: {'it is a file' if path.exists() else 'no such folder'}; give the folder of a run")
+    if not (path / LOG).is_file():
+        inside = sorted(log.parent for log in path.glob(f"*/{LOG}"))
+        way_out = f"give {', '.join(map(str, inside[:3]))}" if inside else "give the folder of a run (train.run_dir)"
+        raise UserError(f"{path} holds no {LOG}, which training writes after its first step: {way_out}")
+    steps: dict[int, Mapping[str, Any]] = {}
+    damaged: list[int] = []
+    lines = (path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
+        if (step := _step(line)) is None:
+            damaged.append(number)
+        else:
+            steps[step["step"]] = step
+    if not steps:
+        raise UserError(f"{path / LOG} holds no complete step yet: wait for the first one, or see why training stopped")
+    return Run(name, path, [steps[number] for number in sorted(steps)], len([n for n in damaged if n < len(lines)]))
+
+
+def _step(line: str) -> Mapping[str, Any] | None:
+    """Returns the step of a line; None if the line is cut off or is not a step."""
+    try:
+        step = json.loads(line)
+        typed = isinstance(step["step"], int) and isinstance(step["loss"], float) and isinstance(step["degrees"], dict)
+        return step if typed and min(step["tokens"], step["step_time_s"], step["predicted_s"]) > 0 else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+    """Returns headings (the runs) and lines (one per figure), in words."""
+    columns = [_figures(run) for run in runs]
+    shown = [name for name in columns[0] if any(column[name] for column in columns)]
+    return ["", *(run.name for run in runs)], [[name, *(column[name] or "—" for column in columns)] for name in shown]
+
+
+def _figures(run: Run) -> dict[str, str]:
+    """Returns name → value of every figure of a run; empty values where the run has none."""
+    usual, split = run.usual(), run.split()
+    held_out = run.column("validation_loss")[1]
+    degrees = sorted({int(degree) for step in run.steps for degree in step["degrees"]})
+    return {
+        "steps": f"{run.steps[0]['step']:,} to {run.steps[-1]['step']:,}",
+        "loss, first step": f"{run.steps[0]['loss']:.3f}",
+        f"loss, last {LAST} steps": f"{fmean(step['loss'] for step in run.steps[-LAST:]):.3f}",
+        "loss, held out": f"{held_out[-1]:.3f}" if held_out else "",
+        "tokens/s, all ranks": f"{median(step['tokens'] / step['step_time_s'] for step in usual):,.0f}",
+        "step time": f"{median(step['step_time_s'] for step in usual):.3g} s",
+        "measured / predicted": f"{run.over_predicted():.2f}×",
+        **{PARTS[part]: f"{split[part] / sum(split.values()):.1%}" if split[part] else "" for part in PARTS},
+        "degrees": " ".join(map(str, degrees)) if len(degrees) < 8 else f"{degrees[0]} to {degrees[-1]}",
+        "peak memory": _memory(max(step.get("peak_memory_bytes") or 0 for step in run.steps)),
+    }
+
+
+def _memory(size: float) -> str:
+    return "" if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
