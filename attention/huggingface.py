@@ -120,7 +120,6 @@ def model_inputs(
     *,
     group: dist.ProcessGroup | None = None,
     kernel: str = "auto",
-    stages: int | None = None,
     keep_kv: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
@@ -132,7 +131,7 @@ def model_inputs(
         target_tokens: targets of the whole step, over all ranks. `loss` of the model's output is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: no labels are
             given and the model computes no loss; use `batch.labels`, which are shifted already.
-        group, kernel, stages, keep_kv: see `ring_attention`.
+        group, kernel, keep_kv: see `ring_attention`.
         device: where the model is.
 
     Every rank runs the model on every micro-batch, in the same order. A rank without tokens gets one token of padding.
@@ -154,7 +153,6 @@ def model_inputs(
             scale=scale,
             softcap=softcap,
             kernel=kernel,
-            stages=stages,
             keep_kv=keep_kv,
             device=device,
         )

@@ -38,7 +38,6 @@ def ring_attention(
     softcap: float = 0.0,
     sink_logits: torch.Tensor | None = None,
     kernel: str = "auto",
-    stages: int | None = None,
     keep_kv: bool = False,
     ranks_per_node: int | None = None,
 ) -> torch.Tensor:
@@ -55,7 +54,6 @@ def ring_attention(
         softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 leaves them.
         sink_logits: [q_heads], a learned logit that takes its share of every softmax and gives nothing, as in gpt-oss.
         kernel: auto, or the name of a kernel (`longctx.attention.kernels.KERNELS`).
-        stages: exchange stages, the plan's if None. More stages hold less of K and V at once.
         keep_kv: hold received K and V until backward instead of fetching them again.
         ranks_per_node: rows cross the network once for each node of so many consecutive ranks, and go on inside it; None: they
             go straight to every rank that needs them.
@@ -70,7 +68,6 @@ def ring_attention(
         scale=scale,
         softcap=softcap,
         kernel=kernel,
-        stages=stages,
         keep_kv=keep_kv,
         ranks_per_node=ranks_per_node,
         device=q.device,
@@ -93,7 +90,6 @@ class RingAttention(CheckedAttention):
         scale: float | None = None,
         softcap: float = 0.0,
         kernel: str = "auto",
-        stages: int | None = None,
         keep_kv: bool = False,
         ranks_per_node: int | None = None,
         device: torch.device | str = "cpu",
@@ -109,7 +105,7 @@ class RingAttention(CheckedAttention):
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
         super().__init__(layout, group, device)
-        self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
+        self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.number = operator.register(self)

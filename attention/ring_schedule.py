@@ -84,16 +84,15 @@ class Schedule:
     def build(
         cls,
         layout: Layout,
-        stages: int | None = None,
         device: torch.device | str = "cpu",
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
     ) -> "Schedule":
-        """Derives the schedule from a layout; `stages` None takes the plan's. Index tensors live on `device`.
+        """Derives the schedule from a layout. Index tensors live on `device`.
 
         With `ranks_per_node`, rings that cross nodes of so many consecutive ranks exchange in two levels.
         """
-        wanted = layout.stages if stages is None else stages
+        wanted = layout.stages
         if wanted < 1:
             raise ValueError(f"stages is {wanted}: an exchange has at least one stage; 1 gathers everything at once")
         documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]

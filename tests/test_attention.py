@@ -374,7 +374,7 @@ def test_causal_calls_are_few() -> None:
     """One causal segment a document for local keys, and at most two calls of dense segments for a stage."""
     for rank in range(MIXED.ranks):
         for stages in (1, 2, 3):
-            schedule = Schedule.build(MIXED.layout(rank), stages)
+            schedule = Schedule.build(replace(MIXED, exchange_stages=stages).layout(rank))
             (local,) = schedule.local
             assert len(local.segments) == len(schedule.layout.shards) and all(segment.causal for segment in local.segments)
             assert all(len(stage.calls) <= 2 for stage in schedule.stages)
@@ -468,7 +468,7 @@ def test_settings_that_do_not_fit() -> None:
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
         choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
     with pytest.raises(ValueError, match="at least one stage"):
-        ring_attention(x, x, x, ALONE.layout(0), stages=0)
+        ring_attention(x, x, x, replace(ALONE, exchange_stages=0).layout(0))
     with pytest.raises(AttentionInputError, match="not initialised"):
         RingAttention(MIXED.layout(0))
 
