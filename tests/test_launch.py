@@ -5,12 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from longctx.cli import main
+from longctx.commands.output import GRACE_S, said_once
+from longctx.errors import UserError
+from longctx.parallel.mesh import Launch
 from longctx.training.metrics import StepMetrics
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
@@ -115,7 +120,40 @@ def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp
 
 
 def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
-    code = "from longctx.parallel.launch import launch; raise SystemExit(launch(2, 'longctx', ['train', 'nowhere.yaml']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "longctx", "train", "nowhere.yaml", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.count("no configuration file nowhere.yaml") == 1 and "Traceback" not in done.stderr
+
+
+def test_a_command_starts_its_processes(tmp_path: Path) -> None:
+    """`train --processes 2` is a run on two ranks, which prints each line once and ends with the status of its processes."""
+    run = tmp_path / "run"
+    settings = [*SMALL, f"data.store={make_store(tmp_path)}", f"train.run_dir={run}", "train.steps=1", "checkpoint.every=null"]
+    command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in settings), "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "optimizer.warmup_steps 2 is shortened to train.steps 1" in done.stderr
+    assert done.stdout.count("on 2 ranks") == 1 and done.stdout.count("step 1 loss") == 1
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 2 and "Traceback" not in again.stderr
+    assert again.stderr.count("error") == 1 and "holds a run without a checkpoint" in again.stderr
+
+
+def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert main(["train", "nowhere.yaml", "--processes", "2"]) == 2
+    assert "--processes is 2, but torchrun started 4 on this machine" in capsys.readouterr().err
+    assert main(["train", "nowhere.yaml", "--processes", "4"]) == 2
+    assert "no configuration file nowhere.yaml" in capsys.readouterr().err
+    assert main(["compare", "--mix", "wlb_128k", "--processes", "2"]) == 2
+    assert "--processes goes with --measure" in capsys.readouterr().err
+
+
+def test_a_mistake_of_one_process_is_printed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for local_rank in (0, 1):
+        with pytest.raises(UserError, match="no room"), said_once(Launch(local_rank, local_rank, 2, 2)):
+            raise UserError("no room")
+    assert waited == [GRACE_S], "rank 0 is the first to print"

@@ -184,6 +184,7 @@ def test_learning_rate() -> None:
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(0.1)
     assert learning_rate(1, 1, OptimizerSection(warmup_steps=0)) == pytest.approx(3e-5)
+    assert [learning_rate(step, 2, section) for step in (1, 2)] == [0.5, 1.0], "a warm-up of 4 steps in a run of 2"
 
 
 def test_norms_do_not_decay() -> None:

@@ -1,5 +1,6 @@
 """Training does not depend on how the work is split, resumes exactly, and stops with an error one can act on."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -8,6 +9,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -386,6 +389,36 @@ def test_metrics_of_a_resumed_run_have_no_step_twice(tmp_path: Path) -> None:
     assert [step["step"] for step in steps_in(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_weights_and_biases_must_be_installed(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}", "--log.wandb=mine")
+    assert "log.wandb is mine, and the package wandb is not installed" in said and not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str | None, str]] = []
+    logged: list[tuple[int, float]] = []
+
+    def init(project: str, name: str, id: str | None, resume: str, dir: str, config: dict[str, Any]) -> SimpleNamespace:
+        calls.append((id, name))
+        assert (project, config) == ("mine", {"train": {"steps": 3}})
+        return SimpleNamespace(id=id or f"run{len(calls)}", log=write, finish=lambda: None)
+
+    def write(values: dict[str, float], step: int) -> None:
+        logged.append((step, values["train/loss"]))
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0}
+    numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "reward", "source"))}
+    for after_step in (0, 1, 0):
+        log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb="mine", settings={"train": {"steps": 3}})
+        log.write(StepMetrics(**{**numbers, **step, "step": after_step + 1, "mfu": None}))
+        log.close()
+    name = tmp_path.name
+    assert calls == [(None, name), ("run1", name), (None, name)], "a run that begins again is another one"
+    assert logged == [(1, 2.5), (2, 2.5), (1, 2.5)]
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["train", *arguments]) == 2
     return capsys.readouterr().err
@@ -444,7 +477,8 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
-    assert "--ranks goes with --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
+    assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
+    assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
 
 
 def test_mistakes_are_told_once_a_node_and_before_any_group(store: Path, tmp_path: Path) -> None:

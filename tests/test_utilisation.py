@@ -141,7 +141,13 @@ def test_traces_name_micro_batches_layers_and_documents(workers: Workers, store:
         assert {f"attention of layer {layer}, {which} pass" for layer in (0, 1) for which in ("forward", "backward")} <= set(
             names
         )
-        assert names.count("optimizer") == 2, "one a step"
+        assert names.count("optimizer") == 2, "one per step"
+        processes = [
+            event["args"]["name"]
+            for event in json.loads(file.read_text())["traceEvents"]
+            if event.get("name") == "process_name"
+        ]
+        assert processes and all(name.startswith(f"rank {int(file.stem[5:])}: ") for name in processes)
 
 
 def test_traces_name_stages_of_a_pipeline(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -173,7 +173,10 @@ def test_tensorboard_and_console_show_it(
     monkeypatch.setattr(log.events, "add_scalar", lambda name, value, step: seen.update({name: value}))
     log.write(StepMetrics(**rows[-1]))
     log.close()
-    assert seen["validation_loss"] == rows[-1]["validation_loss"]
+    assert seen["validation/loss"] == rows[-1]["validation_loss"]
+    assert seen["train/loss"] == rows[-1]["loss"] and seen["time/attention_s"] == rows[-1]["attention_s"]
+    assert seen["plan/documents_at_degree/1"] == rows[-1]["degrees"]["1"]
+    assert seen["memory/peak_memory_bytes"] == rows[-1]["peak_memory_bytes"]
     assert f"validation loss {rows[-1]['validation_loss']:.3f} on " in capfd.readouterr().out
 
 

@@ -127,6 +127,10 @@ def parse_baseline(text: str) -> int:
     return int(degree)
 
 
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return arguments.measure is not None
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Runs the comparison asked for: of splits (--parallel 64), of steps in earnest (--measure run.yaml), or else of plans."""
     compare_parallel.refuse(arguments)

@@ -23,7 +23,7 @@ DEFAULT_MODES = "auto,static"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that go with --measure, which the parser must have."""
     group = parser.add_argument_group(
-        "with --measure (under torchrun)",
+        "with --measure (and --processes N)",
         f"also --steps, how many are measured (default: {DEFAULT_STEPS}), and settings such as --context.profile my.yaml",
     )
     group.add_argument(
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that go only with --measure, or never with it."""
     if arguments.measure is None:
-        given = given_options(arguments, "modes", "warmup", "out")
+        given = given_options(arguments, "modes", "warmup", "out", "processes")
         given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
         if given:
             raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")

@@ -49,9 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "settings are the run's; any can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
         "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 for a scaled RoPE\n"
-        "on several processes: torchrun --nproc-per-node 8 -m longctx eval RUN --store STORE\n"
+        "on 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
         "a run's folder gets eval.json, or needle.json and needle.png"
     )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
 
 
 def run(arguments: argparse.Namespace) -> int:

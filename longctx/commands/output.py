@@ -3,6 +3,7 @@
 import argparse
 import csv
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from longctx.parallel.mesh import Launch
 
+GRACE_S = 10
+"""Seconds that local rank 0 has to print an error before other ranks do."""
+
 
 def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
     """Those of the named options that were given, as they are written: `["--global-tokens"]`."""
@@ -23,13 +27,17 @@ def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
 
 @contextmanager
 def said_once(launch: "Launch") -> Iterator[None]:
-    """For mistakes that all processes of a node meet: one of them raises UserError or OSError, the others end with status 2."""
+    """Lets local rank 0 be the first to print a UserError or OSError; other ranks that live on print theirs after some seconds.
+
+    torchrun ends all processes when one fails. So an error of all ranks is printed once per node, and a rank-local error by
+    that rank.
+    """
     try:
         yield
     except (UserError, OSError):
-        if launch.local_rank == 0:
-            raise
-        raise SystemExit(2) from None
+        if launch.local_rank > 0:
+            time.sleep(GRACE_S)
+        raise
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -42,8 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "no store is needed: tokens are drawn at random, from a vocabulary of model.vocab_size "
         f"({VOCABULARY} if not set).\nThe profile is that of the model, dtype, recomputation and tokens per rank given, so "
         "give those of the run.\nOn several processes, which also measures the exchange and its overlap: "
-        "torchrun --nproc-per-node 8 -m longctx profile run.yaml --out my.yaml\n\n" + describe()
+        "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + describe()
     )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return True
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -44,9 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: pretend to be this many processes")
     parser.epilog = (
-        "on several processes: torchrun --nproc-per-node 8 -m longctx train run.yaml --batch.tokens_per_rank 32768\n\n"
-        + describe()
+        "on 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
+        "on several machines, on each: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + describe()
     )
+
+
+def starts_processes(arguments: argparse.Namespace) -> bool:
+    return not arguments.dry_run
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -57,14 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from longctx.commands.dry_run import dry_run
 
-        ranks = launch.world_size if arguments.ranks is None else arguments.ranks
+        given = [ranks for ranks in (arguments.ranks, arguments.processes) if ranks is not None]
+        ranks = given[0] if given else launch.world_size
         if ranks < 1:
-            raise UserError(f"--ranks is {ranks}: a run has at least one process")
+            raise UserError(f"--{'ranks' if arguments.ranks is not None else 'processes'} is {ranks}: give 1 or more")
         dry_run(load(arguments.config, arguments.overrides, world_size=ranks), ranks)
         return 0
     with said_once(launch):
         if arguments.ranks is not None:
-            raise UserError("--ranks goes with --dry-run: to train on N processes, start them with torchrun --nproc-per-node N")
+            raise UserError("--ranks requires --dry-run: to train on N processes of this machine, give --processes N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
         return train(config, resume=arguments.resume, resume_if_any=arguments.resume_if_any, profile_steps=traced)
@@ -99,10 +104,12 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
+    from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
     from longctx.training.stages import named, open_stages
 
+    check_wandb(config.log.wandb)
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
     available = available_bytes(device, launch.local_world_size)
@@ -125,11 +132,19 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     )
     _check_export(config.at_stage(-1), store.tokenizer.vocab_size, found)
     if launch.rank == 0:
-        offloads = config.train.offload_activations or config.train.offload_optimizer
-        vain = ["offloading has no effect: on a CPU everything is in host memory already"]
-        for sentence in damaged + (vain if offloads and device.type == "cpu" else []):
+        for sentence in damaged + _notes(config, device):
             print(f"longctx train: {sentence}", file=sys.stderr)
     return device, found
+
+
+def _notes(config: Config, device: "torch.device") -> list[str]:
+    """Settings that have no effect, or another one than their value says."""
+    notes = []
+    if device.type == "cpu" and (config.train.offload_activations or config.train.offload_optimizer):
+        notes.append("offloading has no effect: on a CPU everything is in host memory already")
+    if config.optimizer.warmup_steps > config.train.steps:
+        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to train.steps {config.train.steps}")
+    return notes
 
 
 def _train(
@@ -195,19 +210,24 @@ def _check_traced(config: Config, traced: range | None) -> None:
 
 
 def _finish(config: Config, step: int) -> None:
-    """Exports the last checkpoint if that is asked for, and says where everything is. The other ranks are not waited for."""
+    """Prints the mean speed, where everything is and the next commands; exports if set. The other ranks do not wait for it."""
     from longctx.commands.export import how_to_load
     from longctx.training.export import export
+    from longctx.training.metrics import mean_speed
 
-    run_dir, out = config.train.run_dir, config.checkpoint.export
-    if config.checkpoint.every is None:
-        return
-    print(f"checkpoint of step {step}: {run_dir / 'latest'}")
-    if out is None:
-        print(f"for transformers: longctx export {run_dir} OUT")
-    elif out.exists():  # nothing was left to do, or it has appeared since the run began
-        print(f"{out} exists, and was not written again: longctx export {run_dir} {out} --overwrite")
-    else:
+    run_dir, out, saves = config.train.run_dir, config.checkpoint.export, config.checkpoint.every is not None
+    print(f"finished step {step}; mean over the run: {mean_speed(run_dir)}")
+    if saves:
+        print(f"  checkpoint   {run_dir / 'latest'}")
+    print(f"  metrics      {run_dir / 'metrics.jsonl'}")
+    if config.log.tensorboard:
+        print(f"  TensorBoard  tensorboard --logdir {run_dir / 'tensorboard'}")
+    print(f"  pictures     longctx runs {run_dir}", flush=True)
+    if saves and out is None:
+        print(f"  export       longctx export {run_dir} OUT")
+    elif saves and out is not None and out.exists():  # no step was left to train, or another process wrote it meanwhile
+        print(f"{out} exists and was not written again: longctx export {run_dir} {out} --overwrite")
+    elif saves and out is not None:
         print(export(run_dir, out, step=step).said, how_to_load(out), sep="\n", flush=True)
 
 

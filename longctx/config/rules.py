@@ -301,15 +301,11 @@ def _ulysses_degree(config: Config, kv_heads: int) -> Iterator[Problem]:
 
 
 def _train(config: Config) -> Iterator[Problem]:
-    batch, optimizer, steps = config.batch, config.optimizer, config.train.steps
+    batch, optimizer = config.batch, config.optimizer
     if batch.tokens_per_rank % batch.pad_to_multiple_of:
         fix = f"give batch.tokens_per_rank a multiple of {batch.pad_to_multiple_of}"
         rule = f"padding to a multiple of it would exceed batch.tokens_per_rank {batch.tokens_per_rank}"
         yield Problem("batch.pad_to_multiple_of", batch.pad_to_multiple_of, rule, fix, ("batch.tokens_per_rank",))
-    if optimizer.warmup_steps > steps:
-        rule = f"warm-up must end within the run, and train.steps is {steps}"
-        fix = f"give {steps} or fewer, or raise train.steps"
-        yield Problem("optimizer.warmup_steps", optimizer.warmup_steps, rule, fix, ("train.steps",))
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
 

@@ -328,3 +328,6 @@ class LogSection(Section):
     """what can be watched; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = Field(True, description="write TensorBoard events")
+    wandb: str | None = Field(
+        None, description="project of Weights & Biases to log to; requires the package wandb (null: none)"
+    )

@@ -1,4 +1,4 @@
-"""torchrun on this machine, started by a command of ours: it ends as its processes do, and adds no traceback of its own."""
+"""Starts torchrun on this machine from a command: it ends as its processes do, and adds no traceback."""
 
 import logging
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from longctx.parallel.mesh import share_cores
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Runs `python -m module arguments` in so many processes. Returns the exit status of the first that fails, else 0.
+    """Runs `python -m module arguments` in `ranks` processes. Returns the exit status of the first that fails, else 0.
 
     SIGINT and SIGTERM go on to the processes, which have half a minute to end; then 128 and the signal's number is returned.
     """

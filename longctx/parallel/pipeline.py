@@ -285,7 +285,8 @@ def _loss_is_there(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
 class _WatchedStage(PipelineStage):
     """A stage of torch's schedules that tells how long it computes, and what it does when something fails.
 
-    Torch has a buffer for what every micro-batch of the step receives; here one exists while its micro-batch is under way.
+    A receive buffer exists while its micro-batch runs. Torch 2.13 keeps buffers for all micro-batches of the step, which
+    this class frees and makes again; torch 2.15 does as this class.
     """
 
     def __init__(self, run: PipelineRun, stage: Stage, input_args: torch.Tensor, output_args: torch.Tensor) -> None:
@@ -309,15 +310,15 @@ class _WatchedStage(PipelineStage):
                 yield
 
     def _allocate(self, received: Any, micro_batch: int) -> None:
-        """Gives a micro-batch its buffers."""
+        """Makes the buffers of a micro-batch."""
         for info in received[micro_batch]:
-            if info.source is not None:
+            if info.source is not None and info.buffer is not None:  # torch makes those that are None
                 info.buffer = self.run.hidden(self.device)
 
     def _free(self, received: Any, *micro_batches: int) -> None:
         for micro_batch in micro_batches:
             for info in received.get(micro_batch, ()):
-                if info.source is not None:
+                if info.source is not None and info.buffer is not None:
                     info.buffer = info.buffer.new_empty(0)
 
     def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:

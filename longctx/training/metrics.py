@@ -1,14 +1,35 @@
-"""Metrics: what a step reports, to the console, to metrics.jsonl and to TensorBoard."""
+"""Metrics: what a step reports, to the console, metrics.jsonl, TensorBoard and Weights & Biases."""
 
+import importlib
+import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from longctx.data.packing import StepBatch
+from longctx.errors import UserError
+
+GROUPS = {
+    "time": (
+        "step_time_s",
+        "predicted_s",
+        "data_wait_s",
+        "attention_s",
+        "exchange_wait_s",
+        "bubble_s",
+        "optimizer_s",
+        "rest_s",
+    ),
+    "plan": ("balance", "gap", "bubble_share", "predicted_bubble_share", "padding_share", "documents", "micro_batches"),
+    "memory": ("peak_memory_bytes",),
+}
+"""Groups of metrics in TensorBoard and Weights & Biases. Others are in `train`, but `validation_loss` is `validation/loss`."""
+_TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,7 @@ class StepMetrics:
 
     def console(self) -> str:
         """One line for a person."""
-        degrees = " ".join(f"{degree}×{count}" for degree, count in self.degrees.items())
+        degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
         bubble = f"bubble {self.bubble_share:.1%} (predicted {self.predicted_bubble_share:.1%}) " if in_pipeline else ""
@@ -129,10 +150,26 @@ class StepMetrics:
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         return (
             f"step {self.step} loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {self.peak_memory_bytes / 2**30:.1f}GiB cp {degrees} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {_size(self.peak_memory_bytes)} degrees {degrees} "
             f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"
         )
+
+    def scalars(self) -> dict[str, float]:
+        """The numbers of the step by tag, such as `time/attention_s`, and `plan/documents_at_degree/N` for each degree N."""
+        numbers = {
+            _tag(name): value for name, value in asdict(self).items() if isinstance(value, (int, float)) and name != "step"
+        }
+        return numbers | {f"plan/documents_at_degree/{degree}": count for degree, count in self.degrees.items()}
+
+
+def _tag(name: str) -> str:
+    validated = name.removeprefix("validation_")
+    return f"validation/{validated}" if validated != name else _TAGS.get(name, f"train/{name}")
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.1f}GiB" if number >= 2**30 else f"{number / 2**20:.0f}MiB"
 
 
 def _short(number: float) -> str:
@@ -140,10 +177,23 @@ def _short(number: float) -> str:
 
 
 class MetricsLog:
-    """Writes every step to the console, metrics.jsonl and, if wanted, TensorBoard. Only rank 0 has one."""
+    """Writes every step to the console and metrics.jsonl, and to TensorBoard and Weights & Biases if set. Rank 0 has one."""
 
-    def __init__(self, folder: Path, *, after_step: int, tensorboard: bool) -> None:
-        """Goes on behind `after_step`: lines of later steps, left by a run that was cut off, are taken out."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        after_step: int,
+        tensorboard: bool,
+        wandb: str | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Continues after `after_step`: lines of later steps, which an interrupted run left, are removed.
+
+        Args:
+            wandb: project of Weights & Biases, or None.
+            settings: of the run, which are shown there.
+        """
         self.path = folder / "metrics.jsonl"
         kept = [line for step, line in self._lines() if step <= after_step]
         new = self.path.with_suffix(".partial")
@@ -155,26 +205,58 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1)
+        self.wandb_run = None if wandb is None else _start_wandb(wandb, folder, settings, resumes=after_step > 0)
 
     def write(self, metrics: StepMetrics) -> None:
         print(metrics.console(), flush=True)
         self.stream.write(json.dumps(asdict(metrics)) + "\n")
         self.stream.flush()
         if self.events is not None:
-            for name, value in asdict(metrics).items():
-                if isinstance(value, (int, float)) and name != "step":
-                    self.events.add_scalar(name, value, metrics.step)
-            for degree, count in metrics.degrees.items():
-                self.events.add_scalar(f"documents_at_degree/{degree}", count, metrics.step)
+            for tag, value in metrics.scalars().items():
+                self.events.add_scalar(tag, value, metrics.step)
+        if self.wandb_run is not None:
+            self.wandb_run.log(metrics.scalars(), step=metrics.step)
 
     def close(self) -> None:
         self.stream.close()
         if self.events is not None:
             self.events.close()
+        if self.wandb_run is not None:
+            self.wandb_run.finish()
 
     def _lines(self) -> Iterator[tuple[int, str]]:
-        """Step and text of every line of an earlier run; one that was cut short by a kill is left out."""
+        """Yields step and text of every line of an earlier run, except one that was cut short by a kill."""
         if self.path.exists():
             for line in self.path.read_text("utf-8").splitlines():
                 with suppress(ValueError, KeyError, TypeError):
                     yield int(json.loads(line)["step"]), line
+
+
+def check_wandb(project: str | None) -> None:
+    """Raises UserError if Weights & Biases is to be logged to and its package is not installed."""
+    if project is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError(
+            f"log.wandb is {project}, and the package wandb is not installed: pip install wandb, or set log.wandb null"
+        )
+
+
+def _start_wandb(project: str, folder: Path, settings: dict[str, Any] | None, *, resumes: bool) -> Any:
+    """Starts a run of Weights & Biases, or continues the one that `folder` was logged to before."""
+    identity = folder / "wandb_id"
+    known = identity.read_text("utf-8") if resumes and identity.exists() else None
+    run = importlib.import_module("wandb").init(
+        project=project, name=folder.name, id=known, resume="allow", dir=str(folder), config=settings
+    )
+    identity.write_text(run.id, "utf-8")
+    return run
+
+
+def mean_speed(folder: Path) -> str:
+    """Returns the mean tokens per second over all steps in a run folder, in total and per rank, for people."""
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    seconds = sum(step["step_time_s"] for step in steps)
+    if not seconds:
+        return "no steps"
+    tokens = sum(step["tokens"] for step in steps)
+    per_rank = sum(step["tokens_per_s_per_rank"] * step["step_time_s"] for step in steps)
+    return f"{_short(tokens / seconds)} tokens/s, {_short(per_rank / seconds)} per rank, {seconds / len(steps):.2f} s per step"

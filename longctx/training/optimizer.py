@@ -22,10 +22,14 @@ def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.d
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerSection) -> float:
-    """The rate of optimizer step `step` (counted from 1) of `steps`: linear warm-up, then cosine to its last value."""
-    if step <= settings.warmup_steps:
-        return settings.learning_rate * step / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    """Returns the learning rate of step `step` (counted from 1) of `steps`: linear warm-up, then cosine decay.
+
+    A warm-up longer than the run is shortened to it.
+    """
+    warmup = min(settings.warmup_steps, steps)
+    if step <= warmup:
+        return settings.learning_rate * step / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
     cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
     ratio = settings.min_learning_rate_ratio
     return settings.learning_rate * (ratio + (1 - ratio) * cosine)

@@ -1,5 +1,6 @@
-"""Trace: some steps of a run as a Chrome trace of every rank, which https://ui.perfetto.dev shows."""
+"""Trace: some steps of a run as one Chrome trace per rank, for https://ui.perfetto.dev."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from longctx.model.protocol import Model
 
 
 def parse_steps(text: str) -> range:
-    """`10:12` → steps 10, 11 and 12; `10` → that one. Raises UserError otherwise."""
+    """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything else."""
     first, colon, last = text.partition(":")
     if first.isdecimal() and (last.isdecimal() if colon else True):
         steps = range(int(first), int(last or first) + 1)
@@ -22,7 +23,7 @@ def parse_steps(text: str) -> range:
 
 
 def micro_batch_name(batch: StepBatch, number: int) -> str:
-    """A micro-batch of the plan, with its longest document; those behind the plan's last one are empty."""
+    """Names a micro-batch by its number and its longest document; micro-batches after the plan's last one are empty."""
     if number >= len(batch.plan.micro_batches):
         return f"micro-batch {number}, empty"
     placements = batch.plan.micro_batches[number]
@@ -35,17 +36,17 @@ def micro_batch_name(batch: StepBatch, number: int) -> str:
 
 
 class Tracer:
-    """Profiles the steps it is told of, and writes `rank-NNN.json` into a folder after the last one.
+    """Profiles a range of steps and writes `rank-NNN.json` into a folder after the last one.
 
-    As a context manager it also writes what there is when a run ends within the steps. A run that fails writes nothing.
+    As a context manager it also writes when a run ends within the range. A run that fails writes nothing.
     """
 
     def __init__(self, steps: range, folder: Path, rank: int, model: Model) -> None:
-        self.steps, self.path, self.model = steps, folder / f"rank-{rank:03d}.json", model
+        self.steps, self.rank, self.path, self.model = steps, rank, folder / f"rank-{rank:03d}.json", model
         self.running: profile | None = None
 
     def before(self, step: int) -> None:
-        """To be called before a step begins. A run that resumes within the steps begins there."""
+        """Starts the profiler before the first step of the range. A run that resumes within the range starts there."""
         if step in self.steps and self.running is None:
             activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
             self.running = profile(activities=activities)
@@ -53,7 +54,7 @@ class Tracer:
             self.hooks = [hook for block in self.model.layers for hook in _named(block)]
 
     def after(self, step: int) -> None:
-        """To be called after a step has ended."""
+        """Writes the trace after the last step of the range."""
         if self.running is not None and step + 1 not in self.steps:
             self._write(self.running)
 
@@ -70,11 +71,23 @@ class Tracer:
         running.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         running.export_chrome_trace(str(self.path))
+        _name_process(self.path, self.rank)
         self.running = None
+        if self.rank == 0:
+            print(f"traces written to {self.path.parent}, one file per rank", flush=True)
+
+
+def _name_process(path: Path, rank: int) -> None:
+    """Names the process in a trace after its rank, so that one view can show several ranks."""
+    trace = json.loads(path.read_text("utf-8"))
+    for event in trace["traceEvents"]:
+        if event.get("name") == "process_name":
+            event["args"]["name"] = f"rank {rank}: {event['args']['name']}"
+    path.write_text(json.dumps(trace), "utf-8")
 
 
 def _named(block: nn.Module) -> list[torch.utils.hooks.RemovableHandle]:
-    """Makes every forward of a block a range of the trace."""
+    """Makes every forward pass of a block a range of the trace."""
     open_ranges: list[record_function] = []
 
     def enter(module: nn.Module, arguments: object) -> None:

@@ -137,7 +137,13 @@ class Trainer:
             run_dir = config.train.run_dir
             keep_model_files(run_dir, source, store, stage)
             (run_dir / "config.yaml").write_text(run.to_yaml(), "utf-8")
-            trainer.log = MetricsLog(run_dir, after_step=trainer.steps_done, tensorboard=config.log.tensorboard)
+            trainer.log = MetricsLog(
+                run_dir,
+                after_step=trainer.steps_done,
+                tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
+                settings=run.model_dump(mode="json"),
+            )
         return trainer
 
     def train(self) -> bool:
