@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import longctx
 from longctx import cli
+from longctx.config import ConfigError
 from longctx.config.reading import SETTINGS
 from tests.training_cases import make_store
 
@@ -44,7 +46,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def longctx_arguments(command: list[str]) -> list[str] | None:
-    """What follows `longctx`, directly or under torchrun; None for other commands."""
+    """Arguments of `longctx`, called directly or under torchrun; None for other commands."""
     if command[0] == "longctx":
         return command[1:]
     return command[command.index("longctx") + 1 :] if command[0] == "torchrun" and "longctx" in command else None
@@ -64,8 +66,8 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize(
     ("page", "command"), COMMANDS, ids=lambda value: " ".join(value) if isinstance(value, list) else value.name
 )
-def test_a_command_is_one_that_there_is(page: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options, settings, files, extras and targets exist, whether the command is run below or not."""
+def test_commands_exist(page: Path, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks options, settings, files, extras and targets of every command, also of those that are not run below."""
     while "=" in command[0]:
         command = command[1:]
     for word in command:
@@ -90,7 +92,7 @@ def test_a_command_is_one_that_there_is(page: Path, command: list[str], monkeypa
 
 
 def without_running(module_of: object) -> object:
-    """Replaces `run` of every command's module by one that does nothing."""
+    """Wraps `cli._module` so that the `run` of every command does nothing."""
 
     def module(name: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(**{**vars(module_of(name)), "run": lambda arguments: 0})  # type: ignore[operator]
@@ -102,12 +104,10 @@ def without_running(module_of: object) -> object:
 
 
 SMALL = ["--batch.global_tokens", "4096", "--batch.tokens_per_rank", "2048", "--checkpoint.every", "1"]
-SLOW = ("--mix", "--parallel", "--vocab-size")
-"""Options of commands that take longer."""
 
 
 def why_not_run(command: list[str]) -> str:
-    """The reason why a command is not run here; empty if it is."""
+    """Reason why a command is not run here; empty if it is run."""
     arguments, text = longctx_arguments(command), " ".join(command)
     if arguments is None and command[0] != "python":
         return "installs, serves or schedules, or tests/test_examples.py runs it"
@@ -117,11 +117,11 @@ def why_not_run(command: list[str]) -> str:
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py and test_generate.py run it"
     if re.search(r"attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
-    return "" if text not in ("longctx prepare", "longctx train --help", "longctx runs runs/mine") else "other tests run it"
+    return "other tests run it" if text in ("longctx prepare", "longctx train --help") or "finetune" in text else ""
 
 
 def run(command: list[str], folder: Path, steps: int) -> str:
-    """Runs a command in `folder`, training only `steps` small steps, and returns what it prints."""
+    """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output."""
     arguments = longctx_arguments(command)
     if arguments is None:
         command = [sys.executable, *command[1:]]
@@ -144,7 +144,7 @@ def launcher(command: list[str]) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What the commands of a page find: texts, small stores, a file of lengths, settings, and the examples."""
+    """A folder with the files that commands refer to: texts, small stores, a file of lengths, settings, and the examples."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(40):
@@ -173,7 +173,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
 
 def test_the_tour_of_the_readme(folder: Path) -> None:
     outputs = run_page(README, folder)
-    assert len(outputs) == 5
+    assert len(outputs) == 6
     assert "step 2 loss" in outputs[2], "trains"
     assert "from step 2" in outputs[3] and "step 3 loss" in outputs[3], "resumes"
     assert (folder / "compare.html").exists()
@@ -193,6 +193,14 @@ def test_python_blocks(page: Path, block: str, folder: Path, monkeypatch: pytest
     monkeypatch.chdir(folder)
     monkeypatch.setattr("longctx.commands.train._train", lambda *arguments: 0)
     exec(compile(block, page.name, "exec"), {})
+
+
+def test_the_error_in_the_guide_is_the_one_that_is_printed(folder: Path) -> None:
+    (block,) = [text for text in fences(ROOT / "docs" / "configuration.md", "text") if "2 problems" in text]
+    (folder / "run.yaml").write_text("batch: {tokens_per_rnk: 4096}\ncontext: {degree: 4}\n")
+    with pytest.raises(ConfigError) as caught:
+        longctx.load_config(folder / "run.yaml")
+    assert block.strip() == f"longctx train: error: {caught.value}".replace(str(folder / "run.yaml"), "run.yaml")
 
 
 # --- links
@@ -250,14 +258,17 @@ def test_the_site_builds(tmp_path: Path) -> None:
 # --- figures
 
 
+RESULTS = ["mix", "ranks", "documents", "fixed", "auto", "without barriers", "over best static", "bins", "best static"]
+RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "ByteScale-like", "limit"]
+"""The first columns of bench/results/plan.md; documents are per rank."""
+
+
 def results() -> list[dict[str, str]]:
-    """The rows of bench/results/plan.md, as the mix, ranks and documents per rank of its first table."""
+    """The rows of the first table of bench/results/plan.md."""
     lines = (ROOT / "bench" / "results" / "plan.md").read_text("utf-8").splitlines()
-    header = next(line for line in lines if line.startswith("| mix | ranks | docs a rank |"))
-    names = [cell.strip(" *") for cell in header.strip("|").split("|")]
-    table = lines[lines.index(header) + 2 :]
+    table = lines[next(number for number, line in enumerate(lines) if line.startswith("| mix | ranks |")) + 2 :]
     rows = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table[: table.index("")]]
-    return [dict(zip(names, row, strict=True)) for row in rows]
+    return [dict(zip(RESULTS, row[: len(RESULTS)], strict=True)) for row in rows]
 
 
 COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "ByteScale-like"]
@@ -266,7 +277,7 @@ COLUMNS += ["Megatron dev", "Megatron main", "limit"]
 
 def test_modelled_speedups_are_those_of_the_benchmark() -> None:
     text = (ROOT / "docs" / "planning.md").read_text("utf-8")
-    rows = {f"{row['mix']}, {row['docs a rank']}": row for row in results() if row["ranks"] == "64"}
+    rows = {f"{row['mix']}, {row['documents']}": row for row in results() if row["ranks"] == "64"}
     quoted = re.findall(r"^\| (\w+, \d+) \|(.*)\|$", text, re.MULTILINE)
     assert {name for name, _ in quoted} == set(rows)
     for name, cells in quoted:
@@ -281,7 +292,7 @@ def test_the_figures_of_the_readme_are_those_of_the_benchmark() -> None:
         assert f"{min(values):.{digits}f} to {max(values):.{digits}f}×" in readme
     lowest = min(min(float(row["auto"]), float(row["without barriers"])) for row in rows)
     assert f"{lowest:.2f} to" in readme
-    (example,) = [row for row in rows if (row["mix"], row["docs a rank"]) == ("wlb_128k", "4")]
+    (example,) = [row for row in rows if (row["mix"], row["documents"]) == ("wlb_128k", "4")]
     assert f"**{float(example['auto']):.1f}× as fast" in readme
     assert f"{float(example['without barriers']):.1f}× instead of {float(example['auto']):.1f}×" in readme
 
