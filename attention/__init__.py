@@ -1,9 +1,9 @@
-"""Ring attention over packed documents of any length and any degree, usable without the rest of the toolkit.
+"""Ring attention over packed documents of any length and degree, usable without the rest of the toolkit.
 
     layout = plan.layout(micro_batch, rank)
     out = ring_attention(q, k, v, layout, group=group)
 
-`RingAttention(layout, group=...)` is the same as a callable that keeps the message schedule for all layers of a micro-batch.
+`RingAttention(layout, group=...)` is a callable that reuses the message schedule for all layers of a micro-batch.
 """
 
 if __name__ != "longctx.attention":

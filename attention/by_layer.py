@@ -1,4 +1,4 @@
-"""Attention of a micro-batch in a model whose layers see different windows: one ring attention for each window."""
+"""Attention for models with different sliding windows per layer: one ring attention per window."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,11 +6,11 @@ from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
 
 Attend = Callable[[int | None], RingAttention | HybridAttention]
-"""From a window to the attention of layers that have it."""
+"""Builds the attention for layers with a given window."""
 
 
 class LayerAttention:
-    """The attention of every layer; `windows` are those of all layers of the model."""
+    """The attention of every layer of a micro-batch; `windows` has one window per layer of the model."""
 
     def __init__(self, windows: Sequence[int | None], attend: Attend) -> None:
         self.windows = windows
@@ -21,7 +21,7 @@ class LayerAttention:
 
     @property
     def last(self) -> str:
-        """Layer and pass that this rank entered last for every window, for error messages."""
+        """Layer and pass that this rank entered last, per window; for error messages."""
         return ", ".join(f"{attention.last} (window {window})" for window, attention in self.of_window.items())
 
 
@@ -30,5 +30,5 @@ PackedAttention = RingAttention | HybridAttention | LayerAttention
 
 
 def by_layer(windows: Sequence[int | None], attend: Attend) -> PackedAttention:
-    """One attention for all layers, unless their windows differ."""
+    """Builds one attention for all layers, or one per window if the windows differ."""
     return LayerAttention(windows, attend) if len(set(windows)) > 1 else attend(windows[0])

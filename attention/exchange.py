@@ -1,7 +1,7 @@
-"""Exchange: moves rows of K and V, and of their gradients, between ranks: one packed message per peer and stage.
+"""Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and stage.
 
-Only batched point-to-point messages on one communicator are used; no process group per degree is ever created. All ranks post
-the same messages in the same order, because the order is a function of the plan (design invariant I3).
+Uses only batched point-to-point messages on one communicator, never a process group per degree. Ranks post matching messages
+in the same order, because the order is a function of the plan (invariant I3).
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ Rows = Sequence[tuple[int, int]]
 
 
 class ExchangeError(RuntimeError):
-    """A message of the exchange failed or did not come in time. Names rank, peers, micro-batch, layer and pass."""
+    """A message of the exchange failed or timed out. Names rank, peers, micro-batch, layer and pass."""
 
 
 class Exchange:
-    """Posts and awaits the messages of one rank over `group`, whose ranks are the ranks of the domain in order.
+    """Sends and receives the messages of one rank over `group`, which holds the ranks of the domain in order.
 
-    `where` says what is being exchanged (micro-batch, layer, pass), for the error message.
+    `where` names micro-batch, layer and pass for error messages.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
@@ -28,10 +28,12 @@ class Exchange:
         self.where = where
 
     def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Pending":
-        """Posts all sends and receives at once and returns without waiting.
+        """Posts all sends and receives and returns without waiting.
 
-        outgoing: (peer, contiguous [rows, width]) per message. incoming: buffer [Σ rows, width] that the messages listed in
-        `rows` fill one after the other.
+        Args:
+            outgoing: (peer, contiguous tensor [rows, width]) of each message to send.
+            incoming: buffer [Σ rows, width] for the received messages, in the order of `rows`.
+            rows: (peer, number of rows) of each message to receive.
         """
         operations = [dist.P2POp(dist.isend, tensor, self._global(peer), self.group) for peer, tensor in outgoing]
         parts = incoming.split([count for _, count in rows]) if rows else ()
@@ -52,12 +54,13 @@ class Exchange:
         rank = dist.get_rank(self.group)
         return ExchangeError(
             f"rank {rank} of the domain: exchange with rank(s) {', '.join(map(str, peers))} failed in {self.where}: {error}. "
-            "A peer has died or is stuck: its own output says why; the time to wait is the group's timeout (train.timeout_s)"
+            "A peer died or is stuck: its own output says why. To wait longer, raise the timeout of the process group "
+            "(train.timeout_s)"
         )
 
 
 class Pending:
-    """Messages under way. `wait` returns the filled buffer; until then the sent tensors are kept alive."""
+    """Messages in flight. Keeps the sent tensors alive until `wait` returns the filled buffer."""
 
     def __init__(
         self, exchange: Exchange, works: list[dist.Work], incoming: torch.Tensor, sent: list[torch.Tensor], peers: list[int]

@@ -1,4 +1,4 @@
-"""Ring attention for the models of `transformers`.
+"""Ring attention for models of `transformers`.
 
     model = AutoModelForCausalLM.from_pretrained(name)
     prepare(model)
@@ -6,12 +6,12 @@
     for batch in micro_batches:
         model(**model_inputs(model, batch, targets)).loss.backward()
 
-The layout travels as a keyword argument of the model, as the lengths of packed sequences do for flash-attn. So each micro-batch
-keeps its own, also when several are under way, and when gradient checkpointing runs a layer again in backward, where a
-context around the forward would be gone (and on a GPU the thread another one).
+The layout is passed as a keyword argument of the model, like the sequence lengths of flash-attn. So each micro-batch keeps its
+own layout, even with several in flight, and when activation checkpointing recomputes a layer in backward, where a context
+manager around forward would have ended (and where a GPU uses another thread).
 
-No mask is ever built. What the layout cannot express is refused, never ignored, and `prepare` refuses models in which tokens
-meet outside attention: docs/families.md says which of transformers' models are exact.
+No mask is ever built. Anything that the layout cannot express raises an error, and `prepare` rejects models in which tokens
+interact outside attention: docs/families.md lists the models of transformers that are exact.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +29,7 @@ from longctx.attention.ulysses import HybridAttention
 from longctx.planning.layout import Layout
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
-"""From scale, softcap, window and device to attention."""
+"""Builds attention from scale, softcap, window and device."""
 CPU = torch.device("cpu")
 NAME = "longctx"
 _PREPARED: WeakSet[torch.nn.Module] = WeakSet()
@@ -45,11 +45,11 @@ _HARMLESS = {
     "labels",
     "shift_labels",
 }
-"""Keyword arguments that reach the attention and mean nothing to it."""
+"""Keyword arguments that reach the attention function and do not affect it."""
 
 
 class PackedTokens(Protocol):
-    """What a rank holds in one micro-batch, such as `longctx.data.packing.MicroBatch`; int64 [tokens] each."""
+    """A rank's share of a micro-batch, such as `longctx.data.packing.MicroBatch`; tensors are int64 [tokens]."""
 
     @property
     def layout(self) -> Layout: ...
@@ -62,11 +62,11 @@ class PackedTokens(Protocol):
 
 
 def prepare(model: Any) -> None:
-    """Makes ring attention the attention of a causal language model of transformers, and makes sure that it is exact.
+    """Replaces the attention of a causal language model of transformers with ring attention, and checks that this is exact.
 
-    Comes after loading the weights, before or after sharding, and before wrappers such as DDP; then on every rank, because
-    the model runs on a few tokens. Raises HuggingFaceError, and leaves the model as it was, if its documents would see each
-    other, or its loss would depend on how they are split; or if transformers is not installed, or too old.
+    Call it after loading the weights, before or after sharding, before wrappers such as DDP, and on every rank, because the
+    model runs on a few tokens. Raises HuggingFaceError, and leaves the model unchanged, if documents would see each other, if
+    the loss would depend on how they are split, or if transformers is missing or too old.
     """
     before = replace_attention(model)
     try:
@@ -78,7 +78,7 @@ def prepare(model: Any) -> None:
 
 
 def replace_attention(model: Any) -> str:
-    """The first half of `prepare`, which needs no weights. Returns the attention that there was."""
+    """Does the first half of `prepare`, which needs no weights. Returns the name of the previous attention."""
     _register()
     name, config = type(model).__name__, getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -89,19 +89,19 @@ def replace_attention(model: Any) -> str:
     if config._attn_implementation != NAME:
         model.set_attn_implementation(before)
         raise HuggingFaceError(
-            f"{name} computes its attention by itself, not through transformers' attention interface, so that it cannot be "
+            f"{name} computes attention itself, not through transformers' attention interface, so its attention cannot be "
             "replaced: use another model"
         )
     return before
 
 
 def _register() -> None:
-    """Makes the attention known to transformers by its name."""
+    """Registers ring attention with transformers by name."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         raise HuggingFaceError(
-            f"transformers cannot be used ({error}): install a version that has AttentionMaskInterface, "
+            f"transformers cannot be imported ({error}): install a version with AttentionMaskInterface, "
             "pip install 'longctx[huggingface]'"
         ) from error
     AttentionInterface.register(NAME, attend)
@@ -123,22 +123,24 @@ def model_inputs(
     keep_kv: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """The keyword arguments of a model for one micro-batch.
+    """Returns the keyword arguments of a model for one micro-batch.
+
+    Every rank must run the model on every micro-batch, in the same order. A rank without tokens gets one padding token.
 
     Args:
-        model: what they are for; `prepare` has seen it, or what it wraps.
+        model: a model passed to `prepare`, or a wrapper around it.
         batch: this rank's share, from `pack_documents` or the `Loader` of longctx.data.
-        target_tokens: targets of the whole step, over all ranks. `loss` of the model's output is then the sum over this rank's
-            targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: no labels are
-            given and the model computes no loss; use `batch.labels`, which are shifted already.
+        target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
+            targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
+            labels and computes no loss; use `batch.labels`, which are already shifted.
         group, kernel, keep_kv: see `ring_attention`.
-        device: where the model is.
+        device: device of the model.
 
-    Every rank runs the model on every micro-batch, in the same order. A rank without tokens gets one token of padding.
-    Raises HuggingFaceError for a model that is not prepared, and for documents that are too long for its RoPE.
+    Raises:
+        HuggingFaceError: for a model that is not prepared, or documents that are too long for its RoPE.
     """
     _check_call(model, batch.layout)
-    # Models cannot reshape zero tokens: a rank without any gets one of padding.
+    # Models cannot reshape empty inputs: a rank without tokens gets one padding token.
     missing = int(not len(batch.tokens))
     tokens, labels, positions = (
         torch.nn.functional.pad(tensor, (0, missing), value=filler).to(device).unsqueeze(0)
@@ -164,7 +166,7 @@ def model_inputs(
         "ring_attention": Rings(make),
     }
     if target_tokens is not None:
-        # `labels` makes the model compute a loss, `shift_labels` are what it is computed of.
+        # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
 
@@ -172,32 +174,32 @@ def model_inputs(
 def _check_call(model: torch.nn.Module, layout: Layout) -> None:
     prepared: Any = next((module for module in model.modules() if module in _PREPARED), None)
     if prepared is None:
-        raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) once before")
+        raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) first")
     config = prepared.config.get_text_config()
     if config._attn_implementation != NAME:
         raise HuggingFaceError(
-            f"the attention of {type(prepared).__name__} is {config._attn_implementation!r} now, which would mix packed "
-            "documents: call prepare(model) again"
+            f"the attention of {type(prepared).__name__} was changed to {config._attn_implementation!r}, which would mix "
+            "packed documents: call prepare(model) again"
         )
     _check_configs(prepared)
     check_length(config, max((shard.length for shard in layout.shards), default=0))
 
 
 def check_length(config: Any, longest: int) -> None:
-    """Raises HuggingFaceError for documents so long that RoPE would not treat them alike on all ranks."""
+    """Raises HuggingFaceError if documents of `longest` tokens would get different RoPE frequencies on different ranks."""
     limit = longest_exact(config)
     if limit is not None and longest > limit[0]:
         raise HuggingFaceError(
-            f"a document has {longest} tokens, and RoPE of type {limit[1]} changes its frequencies for rows of more than "
-            f"{limit[0]}, which are not the same on all ranks: split documents to that length, or set another rope_type, such "
-            "as yarn, in the model's config"
+            f"a document has {longest} tokens, but RoPE of type {limit[1]} changes its frequencies for inputs of more than "
+            f"{limit[0]} tokens, and ranks have inputs of different lengths: split documents to at most {limit[0]} tokens, or "
+            "set another rope_type, such as yarn, in the model's config"
         )
 
 
 class Rings:
-    """The attention of one micro-batch, one for each kind of layer: layers that attend alike share a schedule.
+    """The attention of one micro-batch, built once per kind of layer (scale, softcap and window) and device.
 
-    `make` gives that of a scale, a softcap, a window and a device; for `kinds` on `device` at once, else when a layer asks.
+    `make` builds attention for `kinds` on `device` immediately, and for other kinds when a layer first requests them.
     """
 
     def __init__(self, make: Make, kinds: Iterable[Kind] = (), device: torch.device = CPU) -> None:
@@ -206,7 +208,7 @@ class Rings:
     def of(
         self, scale: float | None, softcap: float, window: int | None, device: torch.device
     ) -> RingAttention | HybridAttention:
-        """Attention for layers of this kind, on this device."""
+        """Returns the attention for layers of this kind on this device."""
         kind = scale, softcap, window, device
         if kind not in self._made:
             self._made[kind] = self.make(*kind)
@@ -214,7 +216,7 @@ class Rings:
 
     @property
     def last(self) -> str:
-        """Layer and pass that this rank entered last, for every kind; for error messages."""
+        """Layer and pass that this rank entered last, per kind; for error messages."""
         return ", ".join(attention.last for attention in self._made.values())
 
 
@@ -234,30 +236,30 @@ def attend(
     ring_attention: Rings | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls in every layer.
+    """Computes attention for transformers, which calls this function in every layer.
 
-    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, ..] → ([1, tokens, heads, v_head_dim], None).
-    `s_aux` [heads] are the learned sinks of gpt-oss. Raises HuggingFaceError for whatever would change the result and is not
-    supported.
+    Takes query [1, heads, tokens, head_dim], and key and value [1, kv_heads, tokens, ..]; returns ([1, tokens, heads,
+    v_head_dim], None). `s_aux` [heads] are the learned sink logits of gpt-oss. Raises HuggingFaceError for arguments that would
+    change the result and are not supported.
     """
     if ring_attention is None:
         raise HuggingFaceError(
-            "attention 'longctx' was called without a layout: call the model as model(**model_inputs(model, batch, ..)) of "
-            "longctx.attention.huggingface. If prepare(model) says so, this model does not hand keyword arguments on to its "
-            "attention, and cannot be used"
+            "attention 'longctx' was called without a layout: call the model as model(**model_inputs(model, batch, ..)), see "
+            "longctx.attention.huggingface. If this error comes from prepare(model), the model does not pass keyword arguments "
+            "to its attention and is not supported"
         )
     name = type(module).__name__
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise HuggingFaceError(f"{name} is not causal: only causal language models are supported")
     if query.shape[0] != 1:
-        raise HuggingFaceError(f"input_ids have batch size {query.shape[0]}: pack all documents into one row of tokens")
+        raise HuggingFaceError(f"input_ids has batch size {query.shape[0]}: pack all documents into one row of tokens")
     if dropout:
-        raise HuggingFaceError(f"{name} asks for dropout of {dropout} in attention: set attention_dropout to 0 in its config")
+        raise HuggingFaceError(f"{name} uses attention dropout {dropout}: set attention_dropout to 0 in its config")
     refused = [key for key, value in others.items() if key not in _HARMLESS and value is not None and value is not False]
     if refused:
         raise HuggingFaceError(
-            f"{name} gives its attention {', '.join(refused)}, of which 'longctx' knows nothing: leave the argument out of the "
-            "call of the model; if it is the model's own, the model cannot be used"
+            f"{name} passes {', '.join(refused)} to its attention, which 'longctx' does not support: leave the argument out "
+            "when you call the model; if the model adds it itself, the model is not supported"
         )
     window = _one_window(attention_mask, sliding_window)
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
@@ -267,7 +269,7 @@ def attend(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What autocast does for the attention functions of torch: rotation in float32 leaves q and k wider than v."""
+    """Casts as autocast does for torch's attention functions: RoPE in float32 leaves q and k in a wider dtype than v."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -276,36 +278,36 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class CausalMask:
-    """What a layer gets in place of a dense mask. It is no tensor, so a model that computes its attention itself fails.
+    """Stands in for a dense mask. As it is not a tensor, models that compute attention themselves fail.
 
-    Every query sees the last `window` keys up to itself, or all of them if it is None.
+    Every query sees the last `window` keys up to itself, or all earlier keys if `window` is None.
     """
 
     window: int | None = None
 
 
 def describe_mask(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> CausalMask:
-    """The mask function that transformers calls before the first layer: says what the mask would be, without building it.
+    """Describes the mask without building it; transformers calls this function before the first layer.
 
     Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise HuggingFaceError("attention_mask hides tokens: leave it out; packed documents have no padding between them")
+        raise HuggingFaceError("attention_mask hides tokens: leave it out, as packed documents have no padding between them")
     parts = list(_parts(mask_function))
     windows = [inside["sliding_window"] for name, inside in parts if name == "sliding_window_overlay"]
-    # Transformers sees documents, or here chunks of them, in jumps of the positions; the layout knows better.
+    # transformers derives packed sequences from jumps in the positions; the layout already has the exact boundaries.
     known = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
     names = {name for name, _ in parts}
     if not {"causal_mask_function"} <= names <= known:
         raise HuggingFaceError(
-            f"the model wants a mask made of {', '.join(sorted(names))}: 'longctx' has causal attention only, with or without "
+            f"the model uses a mask of {', '.join(sorted(names))}: 'longctx' supports only causal attention, with or without "
             "a sliding window"
         )
     return CausalMask(min(windows, default=None))
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The mask functions of `transformers.masking_utils` that one is the intersection of: names, and what they close over."""
+    """Yields the intersected mask functions of `transformers.masking_utils`: their names and closure variables."""
     name = mask_function.__qualname__.split(".")[0]
     cells = getattr(mask_function, "__closure__", None) or ()
     inside = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
@@ -319,13 +321,14 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str
 
 
 def _one_window(attention_mask: CausalMask | torch.Tensor | None, sliding_window: int | None) -> int | None:
-    """The window that mask and argument agree on; some models give the one, some both."""
+    """Returns the sliding window of mask and argument, which must agree; some models pass only one of them."""
     if attention_mask is None:
         return sliding_window
     if not isinstance(attention_mask, CausalMask):
-        raise HuggingFaceError("a dense attention mask was given: leave attention_mask out; the layout says who sees whom")
+        raise HuggingFaceError("a dense attention mask was given: leave attention_mask out, as the layout defines visibility")
     if sliding_window not in (None, attention_mask.window):
         raise HuggingFaceError(
-            f"the layer has a sliding window of {sliding_window}, and its mask one of {attention_mask.window}: make them equal"
+            f"the layer has a sliding window of {sliding_window}, but its mask has a window of {attention_mask.window}: make "
+            "them equal"
         )
     return attention_mask.window

@@ -1,8 +1,8 @@
-"""Whether a model of `transformers` is exact when documents are packed and split: asked of the model, not of a list of names.
+"""Checks that a model of `transformers` is exact with packed and split documents, by running it, not by a list of names.
 
-Ring attention is exact if nothing but attention mixes tokens, and if a token knows its place by its position alone. So the
-model runs on a few tokens of which each attends to itself. What every token then brings to attention, and its logits, may
-depend on this token and its position, and on nothing else in the row.
+Ring attention is exact if only attention mixes tokens, and if only position_ids tell a token its place. So the check runs the
+model on a few tokens that each attend to themselves alone: the attention inputs and logits of every token may then depend only
+on that token and its position, and on nothing else in the row.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,46 +15,46 @@ from torch.nn import functional as F
 from longctx.errors import UserError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Kinds of layers that work on packed documents; others (convolutions, linear attention, ..) would mix them."""
+"""Layer types that work on packed documents; others (convolutions, linear attention, ..) would mix documents."""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 TOKENS = 16
 REPLACED = [0, 3, 6, 10, 11, 15]
-"""Rows that change, and are no numbers, while their neighbours on both sides must stay what they were."""
+"""Rows that are replaced, with NaN embeddings; their neighbours on both sides must not change."""
 Kind = tuple[float | None, float, int | None]
 """Scale, softcap and window of a layer's attention."""
 TARGETS = 1000
-"""What the loss is divided by; not the number of labels, so that a model that counts these is noticed."""
+"""Divisor of the loss; differs from the number of labels, to detect models that count the labels."""
 
 
 class HuggingFaceError(UserError):
-    """A model, or an argument of it, that ring attention cannot serve, or not exactly."""
+    """A model, or an argument of a model, that ring attention does not support exactly."""
 
 
 def check_config(config: Any) -> None:
-    """Raises HuggingFaceError for settings by which packed or split documents would train otherwise than alone."""
+    """Raises HuggingFaceError for settings with which packed or split documents would train differently."""
     unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(LAYER_TYPES))
     if unknown:
         raise HuggingFaceError(
-            f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss the tokens of other "
-            f"ranks: only {' and '.join(LAYER_TYPES)} are supported"
+            f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss tokens on other "
+            f"ranks: only {' and '.join(LAYER_TYPES)} layers are supported"
         )
     if getattr(config, "output_router_logits", False):
         raise HuggingFaceError(
-            "output_router_logits is set in the model's config: the auxiliary loss of a mixture counts the tokens of one rank "
-            "and micro-batch, so that it would depend on how documents are split. Set it to False"
+            "output_router_logits is set in the model's config: the auxiliary loss of a mixture of experts counts the tokens "
+            "of one rank and micro-batch, so it would depend on how documents are split. Set it to False"
         )
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             raise HuggingFaceError(
-                f"{name} is {getattr(config, name)} in the model's config: each rank would leave out other layers. Set it to 0"
+                f"{name} is {getattr(config, name)} in the model's config: each rank would drop different layers. Set it to 0"
             )
 
 
 def longest_exact(config: Any) -> tuple[int, str] | None:
-    """The longest document that RoPE treats alike on all ranks, in tokens, and the type of RoPE; None if any length will do.
+    """Returns the longest document in tokens that RoPE treats the same on all ranks, and the RoPE type; None if unlimited.
 
-    `dynamic` and `longrope` choose their frequencies by the longest position in the row, here in what one rank holds. Up to
-    this length they never change them. With a fixed `alpha` (HunYuan) `dynamic` is not dynamic.
+    `dynamic` and `longrope` choose frequencies by the longest position in the input, which differs between ranks. Up to this
+    length the frequencies are constant. With a fixed `alpha` (HunYuan), `dynamic` is always constant.
     """
     found: list[tuple[int, str]] = []
     for rope in _ropes(config):
@@ -68,16 +68,16 @@ def longest_exact(config: Any) -> tuple[int, str] | None:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Parameters of RoPE; some models have one set for each type of layer. `rope_scaling` is the older name."""
+    """Returns all sets of RoPE parameters; some models have one per layer type. `rope_scaling` is the older name."""
     ropes = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     inside = [value for rope in ropes if isinstance(rope, dict) for value in rope.values() if isinstance(value, dict)]
     return [rope for rope in ropes if isinstance(rope, dict)] + inside
 
 
 def check_model(model: Any) -> None:
-    """Raises HuggingFaceError unless tokens meet in attention alone, and the loss is the sum over the given labels.
+    """Raises HuggingFaceError unless only attention mixes tokens and the loss is the sum over the given labels.
 
-    Runs the model five times on 16 tokens, without gradients; on every rank if it is sharded.
+    Runs the model five times on 16 tokens without gradients; on every rank if the model is sharded.
     """
     probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype)
     with torch.no_grad(), _evaluating(model):
@@ -86,9 +86,9 @@ def check_model(model: Any) -> None:
 
 
 def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> frozenset[Kind]:
-    """The same without the loss, for a model that computes in `dtype` when `forward` is called in place of it.
+    """Does the checks of `check_model` except that of the loss, calling `forward`, which computes in `dtype`.
 
-    Returns the kinds of attention that its layers have.
+    Returns the kinds of attention of the model's layers.
     """
     probe = _Probe(model, forward, dtype)
     with torch.no_grad(), _evaluating(model):
@@ -97,13 +97,13 @@ def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype) ->
 
 
 def _check_rows(probe: "_Probe") -> torch.Tensor:
-    """Raises HuggingFaceError unless tokens meet in attention alone; returns the logits of tokens that are alone."""
+    """Raises HuggingFaceError unless only attention mixes tokens; returns the logits of tokens that attend to themselves."""
     name, ids, places = probe.name, probe.tokens(), torch.arange(TOKENS)
     alone = probe.rows(ids, places)
     if len(alone) == 1:
         raise HuggingFaceError(
-            f"{name} never calls the attention of transformers' attention interface, so that documents in one row would "
-            "see each other: use a model of which all layers attend through it"
+            f"{name} never calls transformers' attention interface, so documents in one row would see each other: use a model "
+            "that computes attention through the interface in all layers"
         )
     others, positions = ids.clone(), places.clone()
     others[REPLACED], positions[REPLACED] = ids[1], 0
@@ -111,19 +111,19 @@ def _check_rows(probe: "_Probe") -> torch.Tensor:
     kept = [row for row in range(TOKENS) if row not in REPLACED]
     if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
         raise HuggingFaceError(
-            f"{name} mixes tokens outside the attention of transformers' attention interface (attention of its own, a "
-            "convolution, a recurrence, ..), so that documents in one row would see each other: it cannot be used"
+            f"{name} mixes tokens outside transformers' attention interface (its own attention, a convolution, a recurrence, "
+            "..), so documents in one row would see each other: this model is not supported"
         )
     same = probe.rows(ids[:1].expand(TOKENS), torch.full((TOKENS,), 5))
     if probe.differ(same, [rows[:1].expand_as(rows) for rows in same]):
         raise HuggingFaceError(
-            f"{name} takes the place of a token from where it lies in the row, not from position_ids, which differ in "
-            "packed documents: it cannot be used"
+            f"{name} derives positions from the index of a token in the row, not from position_ids, which differ in packed "
+            "documents: this model is not supported"
         )
     if probe.differ(alone, probe.rows(ids, None)):
         raise HuggingFaceError(
-            f"{name} does not count positions as 0, 1, 2, .. when position_ids are left out, so that packed documents "
-            "would get other positions than alone: it cannot be used"
+            f"{name} does not count positions as 0, 1, 2, .. without position_ids, so packed documents would get other "
+            "positions than unpacked ones: this model is not supported"
         )
     return alone[-1]
 
@@ -137,50 +137,50 @@ def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Ten
     if loss is None or not torch.allclose(loss.float(), expected, rtol=1e-3 if probe.tolerance < 0.01 else 1e-2, atol=0):
         found = "no loss" if loss is None else f"{float(loss):.3g} instead of {float(expected):.3g}"
         raise HuggingFaceError(
-            f"{name} does not compute its loss as the sum over shift_labels divided by num_items_in_batch ({found}), so that "
-            "it would depend on how documents are split: it cannot be used"
+            f"{name} does not compute its loss as the sum over shift_labels divided by num_items_in_batch ({found}), so the "
+            "loss would depend on how documents are split: this model is not supported"
         )
 
 
 class _Probe:
-    """Runs a model on tokens of which each attends to itself alone, by calling `forward`, which computes in `dtype`."""
+    """Runs a model on tokens that each attend only to themselves, by calling `forward`, which computes in `dtype`."""
 
     def __init__(self, model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> None:
         self.model, self.call, self.name = model, forward, type(model).__name__
         if any(parameter.is_meta for parameter in model.parameters()):
-            raise HuggingFaceError(f"{self.name} has no weights yet, but lies on the device meta: load them first")
+            raise HuggingFaceError(f"{self.name} has no weights, as it is on the meta device: load them first")
         self.embedding = model.get_input_embeddings()
         self.device = next(self.embedding.parameters()).device
-        # Rounding may differ from row to row, and in 16 bits change the experts that a token goes to.
+        # Rounding may differ between rows, and in 16 bits may route a token to other experts.
         self.tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
         self.kinds: set[Kind] = set()
 
     def tokens(self) -> torch.Tensor:
-        """Different tokens [TOKENS], none of which the config gives a meaning, such as that of an image."""
+        """Returns distinct token ids [TOKENS] without special ones, such as image tokens."""
         config = self.model.config.get_text_config()
         special = {*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict())}
         ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
         return torch.tensor(ordinary, device=self.device)[torch.linspace(0, len(ordinary) - 1, TOKENS).long()]
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
-        """Output of the model. Raises HuggingFaceError for whatever it raises."""
+        """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
         if positions is not None:
             arguments["position_ids"] = positions.to(self.device).unsqueeze(0)
         try:
             return self.call(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
         except HuggingFaceError:
             raise
-        except Exception as error:  # whatever a model does with inputs that it was not written for
+        except Exception as error:  # models may raise anything for inputs that they were not written for
             text = " ".join(str(error).split())[:160]
             raise HuggingFaceError(
                 f"{self.name} does not run on packed tokens with attention 'longctx' ({type(error).__name__}: "
-                f"{text}): it wants a mask, a cache or inputs that do not exist here, so it cannot be used"
+                f"{text}): it needs a mask, a cache or inputs that are not available here, so it is not supported"
             ) from error
 
     def rows(self, ids: torch.Tensor, positions: torch.Tensor | None, poisoned: bool = False) -> list[torch.Tensor]:
-        """What each token brings to each call of attention, and its logits at the end: [TOKENS, ..] each.
+        """Returns the inputs of each attention call and finally the logits, per token: tensors [TOKENS, ..].
 
-        `poisoned`: the embeddings of REPLACED are no numbers, which a weight of zero does not hide.
+        `poisoned` sets the embeddings of REPLACED to NaN, which even a weight of zero does not hide.
         """
         alone = Alone()
         handle = self.embedding.register_forward_hook(_poison) if poisoned else None
@@ -190,7 +190,7 @@ class _Probe:
             if handle is not None:
                 handle.remove()
         if logits is None or logits.shape[:2] != (1, TOKENS):
-            raise HuggingFaceError(f"{self.name} gives no logits for every token: use a causal language model")
+            raise HuggingFaceError(f"{self.name} does not return logits for every token: use a causal language model")
         self.kinds |= alone.kinds
         return [*alone.seen, logits[0]]
 
@@ -202,9 +202,9 @@ class _Probe:
 
 
 class Alone:
-    """Stands in for the rings of a micro-batch: every token attends to itself alone.
+    """Replaces `Rings`: every token attends only to itself.
 
-    What it brings is kept in `seen`, and the kinds of attention in `kinds`.
+    Records the attention inputs in `seen`, and the kinds of attention in `kinds`.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Masks: which tokens of a document see which, as the few areas of queries and keys that a schedule cuts up.
+"""Masks: visibility between the tokens of a document, as a few areas of queries and keys that a schedule cuts up.
 
 A token always sees itself, and never a token of another document. Every mask is a union of disjoint rectangles of (query, key)
-positions, each with a band along the diagonal; a rank's part of it is such a rectangle cut to the chunks that it holds.
+positions, each with a band along the diagonal; a rank's part is a rectangle cut to the chunks of the rank.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from longctx.errors import UserError
 
 
 class MaskError(UserError):
-    """A mask that contradicts itself."""
+    """A mask with invalid or contradictory settings."""
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Who sees whom inside a document.
+    """The visibility of tokens inside a document.
 
     Attributes:
-        causal: a token sees itself and earlier ones; otherwise later ones too (encoders).
-        window: a token sees the `window` nearest tokens only, itself counted: window - 1 before it and, if not causal, as many
-            after it. None: all.
-        sinks: so many first tokens of the document are seen (by all later ones if causal) whatever the window.
-        prefix: {document: tokens}, by the plan's number of the document: so many first tokens (a prompt) see each other in both
-            directions, whatever the window.
+        causal: whether a token sees only itself and earlier tokens; if False it also sees later tokens (encoders).
+        window: number of nearest tokens that a token sees, including itself: window - 1 before it and, if not causal, as many
+            after it. None: all tokens.
+        sinks: number of first tokens of a document that are visible (with `causal`, to later tokens) outside the window too.
+        prefix: {document: tokens}, with the document's index in the plan: number of first tokens (a prompt) that see each other
+            in both directions, regardless of the window.
     """
 
     causal: bool = True
@@ -37,18 +37,20 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
-            raise MaskError(f"window is {self.window}: a token sees at least itself, so give 1 or more, or None for no window")
+            raise MaskError(f"window is {self.window}: must be at least 1, as a token sees itself, or None for no window")
         if self.sinks < 0 or any(tokens < 0 for tokens in self.prefix.values()):
-            raise MaskError(f"sinks is {self.sinks}, prefix {dict(self.prefix)}: numbers of tokens are 0 or more")
+            raise MaskError(f"sinks is {self.sinks}, prefix is {dict(self.prefix)}: numbers of tokens must be 0 or more")
         if self.sinks and self.window is None:
             raise MaskError(
-                f"sinks is {self.sinks} without a window: every token is seen anyway; give a window or leave it out"
+                f"sinks is {self.sinks} without a window, so every token is visible anyway: set a window, or leave sinks out"
             )
         if any(self.prefix.values()) and not self.causal:
-            raise MaskError("prefix with causal=False: tokens see each other in both directions anyway; leave one of them out")
+            raise MaskError(
+                "prefix is given with causal=False, where tokens see each other in both directions anyway: leave one out"
+            )
 
     def areas(self, document: int, length: int) -> list[Segment]:
-        """Disjoint areas of [queries, keys] positions that together are all that is visible in a document of that length."""
+        """Returns disjoint areas of (query, key) positions that cover exactly what is visible in a document."""
         prompt = min(self.prefix.get(document, 0), length)
         sinks = min(self.sinks, length)
         lo = None if self.window is None else 1 - self.window
@@ -63,7 +65,7 @@ class Mask:
         return [area for area in areas if not area.empty]
 
     def visible(self, document: int, length: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Boolean [length, length]: which keys each query sees; dense, for references and small documents."""
+        """Returns a boolean tensor [length, length]: the keys that each query sees. Dense, for references and tests."""
         query = torch.arange(length, device=device).unsqueeze(1)
         key = torch.arange(length, device=device).unsqueeze(0)
         seen = torch.ones(length, length, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""The device side of merging, in Triton: all segments and heads in one launch, each number read once and written once."""
+"""Triton kernel for merging: all segments and heads in one launch, each element read once and written once."""
 
 import triton
 import triton.language as tl

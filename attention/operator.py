@@ -1,8 +1,8 @@
-"""The operator `longctx::ring_attention` and its backward: one layer's ring attention as torch sees it.
+"""The custom operator `longctx::ring_attention` and its backward: ring attention of one layer.
 
-It is opaque to torch.compile, and selective recomputation can keep what it returns, so that attention and its exchange never
-run twice. What a micro-batch needs beside tensors (schedule, communicator, kernel) is known by a number: an integer goes
-through compilation without a guard on the micro-batch.
+It is opaque to torch.compile, and selective recomputation can keep its outputs, so attention and its exchange never run twice.
+Schedule, communicator and kernel of a micro-batch are looked up by a number, because an integer passes through compilation
+without a guard on the micro-batch.
 """
 
 import functools
@@ -24,7 +24,7 @@ from longctx.attention.segment_builder import Call
 
 
 class Ring(Protocol):
-    """Attention of one micro-batch, as `RingAttention` describes it."""
+    """The attributes of `RingAttention` that the operator uses."""
 
     schedule: Schedule
     exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
@@ -43,28 +43,31 @@ NO_LAYER = -1
 
 
 def layer_name(layer: int) -> str:
-    """For messages."""
+    """Formats a layer number for messages."""
     return "an unknown layer" if layer == NO_LAYER else f"layer {layer}"
 
 
 def register(what: object) -> int:
-    """The number by which an operator finds `what` as long as somebody holds it; autograd does, but not under torch.compile."""
+    """Returns a number for `find` while a reference to `what` exists; autograd holds one, except under torch.compile."""
     number = next(_numbers)
     _live[number] = what
     return number
 
 
 def find(number: int) -> Any:
-    """What was registered under this number; None while torch.compile traces, where the number is a symbol."""
+    """Returns the object registered under `number`; None while torch.compile traces, where the number is symbolic."""
     if not isinstance(number, int):
         return None
     if number not in _live:
-        raise RuntimeError("the attention of this micro-batch is gone: under torch.compile, hold it until backward is done")
+        raise RuntimeError(
+            "the attention of this micro-batch was freed before backward: under torch.compile, keep a reference to it until "
+            "backward is done"
+        )
     return _live[number]
 
 
 def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Lets the attention that an operator runs for watch over this pass of it."""
+    """Runs an operator in the `watch` context of its attention."""
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(run)
@@ -83,9 +86,9 @@ def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out [tokens, heads, v_dim], lse [tokens, heads], and the received K and V [rows, width] if they are to be kept.
+    """Returns out [tokens, heads, v_dim], lse [tokens, heads] and the received K and V [rows, width].
 
-    `layer` is for messages, NO_LAYER if unknown.
+    The last one is empty without keep_kv. `layer` is for messages, NO_LAYER if unknown.
     """
     this = _Pass(find(call), layer, "forward", q, k, v)
     kept = k.new_empty(this.schedule.received_rows if this.call.keep_kv else 0, this.width)
@@ -97,8 +100,8 @@ def forward(
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
-        del received  # so that no more than the rows of this stage and the next one are held
-    if result is None:  # not one token of this micro-batch is here
+        del received  # holds at most the rows of this stage and the next one
+    if result is None:  # this rank has no tokens in this micro-batch
         result = this.kernel.forward(q, k, v, (), this.scale)
     out, lse = result
     if sink_logits is not None:
@@ -112,10 +115,10 @@ def forward(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, call: int, layer: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv. Runs the calls of the forward pass on the final out and log-sum-exp.
+    """Returns dq, dk and dv. Runs the calls of the forward pass with the final out and log-sum-exp.
 
     Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
-    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows go back to their
+    dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows return to their
     owners in the compute dtype.
     """
     this = _Pass(find(call), layer, "backward", q, k, v)
@@ -130,10 +133,10 @@ def backward(
             )
             if sums:
                 _add_call(sums, remote, part, *gradients)
-            else:  # every rank with a token has local keys, and these come first
+            else:  # every rank with tokens has local keys, which come first
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
         if remote is not None:
-            # One hop goes on for every stage that is computed: this hides the messages, and bounds what is under way.
+            # Each computed stage advances the returns by one hop: this hides messages and bounds those in flight.
             returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     while returning:
@@ -144,7 +147,7 @@ def backward(
 
 
 def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Adds a call's gradients: dq to this rank's, dk and dv there too or, for received rows, to `remote` [rows, width]."""
+    """Adds a call's gradients to `sums` of dq, dk and dv; dk and dv of received rows to `remote` [rows, width] instead."""
     sums[0] += dq
     if remote is None or part.rows is None:
         sums[1] += dk
@@ -158,15 +161,15 @@ def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor,
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Lets each of them do its next piece, in the same order on every rank; those that are done drop out."""
-    return [one for one in returning if next(one, DONE) is not DONE]
+    """Advances each iterator by one step, in the same order on every rank, and returns those that are not finished."""
+    return [hops for hops in returning if next(hops, DONE) is not DONE]
 
 
 DONE = object()
 
 
 class _Pass:
-    """One forward or backward pass of one layer on this rank: what it exchanges, and the keys that it then works on."""
+    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each call."""
 
     def __init__(self, call: Ring, layer: int, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.call, self.schedule = call, call.schedule
@@ -182,26 +185,26 @@ class _Pass:
         self.sum_dtype = torch.promote_types(q.dtype, torch.float32)
 
     def widened(self, x: Tensor) -> Tensor:
-        """`x` in the dtype of sums, if anything will be added to it."""
+        """Returns `x` in the accumulation dtype if anything will be added to it."""
         return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.stages else x
 
     def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
-        """Zeros for the gradients of received rows: in float32 if several calls may add to a row, else as they will be sent."""
+        """Returns zeros for the gradients of received rows; in the accumulation dtype if several calls may add to a row."""
         several = any(part.again for part in calls)
         return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
 
     def keys(self, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
-        """The keys and values of a call: this rank's own, or those picked from the received rows [rows, width]."""
+        """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
         k, v = received.index_select(0, part.rows).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
-        """The calls on local keys, then for each stage the rows it received and its calls.
+        """Yields (None, calls on local keys), then for each stage (received rows, its calls).
 
-        The messages of a step are posted before the one before it is computed, so that computing hides them. With keep_kv they
-        are received in `kept`, and are there already if not to `fetch`.
+        The messages of each step are posted before the previous step is computed, so that computation hides them. With keep_kv,
+        rows are received into `kept`; without `fetch`, they are already there.
         """
         stages = self.schedule.stages
         if not fetch or not stages:
@@ -213,7 +216,7 @@ class _Pass:
         under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(stages, buffers, strict=True))}
         two_levels = self.schedule.two_levels
         for number in range(len(stages) + 1):
-            # First hops are posted when all ranks would post them, whatever documents they hold: messages meet in order.
+            # All ranks post first hops at the same point, whatever documents they hold, so that messages match in order.
             if number < len(stages) and (number == 0 or not two_levels or len(stages[number].hops) > 1):
                 next(under_way[number])
             if number + 1 < len(stages) and two_levels:
@@ -224,12 +227,12 @@ class _Pass:
                 yield next(under_way.pop(number - 1)), stages[number - 1].calls
 
     def _fetch(self, stage: ExchangeStage, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
-        """Posts the first hop, then the second one if there is one, and at last gives the rows received."""
+        """Posts the first hop, then the second hop if one exists, and finally yields the received rows."""
         incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
         parts = incoming.split([hop.received_rows for hop in stage.hops])
         source = kv
         for hop, part in zip(stage.hops, parts, strict=True):
-            # Only what is under way holds the rows sent: they are gone when it has arrived.
+            # Only `pending` holds the sent rows, so they are freed once the messages have arrived.
             pending = self.exchange.start(
                 [(peer, source.index_select(0, rows)) for peer, rows in hop.sends], part, hop.receives
             )
@@ -238,10 +241,10 @@ class _Pass:
         yield incoming
 
     def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
-        """Returns the gradients of the rows received in a stage the way these came, and adds what comes back to dk and dv.
+        """Sends the gradients of a stage's received rows back the same way, and adds the returned gradients to dk and dv.
 
-        Posts one hop at a time, as steps go on: the last hop at once, the first one a step later if there could be two. Who
-        gets several gradients of a row adds them peer after peer in ascending order.
+        Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
+        gradients of one row are added in ascending order of peers.
         """
         stage = self.schedule.stages[number]
         if self.schedule.two_levels and number > 0 and len(stage.hops) == 1:
@@ -264,7 +267,7 @@ class _Pass:
                 self._add(hop, returned[:, width:], dv.flatten(1))
 
     def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
-        """Adds returned rows to the rows that were sent, in place."""
+        """Adds returned gradients to the rows of `total` that were sent, in place."""
         for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
             total.index_add_(0, rows, part.to(total.dtype))
 
@@ -288,7 +291,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     q, k, v, sink_logits, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(q, k, v, sink_logits, *output)
     ctx.alive = find(ctx.number)
-    ctx.set_materialize_grads(False)  # or zeros as large as the kept K and V would come as their gradient
+    ctx.set_materialize_grads(False)  # otherwise torch allocates zero gradients as large as the kept K and V
 
 
 def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor | None, ...]:

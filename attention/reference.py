@@ -1,4 +1,4 @@
-"""Single-process attention over packed documents: what ring attention must equal, forward and gradients."""
+"""Single-process attention over packed documents: the reference for ring attention, forward and gradients."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,15 @@ def reference_attention(
     softcap: float = 0.0,
     sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of each document to itself, dense and in the dtype given (float64 for a reference).
+    """Computes attention within each document, dense and in the dtype of q (float64 for a reference).
 
-    q [T, heads, dim], k [T, kv_heads, dim], v [T, kv_heads, v_dim] with documents of `lengths` one after the other, and perhaps
-    padding behind them, whose output is 0; the rest is as in `ring_attention`. Returns [T, heads, v_dim]. Differentiable by
-    plain autograd, memory O(length²).
+    Args:
+        q, k, v: [T, heads, dim], [T, kv_heads, dim] and [T, kv_heads, v_dim]; rows hold documents of `lengths` in order, then
+            optional padding.
+        lengths: tokens of each document.
+        scale, mask, softcap, sink_logits: as in `ring_attention`.
+
+    Returns [T, heads, v_dim]; padding rows are 0. Differentiable by autograd; memory is O(length²).
     """
     group = q.shape[1] // k.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale

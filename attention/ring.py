@@ -1,15 +1,14 @@
-"""Ring attention: exact attention over packed documents, each split over as many ranks as its degree says.
+"""Ring attention: exact attention over packed documents, each split over a number of ranks, its degree.
 
-A call on local keys, then for every exchange stage calls on received keys, as few whatever the degrees are (design §5);
-partial results are merged by log-sum-exp in float32. Backward repeats the calls with the final merged output and log-sum-exp,
-fetches K and V again or has kept them, and returns the gradients of remote rows to their owners, who add them in a fixed order:
-two runs are bit-identical.
+Forward runs kernel calls on local keys, then on the received keys of every exchange stage; the number of calls does not depend
+on the degrees. Partial results are merged by log-sum-exp in float32. Backward repeats the calls with the merged output and
+log-sum-exp; it fetches K and V again, unless they were kept, and returns gradients of remote rows to their owners, which add
+them in a fixed order: two runs are bitwise identical.
 
-In bfloat16 and float16 the errors of out, dq, dk and dv, against float64, have at most twice the norm of those that the same
-kernel makes on one device, as measured over random documents. What comes on top is rounding: of each part that a kernel gives
-in the compute dtype, and of gradients on the way to their owners. A single number may lose more digits than that, where parts
-of it nearly cancel, or where one device happens to hit it exactly. The scheme is that of Ring Attention (Liu et al., 2023)
-with the placement of Llama 3 (§3.3.2).
+In bfloat16 and float16, the errors of out, dq, dk and dv against float64 have at most twice the norm of the errors of the same
+kernel on one device, measured on random documents. The additional error is rounding: of partial results in the compute dtype,
+and of gradients sent to their owners. Single elements can lose more digits if partial results nearly cancel. The scheme is Ring
+Attention (Liu et al., 2023) with the placement of Llama 3 (§3.3.2).
 """
 
 from collections.abc import Callable
@@ -41,25 +40,29 @@ def ring_attention(
     keep_kv: bool = False,
     ranks_per_node: int | None = None,
 ) -> torch.Tensor:
-    """Attention of every document to itself. Every rank of the domain calls it, with its own layout.
+    """Computes attention within every document. Every rank of the domain must call it, with its own layout.
 
     Args:
-        q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows beyond `layout.tokens` are padding.
-        k, v: [tokens, kv_heads, head_dim]; kv_heads divides q_heads. v may have another head size.
+        q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on are padding.
+        k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a different head size.
         layout: `plan.layout(micro_batch, rank)`.
-        group: the ranks of the domain in order; None takes the default group. Not used if no document is split. With NCCL, all
-            its ranks have to have met once before (`dist.barrier(group)`), since few of them may be in the first messages.
-        mask: which tokens of a document see which; causal if not given.
-        scale: factor of the scores, 1/√head_dim if None.
-        softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 leaves them.
-        sink_logits: [q_heads], a learned logit that takes its share of every softmax and gives nothing, as in gpt-oss.
-        kernel: auto, or the name of a kernel (`longctx.attention.kernels.KERNELS`).
-        keep_kv: hold received K and V until backward instead of fetching them again.
-        ranks_per_node: rows cross the network once for each node of so many consecutive ranks, and go on inside it; None: they
-            go straight to every rank that needs them.
+        group: process group of the domain, ranks in order; None uses the default group. Not used if no document is split. With
+            NCCL, call `dist.barrier(group)` once before, as not all ranks may take part in the first messages.
+        mask: visibility of tokens inside a document; causal by default.
+        scale: factor of the scores; None means 1/√head_dim.
+        softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
+        sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
+        kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
+        keep_kv: keep received K and V until backward instead of fetching them again.
+        ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows cross the network once per
+            node and are then passed on inside it. None: rows go directly to every rank that needs them.
 
     Returns [tokens, q_heads, v_head_dim]; padding rows are 0.
-    Raises AttentionInputError for tensors that do not fit, ExchangeError if a message fails or does not come in time.
+
+    Raises:
+        AttentionInputError: for tensors that do not match each other or the layout.
+        KernelError: if no kernel supports the tensors.
+        ExchangeError: if a message fails or times out.
     """
     attention = RingAttention(
         layout,
@@ -76,9 +79,9 @@ def ring_attention(
 
 
 class RingAttention(CheckedAttention):
-    """`ring_attention` for one micro-batch, its schedule made once for all layers; called as `attention(q, k, v, layer)`.
+    """`ring_attention` for one micro-batch, with one schedule for all layers; call it as `attention(q, k, v, layer)`.
 
-    Under torch.compile, whoever calls it has to hold it until backward is done.
+    Under torch.compile, the caller must keep a reference until backward is done.
     """
 
     def __init__(
@@ -96,14 +99,17 @@ class RingAttention(CheckedAttention):
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
         watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """As `ring_attention`; `device` is where index tensors live, and another `exchange` moves the rows in another way.
+        """Builds the schedule. Arguments as in `ring_attention`, and:
 
-        Every pass of a layer runs in the context that `watch` gives for its name.
+        Args:
+            device: device of q, k and v.
+            exchange: class that moves the rows.
+            watch: returns a context manager for the name of a layer's pass, which runs in it.
         """
         if softcap < 0:
-            raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for none")
+            raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for no cap")
         if ranks_per_node is not None and ranks_per_node < 1:
-            raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: a node holds at least one rank; None for one level")
+            raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: must be 1 or more, or None for one exchange level")
         super().__init__(layout, group, device)
         self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch

@@ -1,14 +1,14 @@
-"""Schedule: the kernel calls and messages of one rank in one micro-batch, a pure function of its layout, mask and stages.
+"""Schedule: the kernel calls and messages of one rank in one micro-batch, a pure function of layout, mask and stages.
 
-Only rows that some query of the receiver sees are sent: with a causal mask, ring index r gets the head chunks of lower ring
-indices (for all its queries) and head and tail chunks of higher ones (for the queries of its tail). A stage covers a range of
-ring distances, so one stage gathers everything at once and degree-1 stages are the classic ring. Both ends of a message derive
-its content from the same cut points, in the same order of documents, so no metadata travels.
+Only rows that some query of the receiver sees are sent: with a causal mask, ring index r receives the head chunks of lower ring
+indices (for all its queries) and the head and tail chunks of higher ones (for the queries of its tail). A stage covers a range
+of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Both ends of a message
+derive its content from the same cut points, in the same order of documents, so no metadata is sent.
 
-Where a ring crosses nodes, rows may cross the network once for each node and not for each rank: stage 0 then gathers
-from the own node, the later ones from others, in two hops: to a relay in the node, and from there to whoever needs the rows.
+With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
+stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows.
 
-What a rank computes are the areas of the mask (`masks`) cut to the chunks of queries and keys at hand (`segment_builder`).
+Kernel calls compute the areas of the mask (`masks`) cut to the available chunks of queries and keys (`segment_builder`).
 """
 
 from collections import defaultdict
@@ -26,10 +26,12 @@ from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
 
 @dataclass(frozen=True)
 class Hop:
-    """One round of messages, peers ascending.
+    """One round of messages, by ascending peer.
 
-    sends: (peer, rows that it gets); receives: (peer, number of rows), laid one after the other. The first hop of a stage sends
-    rows of the local buffer, the second one rows that the first one received.
+    Attributes:
+        sends: (peer, row indices to send). The first hop of a stage sends rows of the local buffer, the second hop rows that
+            the first one received.
+        receives: (peer, number of rows); received rows are stored in this order.
     """
 
     sends: tuple[tuple[int, torch.Tensor], ...]
@@ -46,7 +48,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class ExchangeStage:
-    """Messages and kernel calls of one exchange stage. The calls' rows are those received by its one or two hops, in order."""
+    """Messages and kernel calls of one exchange stage. The calls index the rows received by its one or two hops, in order."""
 
     hops: tuple[Hop, ...]
     calls: tuple[Call, ...]
@@ -58,13 +60,13 @@ class ExchangeStage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that a rank does in one micro-batch: calls on `local` keys, then the stages."""
+    """All calls and messages of a rank in one micro-batch: calls on `local` keys, then the stages."""
 
     layout: Layout
     local: tuple[Call, ...]
     stages: tuple[ExchangeStage, ...]
     two_levels: bool = False
-    """Whether stages after the first may have two hops, on this rank or another."""
+    """Whether stages after the first may have two hops, on any rank."""
 
     @property
     def received_rows(self) -> int:
@@ -77,7 +79,7 @@ class Schedule:
 
     @cached_property
     def bands(self) -> bool:
-        """Whether kernels need to know bands, not only dense and plain causal segments."""
+        """Whether kernels must support bands, not only dense and plain causal segments."""
         return any(not (segment.dense or segment.causal) for call in self.calls for segment in call.segments)
 
     @classmethod
@@ -88,13 +90,13 @@ class Schedule:
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
     ) -> "Schedule":
-        """Derives the schedule from a layout. Index tensors live on `device`.
+        """Builds the schedule of a layout. Index tensors are on `device`.
 
-        With `ranks_per_node`, rings that cross nodes of so many consecutive ranks exchange in two levels.
+        With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
         wanted = layout.stages
         if wanted < 1:
-            raise ValueError(f"stages is {wanted}: an exchange has at least one stage; 1 gathers everything at once")
+            raise ValueError(f"stages is {wanted}: must be at least 1, which gathers everything at once")
         documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]
         local = local_calls((document.queries, document.queries, document.areas) for document in documents)
         count = max((document.stages(wanted) for document in documents), default=0)
@@ -104,13 +106,13 @@ class Schedule:
 
 
 def stage_of(distance: int, degree: int, stages: int) -> int:
-    """The stage in which chunks travel `distance` ring indices, 1 ≤ distance < degree; distances are spread evenly."""
+    """Returns the stage of messages over `distance` ring indices, 1 ≤ distance < degree; distances are spread evenly."""
     return (distance - 1) * min(stages, degree - 1) // (degree - 1)
 
 
 @dataclass(frozen=True)
 class _Message:
-    """Positions of one document that ring index `source` or a relay sends on in a hop; `peer` is the rank at the other end."""
+    """Positions of one document that belong to ring index `source` and are sent in a hop; `peer` is the other rank."""
 
     hop: int
     incoming: bool
@@ -121,9 +123,9 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Document:
-    """What this rank has to do with one document: its shard, the mask's areas, and the shard's tokens as queries.
+    """This rank's part of one document: its shard, the mask's areas, and the shard's tokens as queries.
 
-    nodes: the ring indices on every node that the ring stands on, if it exchanges in two levels; else empty.
+    `nodes` lists the ring indices on every node of the ring with two-level exchange; otherwise it is empty.
     """
 
     shard: Shard
@@ -136,23 +138,23 @@ class _Document:
         runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard, shard.ring_index)]
         nodes: dict[int, list[int]] = defaultdict(list)
         for ring_index in range(shard.degree if ranks_per_node else 0):
-            if chunks(shard, ring_index):  # who holds nothing of a document takes no part in it
+            if chunks(shard, ring_index):  # ranks without tokens of a document take no part in it
                 nodes[shard.rank_of(ring_index) // (ranks_per_node or 1)].append(ring_index)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return cls(shard, mask.areas(shard.document, shard.length), runs, list(nodes.values()) if crosses else [])
 
     def stages(self, wanted: int) -> int:
-        """How many stages its exchange has: one for the own node and some for the others, or some for all."""
+        """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
         return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, self.shard.degree - 1)
 
     def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
-        """Which positions of a ring index the queries of others see: disjoint spans, ascending."""
+        """Returns the positions of ring index `source` that queries of `targets` see: disjoint spans, ascending."""
         queries = [run for target in targets for run in chunks(self.shard, target)]
         cuts = (area.cut(run, keys) for keys in chunks(self.shard, source) for run in queries for area in self.areas)
         return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
-        """All that this rank sends and receives in a stage."""
+        """Yields all messages that this rank sends and receives in a stage."""
         shard, mine = self.shard, self.shard.ring_index
         here = self._node_of(mine)
         for other in self.nodes[here] if self.nodes else range(shard.degree):
@@ -170,7 +172,7 @@ class _Document:
         return next((i for i, members in enumerate(self.nodes) if ring_index in members), 0)
 
     def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[_Message]:
-        """This rank's part in what one node sends another: relays take turns by source."""
+        """Yields this rank's messages between two nodes; relays alternate by source."""
         mine, rank_of, targets = self.shard.ring_index, self.shard.rank_of, self.nodes[target_node]
         for source in self.nodes[source_node] if incoming else [mine]:
             relay = targets[source % len(targets)]
@@ -185,14 +187,14 @@ class _Document:
 
 
 def chunks(shard: Shard, ring_index: int) -> list[Span]:
-    """The positions that a ring index holds: head and tail, one span where they are neighbours, without empty ones."""
+    """Returns the non-empty spans of a ring index: head and tail, joined if they are adjacent."""
     head, tail = (span(shard.length, shard.degree, ring_index) for span in (head_span, tail_span))
     spans = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
     return [span for span in spans if span[0] < span[1]]
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """Disjoint spans, ascending, of the same positions."""
+    """Returns disjoint, ascending spans that cover the same positions."""
     union: list[Span] = []
     for start, stop in sorted(spans):
         if union and start <= union[-1][1]:
@@ -203,14 +205,14 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> ExchangeStage:
-    """The hops of a stage, and the calls on what they bring.
+    """Builds the hops of a stage and the calls on the received rows.
 
-    Both ends of a message list its rows by document, source and position: if rank 0 sends rank 1 the positions [0, 4) of
-    document 0 and [8, 10) of document 2, six rows come in that order.
+    Both ends of a message order its rows by document, source and position: if rank 0 sends positions [0, 4) of document 0 and
+    [8, 10) of document 2 to rank 1, the message has these six rows in that order.
     """
     messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
     messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
-    keys: list[list[Run]] = [[] for _ in documents]  # what came of each document
+    keys: list[list[Run]] = [[] for _ in documents]  # received keys of each document
     hops: list[Hop] = []
     row = 0
     for number in range(1 + max((message.hop for _, message in messages), default=0)):
@@ -224,7 +226,7 @@ def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torc
                 row += stop - start
             elif number == 0:
                 sends[message.peer].append(documents[i].shard.rows(start, stop))
-            else:  # a relay passes on what it got in the first hop
+            else:  # a relay passes on rows from the first hop
                 held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
                 sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))

@@ -1,8 +1,8 @@
-"""Parts: which queries of a rank see which keys at hand, as the fewest segments in the fewest kernel calls.
+"""Segment builder: turns the visibility of available keys to a rank's queries into few segments and few kernel calls.
 
-Runs of queries and keys (tokens with neighbouring positions) are cut out of the areas of a mask; what comes out is joined where
-kernels can take it as one. So a causal mask needs one call for local keys, whose [head; tail] against [head; tail] is plainly
-causal again, and at most two for a stage: both chunks against the keys before them, tails against those between.
+Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the pieces are joined where kernels
+can compute them as one. A causal mask needs one call for local keys, as [head; tail] against [head; tail] is plain causal, and
+at most two per stage: both chunks against earlier keys, and tails against the keys between head and tail.
 """
 
 import operator
@@ -18,14 +18,14 @@ from longctx.attention.segments import Segment
 
 
 class Run(NamedTuple):
-    """Tokens [start, stop) of a document, by position, and the rows of a buffer that hold them, in that order."""
+    """Positions [start, stop) of a document and the buffer rows that hold them, in order."""
 
     start: int
     stop: int
     rows: tuple[range, ...]
 
     def part(self, start: int, stop: int) -> tuple[range, ...]:
-        """The rows of the positions [start, stop)."""
+        """Returns the rows of positions [start, stop)."""
         parts, position = [], self.start
         for rows in self.rows:
             part = rows[max(0, start - position) : max(0, stop - position)]
@@ -36,9 +36,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One kernel call: its segments, and which rows of a buffer its keys are, one after the other; None: the buffer itself.
+    """One kernel call.
 
-    `again`: some of these rows were keys of an earlier call on the same buffer.
+    Attributes:
+        rows: buffer rows of its keys, in order; None: the buffer itself.
+        segments: its segments.
+        again: whether some of these rows were keys of an earlier call on the same buffer.
     """
 
     rows: torch.Tensor | None
@@ -51,13 +54,13 @@ Document = tuple[Sequence[Run], Sequence[Run], Sequence[Segment]]
 
 
 def local_calls(documents: Iterable[Document]) -> tuple[Call, ...]:
-    """Calls on keys that are taken where they lie; every run of keys must be one range of rows."""
+    """Builds calls that use keys in place; every run of keys must be one range of rows."""
     calls = _calls(_parts(*document, _follows) for document in documents)
     return tuple(Call(None, tuple(part.segment(part.keys[0].start) for part in parts)) for parts in calls)
 
 
 def gathered_calls(documents: Iterable[Document], device: torch.device | str) -> tuple[Call, ...]:
-    """Calls on keys that are picked out of a buffer first; the index tensors live on `device`."""
+    """Builds calls on keys that are gathered from a buffer first; index tensors are on `device`."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
     buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
     met = torch.zeros(buffer, dtype=torch.bool)
@@ -73,7 +76,7 @@ def gathered_calls(documents: Iterable[Document], device: torch.device | str) ->
 
 
 def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tensor:
-    """The rows of all ranges as one int64 tensor."""
+    """Returns the rows of all ranges as one int64 tensor on `device`."""
     if not ranges:
         return torch.empty(0, dtype=torch.int64, device=device)
     return copy_to(torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]), device)
@@ -81,7 +84,7 @@ def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tens
 
 @dataclass(frozen=True)
 class _Part:
-    """A segment whose keys are yet to be put in a row: rows of queries, rows of keys, and the band between them."""
+    """A segment before its keys are gathered: rows of queries, rows of keys, and the band between them."""
 
     queries: range
     keys: tuple[range, ...]
@@ -100,7 +103,7 @@ class _Part:
         return Segment(self.queries.start, self.queries.stop, k_start, k_start + self.key_count, self.lo, self.hi)
 
     def conflicts(self, other: "_Part") -> bool:
-        """Whether they share a query or a key, so that one call cannot hold both."""
+        """Returns whether both parts share a query or a key, which one call does not allow."""
         return _overlap(self.queries, other.queries) or any(_overlap(a, b) for a in self.keys for b in other.keys)
 
 
@@ -109,7 +112,7 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def _calls(documents: Iterable[list[_Part]]) -> list[list[_Part]]:
-    """Every part in the first call where it is in nobody's way; documents share neither queries nor keys."""
+    """Puts every part into the first call without a conflict; documents share neither queries nor keys."""
     calls: list[list[_Part]] = []
     for parts in documents:
         taken: list[list[_Part]] = []
@@ -127,7 +130,7 @@ def _calls(documents: Iterable[list[_Part]]) -> list[list[_Part]]:
 
 
 def _neighbours_joined(runs: Sequence[Run]) -> list[Run]:
-    """Runs that are neighbours in the document become one."""
+    """Joins runs that are adjacent in the document."""
     joined: list[Run] = []
     for run in sorted(runs):
         if joined and joined[-1].stop == run.start:
@@ -138,7 +141,7 @@ def _neighbours_joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def _parts(queries: Sequence[Run], keys: Sequence[Run], areas: Sequence[Segment], after: "Chain") -> list[_Part]:
-    """What these queries see of these keys, joined where it can be; `after` chains ranges of keys if that is possible."""
+    """Returns the visible parts of keys for queries, joined where possible; `after` chains ranges of keys if possible."""
     parts = []
     for run in keys:
         seen = []
@@ -147,7 +150,7 @@ def _parts(queries: Sequence[Run], keys: Sequence[Run], areas: Sequence[Segment]
                 cut = area.cut((query.start, query.stop), (run.start, run.stop))
                 if not cut.empty:
                     (rows,) = query.part(cut.q_start, cut.q_stop)
-                    # One token of itself: all is visible, but as the first of a diagonal it joins the next one.
+                    # A single token is both dense and causal; as causal, it can join the next part of a diagonal.
                     first = cut.causal and cut.q_start == cut.k_start and area.hi is not None
                     seen.append(_Part(rows, run.part(cut.k_start, cut.k_stop), cut.lo, 0 if first else cut.hi))
         parts += _joined(seen, _side_by_side)
@@ -159,12 +162,12 @@ Chain = Callable[[tuple[range, ...], tuple[range, ...]], tuple[range, ...] | Non
 
 
 def _follows(a: tuple[range, ...], b: tuple[range, ...]) -> tuple[range, ...] | None:
-    """Chains ranges that lie one after the other."""
+    """Chains ranges that are adjacent."""
     return (range(a[0].start, b[-1].stop),) if a[-1].stop == b[0].start else None
 
 
 def _joined(parts: list[_Part], join: Callable[[_Part, _Part], _Part | None]) -> list[_Part]:
-    """Joins every part with the first one before it that it fits."""
+    """Joins every part with the first earlier part that `join` accepts."""
     kept: list[_Part] = []
     for part in parts:
         for i, other in enumerate(kept):
@@ -178,14 +181,14 @@ def _joined(parts: list[_Part], join: Callable[[_Part, _Part], _Part | None]) ->
 
 
 def _side_by_side(a: _Part, b: _Part) -> _Part | None:
-    """Neighbouring queries that all see the same keys."""
+    """Joins adjacent queries that see the same keys without a band."""
     if a.dense and b.dense and a.keys == b.keys and a.queries.stop == b.queries.start:
         return _Part(range(a.queries.start, b.queries.stop), a.keys, None, None)
     return None
 
 
 def _stacked(a: _Part, b: _Part, after: Chain) -> _Part | None:
-    """The same queries, which see all keys of one part; these come first, and the other one's band moves up by them."""
+    """Joins parts of the same queries if one is dense; its keys come first and shift the band of the other part."""
     if b.dense and not a.dense:
         a, b = b, a
     if not a.dense or b.lo is not None or a.queries != b.queries:
@@ -195,7 +198,7 @@ def _stacked(a: _Part, b: _Part, after: Chain) -> _Part | None:
 
 
 def _staircase(a: _Part, b: _Part) -> _Part | None:
-    """Queries that see the first of their neighbours' keys, under one diagonal: [head; tail] of a causal mask."""
+    """Joins adjacent queries whose keys start alike and are bounded by one diagonal: [head; tail] of a causal mask."""
     if a.hi is None or b.hi is None or a.lo is not None or b.lo is not None or a.queries.stop != b.queries.start:
         return None
     first_keys = b.keys[: len(a.keys)] == a.keys or (len(a.keys) == len(b.keys) == 1 and a.keys[0].start == b.keys[0].start)

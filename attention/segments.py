@@ -1,4 +1,4 @@
-"""Segments: the one language between layout and kernels. A segment lets a run of queries see a run of keys inside a band."""
+"""Segments: the interface between layout and kernels. A segment is a range of queries, a range of keys and a band."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import torch
 class Segment(NamedTuple):
     """Queries [q_start, q_stop) against keys [k_start, k_stop).
 
-    Key j is visible to query i iff lo ≤ (j - k_start) - (i - q_start) ≤ hi, where None stands for no limit on that side.
+    Key j is visible to query i iff lo ≤ (j - k_start) - (i - q_start) ≤ hi; None means no limit on that side.
     """
 
     q_start: int
@@ -33,9 +33,9 @@ class Segment(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Plain causal over equal numbers of queries and keys: bottom-right and top-left alignment are then the same.
+        """Whether the segment is plain causal with equal numbers of queries and keys, where both alignments agree.
 
-        One query of one key is both causal and dense.
+        A single query with a single key is both causal and dense.
         """
         queries, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
         return self.lo is None and queries == keys and (self.hi == 0 or (self.hi is None and queries == 1))
@@ -45,9 +45,9 @@ class Segment(NamedTuple):
         return self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
     def cut(self, queries: tuple[int, int], keys: tuple[int, int]) -> "Segment":
-        """What the queries of one half-open range see of the keys of another.
+        """Returns the part within half-open ranges of queries and keys.
 
-        No query is left that sees no key, no key that no query sees, and no limit of the band that hides nothing.
+        Drops queries that see no key, keys that no query sees, and limits of the band that hide nothing.
         """
         q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
         k_start, k_stop = max(self.k_start, keys[0]), min(self.k_stop, keys[1])
@@ -73,7 +73,7 @@ Segments = Sequence[Segment]
 
 
 def visible(segment: Segment, device: torch.device) -> torch.Tensor:
-    """Boolean [queries, keys]: which keys of the segment each of its queries sees."""
+    """Returns a boolean tensor [queries, keys]: the keys of the segment that each query sees."""
     queries = torch.arange(segment.q_stop - segment.q_start, device=device).unsqueeze(1)
     keys = torch.arange(segment.k_stop - segment.k_start, device=device).unsqueeze(0)
     mask = torch.ones(queries.shape[0], keys.shape[1], dtype=torch.bool, device=device)

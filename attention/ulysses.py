@@ -1,9 +1,9 @@
 """Ulysses: u neighbouring ranks swap heads for tokens around ring attention (DeepSpeed Ulysses, Jacobs et al., 2023).
 
-Each of them then holds the chunks of all u for its share of the heads, so a ring of degree d becomes u rings of degree d/u,
-side by side: far fewer keys move, and segments are longer. In exchange, queries and outputs move too, among neighbours. u has
-to divide the kv heads. The degree of a document still is its own: rings that do not start and end with groups of u ranks, or
-that leave a rank without a token, run as plain rings beside the others.
+Each rank then holds the chunks of all u ranks for its share of the heads, so a ring of degree d becomes u parallel rings of
+degree d/u: far fewer keys move, and segments are longer. In exchange, queries and outputs move between neighbours. u must
+divide the kv heads. Documents keep their own degrees: rings that do not consist of whole groups of u ranks, or that leave a
+rank without a token, run as plain rings.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from longctx.planning.layout import Layout, Shard, shard_tokens
 
 
 def packed_attention(layout: Layout, ulysses_degree: int = 1, **options: Any) -> "RingAttention | HybridAttention":
-    """Attention for one micro-batch, with or without Ulysses; `options` are those of `RingAttention`."""
+    """Builds the attention for one micro-batch, with or without Ulysses; `options` as in `RingAttention`."""
     return HybridAttention(layout, ulysses_degree, **options) if ulysses_degree > 1 else RingAttention(layout, **options)
 
 
 class HybridAttention(CheckedAttention):
-    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; called in the same way."""
+    """`RingAttention` with Ulysses among groups of `ulysses_degree` neighbouring ranks; same call signature."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class HybridAttention(CheckedAttention):
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
         **options: Any,
     ) -> None:
-        """`options` are those of `RingAttention`."""
+        """Builds the schedules of swapped and plain rings; `options` as in `RingAttention`."""
         super().__init__(layout, group, device)
         self.ulysses_degree = ulysses_degree
         swapped: list[Shard] = []
@@ -64,8 +64,8 @@ class HybridAttention(CheckedAttention):
     ) -> torch.Tensor:
         if k.shape[1] % self.ulysses_degree:
             raise AttentionInputError(
-                f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads of a rank: take "
-                "a divisor"
+                f"ulysses_degree is {self.ulysses_degree}, which does not divide the {k.shape[1]} kv heads per rank: use a "
+                "divisor"
             )
         if self.swap is None:
             return self.plain.attend(q, k, v, layer, sink_logits)
@@ -76,28 +76,28 @@ class HybridAttention(CheckedAttention):
         wide_q, wide_k, wide_v = (
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
-        mine = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, mine)
+        own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
+        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, own_logits)
         out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
         return out + self.plain.attend(q, k, v, layer, sink_logits) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
-    """The shards of a group of ranks: the same documents at a fraction of the degree, on every u-th rank."""
+    """Returns the shards of a group of ranks: the same documents at degree d/u, on every u-th rank."""
     wide, offset = [], 0
     for shard in shards:
-        one = shard.at(shard.ring_index // ulysses_degree, shard.degree // ulysses_degree)
-        one = replace(one, first_rank=shard.first_rank + rank % ulysses_degree, stride=ulysses_degree, offset=offset)
-        wide.append(one)
-        offset += one.tokens
+        combined = shard.at(shard.ring_index // ulysses_degree, shard.degree // ulysses_degree)
+        combined = replace(combined, first_rank=shard.first_rank + rank % ulysses_degree, stride=ulysses_degree, offset=offset)
+        wide.append(combined)
+        offset += combined.tokens
     return wide
 
 
 class HeadSwap:
-    """Swaps heads for tokens and back among the `ulysses_degree` ranks of a group.
+    """Swaps heads for tokens and back among the u = `ulysses_degree` ranks of a group.
 
-    A rank's rows come as [rows, u, width], where [:, i] goes to the i-th rank of the group; what it gets is [rows of all,
-    width], document after document as [head; tail] of all their chunks.
+    Takes a rank's rows as [rows, u, width], where [:, i] goes to the i-th rank of the group. Returns [rows of the group,
+    width], document by document, with all heads and then all tails in order of position.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class HeadSwap:
         self.number = operator.register(self)
 
     def run(self, parts: list[torch.Tensor], counts: list[int], width: int, layer: int) -> list[torch.Tensor]:
-        """Gives parts[i] to mate i, and returns what the mates gave, `counts` rows each."""
+        """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i] rows from rank i."""
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
         exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, Ulysses exchange")
@@ -137,14 +137,14 @@ def _ring_index(shard: Shard, rank: int) -> int:
 
 
 def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
-    """Where the chunks of each document lie in what the mates give, rank after rank, in the order of the wide shard."""
+    """Returns the rows of each document's chunks in the received parts (rank by rank), in the order of the wide shard."""
     found: list[dict[int, tuple[range, range]]] = [{} for _ in shards]
     row = 0
     for mate in mates:
         for i, shard in enumerate(shards):
-            mine = shard.at(_ring_index(shard, mate), shard.degree)
-            middle, stop = row + mine.head_tokens, row + mine.tokens
-            found[i][mine.ring_index] = range(row, middle), range(middle, stop)
+            part = shard.at(_ring_index(shard, mate), shard.degree)
+            middle, stop = row + part.head_tokens, row + part.tokens
+            found[i][part.ring_index] = range(row, middle), range(middle, stop)
             row = stop
     order = []
     for parts in found:
@@ -155,7 +155,7 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
 def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
-    """[rows, u, width] of this rank → [rows of the group, width] of this rank's heads, by the `HeadSwap` of that number."""
+    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the `HeadSwap` of `number`."""
     swap: HeadSwap = operator.find(number)
     mine = x.index_select(0, swap.rows)
     received = swap.run(list(mine.unbind(1)), swap.counts, x.shape[2], layer)
@@ -164,7 +164,7 @@ def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
 
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
 def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
-    """[rows of the group, width] → [rows, ranks, width]; rows of documents that are not swapped are 0."""
+    """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not swapped are 0."""
     swap: HeadSwap = operator.find(number)
     parts = list(x.index_select(0, swap.back).split(swap.counts))
     received = swap.run(parts, [len(swap.rows)] * len(parts), x.shape[1], layer)
@@ -202,4 +202,4 @@ gather_tokens.register_autograd(_heads_back, setup_context=_remember)
 gather_heads.register_autograd(_tokens_back, setup_context=_remember)
 
 OPERATORS = [torch.ops.longctx.ring_attention.default, gather_tokens._opoverload, gather_heads._opoverload]
-"""What selective recomputation is told to keep, so that no exchange is repeated."""
+"""Operators whose outputs selective recomputation keeps, so that no exchange is repeated."""

@@ -1,12 +1,12 @@
-"""ChatML: the template of conversations for tokenizers that bring none.
+"""ChatML: the chat template for tokenizers that come without one.
 
 Every message becomes
 
     <|im_start|>ROLE\\n CONTENT <|im_end|> \\n          (without the spaces)
 
-and the assistant's CONTENT and the <|im_end|> that ends it are what is learnt. A tokenizer that has the two markers as special
-tokens uses them; any other spells them out. Contents are encoded one by one, so that no token straddles a marker, and never
-yield a special token, whatever a user has typed.
+and the assistant's CONTENT and the <|im_end|> that ends it are trained on. If the tokenizer has the two markers as special
+tokens, they are used; otherwise the markers are encoded as text. Contents are encoded separately, so that no token spans a
+marker and a content, and never yield a special token, whatever a user has typed.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,50 +23,50 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The same in Jinja, for transformers."""
+"""The same template in Jinja, for transformers."""
 TEMPLATE_FILE = "chat_template.jinja"
-"""Where transformers looks for it first."""
+"""File in which transformers looks for a chat template first."""
 ROLES = ("system", "user", "assistant", "tool")
 TRAIN_ON = ("assistant", "last", "all")
-"""What is learnt of a conversation: the assistant's turns, the last one of them, or every token."""
+"""Parts of a conversation to train on: the assistant's turns, the last of these turns, or every token."""
 
 Message = dict[str, Any]
-"""`role`, `content` and whatever else a template may ask for, `tool_calls` among it; checked by `longctx.data.formats`."""
+"""`role`, `content` and other keys that a template may use, such as `tool_calls`; checked by `longctx.data.formats`."""
 TOOLS_WAY_OUT = (
-    "take the tokenizer of a checkpoint whose template has one (--tokenizer FOLDER), or a template of your own beside it "
+    "use the tokenizer of a checkpoint whose chat template supports tools (--tokenizer FOLDER), or add such a template "
     "(--chat-template FILE)"
 )
 
 
 class ChatError(UserError):
-    """A value that is not a conversation, or a conversation that cannot be learnt as one."""
+    """A value that is not a conversation, or a conversation that cannot be trained on."""
 
 
-def learnt_turns(messages: Sequence[Message], first_trained: int, train_on: str) -> list[int]:
-    """Which messages are to be learnt, counted from 0. Raises ChatError if there is none."""
+def trained_turns(messages: Sequence[Message], first_trained: int, train_on: str) -> list[int]:
+    """Returns the indices of the messages to train on. Raises ChatError if there are none."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_trained]
     if not turns:
-        raise ChatError("no message is the assistant's, so there is nothing to learn from: leave this conversation out")
+        raise ChatError("the conversation has no assistant message to train on: add one, or remove the conversation")
     return turns[-1:] if train_on == "last" else turns
 
 
 class ChatML:
-    """The template for one tokenizer, its markers encoded once, when there is a conversation."""
+    """ChatML for one tokenizer; its markers are encoded on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def _markers(self) -> tuple[dict[str, TokenArray], TokenArray, TokenArray]:
-        """The head of a message by role, its end, and the line break behind it."""
+        """Start of a message by role, end of a message, and the line break after it."""
         encode = self._tokenizer.encode_markup
         return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
 
     @property
-    def is_its_rendering(self) -> bool:
-        """Whether the tokens of a conversation are those of its rendering by `CHATML`, as far as one conversation shows.
+    def matches_rendering(self) -> bool:
+        """Whether `join` gives the tokens of the text that `CHATML` renders, checked with one short conversation.
 
-        They are not where a tokenizer joins a marker and what stands beside it to a token, or begins every text with a space.
+        It does not if the tokenizer merges a marker with adjacent text, or begins every text with a space.
         """
         messages = [{"role": role, "content": content} for role, content in (("user", "Is it?"), ("assistant", "Yes."))]
         contents = [self._tokenizer.encode(message["content"]) for message in messages]
@@ -74,20 +74,20 @@ class ChatML:
         return np.array_equal(self.join(messages, contents, ())[0], self._tokenizer.encode_markup(rendered))
 
     def join(
-        self, messages: Sequence[Message], contents: Sequence[TokenArray], learnt: Collection[int]
+        self, messages: Sequence[Message], contents: Sequence[TokenArray], trained: Collection[int]
     ) -> tuple[TokenArray, npt.NDArray[np.bool_]]:
-        """Joins the encoded `contents` of `messages`. Returns tokens and, of the same length, which of them are targets: those
-        of the messages `learnt`, counted from 0.
+        """Joins the encoded `contents` of `messages`.
 
-        Raises TokenizerError if the tokenizer lacks characters of the markers: roles could not be told apart. Raises ChatError
-        for tool calls, which have no form here.
+        Returns token ids `[tokens]` and a mask `[tokens]` of targets: the tokens of the messages with the indices `trained`.
+        Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
+        ChatError for tool calls, which ChatML does not support.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
         mask: list[bool] = []
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
             if "tool_calls" in message:
-                raise ChatError(f"message {index} calls a tool, and ChatML has no form for that: {TOOLS_WAY_OUT}")
+                raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
             parts += [heads[message["role"]], content, stop, newline]
-            mask += [False, index in learnt, index in learnt, False]
+            mask += [False, index in trained, index in trained, False]
         return np.concatenate(parts), np.repeat(mask, [len(part) for part in parts])

@@ -1,7 +1,7 @@
-"""Checkpoint: the tokenizer of a Hugging Face checkpoint, a folder or a name on the hub, its ends of text and chat template.
+"""Checkpoint: tokenizer, end-of-text tokens and chat template of a Hugging Face checkpoint, from a folder or the hub.
 
-What `transformers` makes of the files is what counts, and it is asked for here alone. The files themselves go into the store,
-so that an export can put them beside the weights.
+`transformers` reads the files, and only here. The files themselves are copied into the store, so that an export can put them
+beside the weights.
 """
 
 import json
@@ -17,7 +17,7 @@ from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.tokenizer_files import TOKENIZER_FILES, find
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
-"""What belongs to a tokenizer, and the ends of text. `config.json` is read with them, and not theirs."""
+"""Files of a tokenizer, and the one that lists end-of-text tokens. `config.json` is needed to load them, but not copied."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -26,13 +26,13 @@ class Checkpoint:
     """A checkpoint's tokenizer.
 
     Attributes:
-        name: as it was asked for.
-        tokenizer: of texts; its end of a document is the checkpoint's end of text.
+        name: folder or hub name, as given.
+        tokenizer: tokenizer of texts; its end-of-document token is the checkpoint's end-of-text token.
         begin: tokens that the tokenizer puts before every text.
-        templates: Jinja templates of conversations without tools (False) and with some (True); None: it has none.
-        variables: what templates may ask for: the special tokens by their roles.
-        ends: all its ends of text and of turns.
-        folder, files: what an export needs, relative to the folder.
+        templates: Jinja templates of conversations without tools (False) and with tools (True); None without templates.
+        variables: variables of the templates: the special tokens by role.
+        ends: all end-of-text and end-of-turn tokens.
+        folder, files: files that an export needs, relative to the folder.
     """
 
     name: str
@@ -46,9 +46,9 @@ class Checkpoint:
 
     @classmethod
     def load(cls, name: str, end_of_document: str | None = None) -> "Checkpoint":
-        """Reads a folder, or fetches what belongs to the tokenizer from the hub.
+        """Reads a folder, or downloads the tokenizer's files from the hub.
 
-        `end_of_document` is the token that ends a text; None: as tokenizer_config.json or generation_config.json say.
+        `end_of_document` is the token that ends a text; None: the one in tokenizer_config.json or generation_config.json.
         Raises TokenizerError naming what is missing or wrong, and the way out.
         """
         folder = Path(name) if Path(name).is_dir() else _from_hub(name)
@@ -56,23 +56,23 @@ class Checkpoint:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise TokenizerError(
-                "the tokenizer of a checkpoint needs transformers: pip install 'longctx[huggingface]', or give the path of its "
-                "tokenizer.json"
+                "reading a checkpoint's tokenizer needs transformers: pip install 'longctx[huggingface]', or give the path of "
+                "its tokenizer.json"
             ) from error
         try:
             loaded = AutoTokenizer.from_pretrained(str(folder))
-        except Exception as error:  # whatever a damaged file makes it raise
+        except Exception as error:  # a damaged file may raise anything
             has_files = any(file.suffix != ".jinja" for file in find(folder))
             why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"
             why = why if has_files else f"there is no tokenizer in {name}"
             found = ", ".join(sorted(file.name for file in folder.iterdir())[:10]) or "nothing"
             raise TokenizerError(
-                f"{why}; the folder of a checkpoint has tokenizer.json and tokenizer_config.json, and this one holds {found}"
+                f"{why}; the folder must contain tokenizer.json and tokenizer_config.json, but contains {found}"
             ) from error
         backend = getattr(loaded, "backend_tokenizer", None)
         if backend is None:
             raise TokenizerError(
-                f"the tokenizer of {name} ({type(loaded).__name__}) is not one of the `tokenizers` library: "
+                f"the tokenizer of {name} ({type(loaded).__name__}) does not use the `tokenizers` library: "
                 "give a checkpoint with a tokenizer.json"
             )
         ends = _generation_ends(folder, loaded)
@@ -103,25 +103,25 @@ def _from_hub(name: str) -> Path:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(name, allow_patterns=[*FILES, "config.json"]))
-    except Exception as error:  # of the network, of the hub, or a missing package
+    except Exception as error:  # from the network, the hub, or a missing package
         raise TokenizerError(
-            f"tokenizer {name!r} is no file or folder here, and cannot be fetched from the hub: {_first_line(error)}; "
+            f"tokenizer {name!r} is not a local file or folder, and cannot be downloaded from the hub: {_first_line(error)}; "
             "give the folder of a checkpoint"
         ) from error
 
 
 def _generation_ends(folder: Path, loaded: Any) -> list[str]:
-    """The ends that generation_config.json lists."""
+    """Returns the end-of-text tokens that generation_config.json lists."""
     file = folder / "generation_config.json"
     try:
         ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
     except (ValueError, AttributeError) as error:
-        raise TokenizerError(f"{file} is damaged: {error}; fetch the checkpoint's again, or remove it") from error
+        raise TokenizerError(f"{file} is damaged: {error}; download it again, or remove it") from error
     return [loaded.convert_ids_to_tokens(number) for number in (ids if isinstance(ids, list) else [ids]) if number is not None]
 
 
 def _begin(backend: Any) -> list[int]:
-    """The special tokens that the tokenizer puts before a text."""
+    """Returns the special tokens that the tokenizer puts before a text."""
     text = "a"
     plain, framed = (backend.encode(text, add_special_tokens=special).ids for special in (False, True))
     for start in range(len(framed) - len(plain) + 1):

@@ -1,10 +1,10 @@
-"""Corpus: a source of text, whatever its form, as a sequence of named documents in a fixed order.
+"""Corpus: a text source of any kind as a sequence of named documents in a fixed order.
 
-A source is the word `python-stdlib` (the standard library of the Python that runs this: real source code, nothing to download),
-a file, a folder of files, or a dataset that `datasets` saved on disk. A file is read by its suffix: `.jsonl` one record a line,
-`.parquet` one a row, anything else one text; `longctx.data.formats` says what a record may be. In a folder, files and folders
-whose names begin with a dot are left out, and files that are not UTF-8 text are skipped and counted; anything else unreadable
-is an error naming the place.
+A source is `python-stdlib` (the standard library of the running Python: real source code, no download), a file, a folder of
+files, or a dataset that `datasets` saved on disk. The suffix of a file decides how it is read: `.jsonl` has one record per
+line, `.parquet` one per row, any other file is one text; `longctx.data.formats` describes records. In a folder, files and
+folders whose names begin with a dot are ignored, and files that are not UTF-8 text are skipped and counted; any other
+unreadable file or record is an error that names the place.
 """
 
 import hashlib
@@ -30,8 +30,14 @@ class CorpusError(UserError):
 
 @dataclass
 class Found:
-    """What a pass over the source met: files that are not UTF-8 text, by name, the number of empty documents, and that of pairs
-    with nothing to prefer, all left out; and how many documents of each format there are."""
+    """Counts of one pass over the source.
+
+    Attributes:
+        not_text: names of skipped files, which are not UTF-8 text.
+        empty: number of empty documents, which are left out.
+        useless_pairs: number of pairs without a preference, which are left out.
+        formats: number of documents of each format.
+    """
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
@@ -41,14 +47,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source whose files are known and not yet read.
+    """A source whose files are known but not yet read.
 
     Attributes:
-        source: what was asked for.
+        source: the source as given.
         kind: python-stdlib, files or dataset.
-        root: what document names are relative to.
-        files: every file of the source, in the order of their names.
-        text_column: the column or key of the text that was asked for; None: each record's format is found by its keys.
+        root: folder that document names are relative to.
+        files: every file of the source, sorted by name.
+        text_column: column or key of the text, if given; None: the keys of each record determine its format.
     """
 
     source: str
@@ -62,7 +68,7 @@ class Corpus:
         return sum(file.stat().st_size for file in self.files)
 
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of names and contents of all files: the same on every machine, and changed by any change."""
+        """Returns the SHA-256 (hex) of the names and contents of all files, the same on every machine."""
         column = {None: "text", "text": "text, and nothing else"}.get(self.text_column, self.text_column)
         digest = hashlib.sha256(f"{self.kind}\n{column}\n".encode())
         for file in self.files:
@@ -72,10 +78,10 @@ class Corpus:
         return digest.hexdigest()
 
     def documents(self, found: Found | None = None) -> Iterator[Document]:
-        """All documents with at least one character, always in the same order. Fills `found` on the way.
+        """Yields all documents with at least one character, always in the same order, and counts in `found`.
 
-        Raises CorpusError naming file and line or row of the first malformed record, or the first document of another kind
-        where there are pairs of preference.
+        Raises CorpusError naming file and line or row of the first malformed record, or the first document of another format
+        if the source has preference pairs.
         """
         found = found if found is not None else Found()
         for documents in self._records(found):
@@ -87,13 +93,13 @@ class Corpus:
                 found.formats[document.format] = found.formats.get(document.format, 0) + 1
                 if PAIRS in found.formats and len(found.formats) > 1:
                     raise CorpusError(
-                        f"{document.name} is of format {document.format}, and the source has {' and '.join(found.formats)}: "
-                        "pairs of chosen and rejected are trained by another loss, so prepare them on their own"
+                        f"{document.name} has format {document.format}, but the source has {' and '.join(found.formats)}: "
+                        "preference pairs need another loss and cannot be mixed with other formats; prepare them separately"
                     )
                 yield document
 
     def _records(self, found: Found) -> Iterator[list[Document]]:
-        """The documents of every record; none where a pair has nothing to prefer."""
+        """Yields the documents of every record; an empty list for a pair without a preference."""
         if self.kind == "dataset":
             yield from _read_dataset(self.root, self.text_column, self.bytes)
             return
@@ -113,12 +119,12 @@ class Corpus:
 
 
 def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
-    """Finds the files of a source. Raises CorpusError if there is nothing at `source`."""
+    """Finds the files of a source. Raises CorpusError if `source` does not exist or cannot be a source."""
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
         files = [file for file in _walk(root, leave_out=_NOT_STANDARD) if file.suffix == ".py"]
         if not files:
-            raise CorpusError(f"this Python has no source of its standard library in {root}: give another --source")
+            raise CorpusError(f"the source of Python's standard library is not in {root}: give another --source")
         return Corpus(source, STANDARD_LIBRARY, root, tuple(files), text_column)
     path = Path(source)
     if path.is_file():
@@ -142,30 +148,30 @@ def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
 
 
 def _refuse_records(file: Path) -> None:
-    """Raises CorpusError for a list of records: as one text, their JSON would be learnt."""
+    """Raises CorpusError for a JSON list of records, which would otherwise be read as one text."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError:
         return
     if isinstance(content, list) and content and isinstance(content[0], dict):
         raise CorpusError(
-            f"{file} is a list of {len(content):,} records, and records stand one a line in a .jsonl file: "
+            f"{file} is a list of {len(content):,} records, but records must be in a .jsonl file, one per line: "
             f"jq -c '.[]' {file} > {file.with_suffix('.jsonl')}"
         )
 
 
 def _walk(root: Path, leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files under `root` in the order of their relative names, without hidden ones and the folders named in `leave_out`."""
+    """Yields the files under `root`, sorted by relative name, without hidden ones and the folders named in `leave_out`."""
     found: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in leave_out and not name.startswith(".")]
         found += [Path(folder, name) for name in files if not name.startswith(".")]
-    # By the parts, not by the operating system's order, so that every machine has the same.
+    # Sorted by path parts: the order of the file system differs between machines.
     return iter(sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).parts))
 
 
 def _read_text(file: Path) -> str | None:
-    """The text, or None if the file is not UTF-8 text. A NUL byte is valid UTF-8, but a mark of binary files."""
+    """Returns the text, or None if the file is not UTF-8 text. A NUL byte is valid UTF-8, but indicates a binary file."""
     content = file.read_bytes()
     if b"\0" in content:
         return None
@@ -189,7 +195,7 @@ def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Docu
                     f"{file}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
                 ) from error
             if not isinstance(record, dict):
-                raise CorpusError(f'{file}:{number}: a line must be an object like {{"text": ".."}}')
+                raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
             yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
 
 
@@ -217,7 +223,7 @@ def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[
     try:
         dataset = datasets.load_from_disk(str(folder))
     except (pyarrow.ArrowInvalid, ValueError, KeyError) as error:
-        raise CorpusError(f"{folder} looks like a saved dataset, and `datasets` cannot load it: {error}") from error
+        raise CorpusError(f"{folder} looks like a saved dataset, but `datasets` cannot load it: {error}") from error
     rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
     for row, record in enumerate(rows):
         yield _documents(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))

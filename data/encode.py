@@ -1,4 +1,4 @@
-"""Encode: documents → tokens, with what is learnt of each. All texts of a batch go to the tokenizer's threads in one call."""
+"""Encode: documents → tokens and masks of targets. All texts of a batch are tokenized in one call, by several threads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, learnt_turns
+from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import PAIRS, Document, leaves
 from longctx.data.markup import Marked, Markup
 from longctx.data.template import Rendered, Template
@@ -18,8 +18,12 @@ from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
 class Row(NamedTuple):
     """A document of the store.
 
-    `tokens`, which of them may be targets (None: all), the counts of `Encoded` over its texts, whether a text of a conversation
-    spells special tokens that became such, and how many learnt tokens hold other text too.
+    Attributes:
+        tokens: token ids `[tokens]`.
+        trained: which tokens may be targets, bool `[tokens]`; None: all.
+        characters, lost: sums of the counts of `Encoded` over its texts.
+        spelled: whether a text of a conversation contains special tokens, which are encoded as such.
+        straddling: number of target tokens that also contain text that is not trained on.
     """
 
     document: Document
@@ -36,12 +40,12 @@ class Encoder:
     """Turns documents into rows.
 
     Args:
-        tokenizer: of texts, and of conversations in ChatML.
-        begin: tokens before every text.
-        template, markup: a checkpoint's template and the tokenizer of what it renders; None: ChatML.
-        train_on: what is learnt of conversations, see `TRAIN_ON`.
-        max_length: conversations of more tokens are left out; None: none are.
-        workers: threads; None: one per core.
+        tokenizer: tokenizer of texts, and of conversations in ChatML.
+        begin: tokens put before every text.
+        template, markup: chat template of a checkpoint and the tokenizer of rendered conversations; None: ChatML.
+        train_on: parts of conversations to train on, see `TRAIN_ON`.
+        max_length: maximum number of tokens of a conversation; longer ones are dropped; None: no limit.
+        workers: number of threads; None: one per core.
     """
 
     tokenizer: Tokenizer
@@ -57,8 +61,10 @@ class Encoder:
         self._end = np.array([self.tokenizer.end_of_document], self.tokenizer.dtype)
 
     def render(self, documents: Sequence[Document]) -> list[Rendered]:
-        """The conversations of a batch by the checkpoint's template; none if there is none. Raises ChatError naming the first
-        that the template cannot render."""
+        """Renders the conversations of a batch with the checkpoint's template; returns [] without a template.
+
+        Raises ChatError naming the first conversation that the template cannot render.
+        """
         rendered = []
         for document in filter(self._has_template, documents):
             assert self.template is not None
@@ -69,16 +75,16 @@ class Encoder:
         return rendered
 
     def encode(self, documents: Sequence[Document], conversations: Sequence[Rendered]) -> tuple[list[Row], int]:
-        """The rows of a batch, whose rendered conversations are given, and how many were left out because they are too long.
+        """Encodes a batch and its rendered conversations. Returns rows and the number of conversations dropped as too long.
 
-        Both documents of a pair of preference are in the batch, one behind the other; if one is too long both are left out.
-        Raises ChatError naming the first conversation that cannot be learnt.
+        The two documents of a preference pair must be adjacent in the batch; if one is too long, both are dropped.
+        Raises ChatError naming the first conversation that cannot be trained on.
         """
         in_pairs = documents[0].format == PAIRS
         if in_pairs and self.train_on == "all":
             raise ChatError(
-                f"{documents[0].name} is of a pair of preference, and --train-on all would learn the prompt, which both sides "
-                "share: take assistant, or last"
+                f"{documents[0].name} belongs to a preference pair: --train-on all would train on the prompt, which both "
+                "completions share; use assistant or last"
             )
         rendered = iter(self._marked(conversations))
         encoded = iter(
@@ -94,7 +100,7 @@ class Encoder:
             else:
                 row = self._plain(document, list(islice(encoded, len(document.texts))))
             if row.trained is not None and not row.trained[1:].any():
-                raise ChatError(f"{document.name}: no token of this conversation is to be learnt: leave it out")
+                raise ChatError(f"{document.name}: this conversation has no token to train on: remove it")
             rows.append(row)
         fits = [row.document.text is not None or len(row.tokens) <= (self.max_length or len(row.tokens)) for row in rows]
         if in_pairs:
@@ -116,7 +122,7 @@ class Encoder:
         return Row(
             document,
             marked.tokens,
-            None if rendered.spans is None else marked.learnt,
+            None if rendered.spans is None else marked.trained,
             marked.characters,
             marked.lost,
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
@@ -124,15 +130,15 @@ class Encoder:
         )
 
     def _plain(self, document: Document, texts: Sequence[Encoded]) -> Row:
-        """A text, or a conversation in ChatML."""
+        """Joins the tokens of a text, or of a conversation in ChatML."""
         counts = sum(text.characters for text in texts), sum(text.lost for text in texts)
         if document.text is not None:
             return Row(document, np.concatenate([self.begin, texts[0].tokens, self._end]), None, *counts)
         try:
             if document.tools:
-                raise ChatError(f"the record has tools, and ChatML has no form for them: {TOOLS_WAY_OUT}")
-            learnt = () if self.train_on == "all" else learnt_turns(document.messages, document.first_trained, self.train_on)
-            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], learnt)
+                raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
+            turns = () if self.train_on == "all" else trained_turns(document.messages, document.first_trained, self.train_on)
+            tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns)
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.train_on == "all" else np.append(mask, False)

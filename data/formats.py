@@ -1,18 +1,18 @@
-"""Formats: one record of JSONL, Parquet or a dataset → the text or the conversations that it holds, under one set of names.
+"""Formats: parses one record of JSONL, Parquet or a dataset into a text or conversations.
 
-A record is read as the first of these that its keys allow (a key whose value is null does not count):
+A record has the first of these formats that its keys allow (keys whose value is null are ignored):
 
-    chosen-rejected     a pair of preference, `chosen` and `rejected`: texts or messages behind a `prompt` (text or messages),
-                        or whole conversations, of which the first messages, as far as they are the same, are the prompt; only
-                        what follows is learnt
+    chosen-rejected     a preference pair, `chosen` and `rejected`: completions (texts or messages) of a `prompt` (text or
+                        messages), or whole conversations whose common first messages are the prompt; only the completions
+                        are trained on
     messages            [{"role": .., "content": .., "tool_calls": ..}, ..]
-    conversations       ShareGPT: [{"from": "human", "value": ..}, ..]; `system` may stand beside it
-    prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is learnt
-    instruction-output  `instruction`, `input` if there is one, and `output` or `response`
-    text                one text, learnt as a whole
+    conversations       ShareGPT: [{"from": "human", "value": ..}, ..], with an optional `system`
+    prompt-completion   `prompt` and `completion` or `response`: texts, or lists of messages; only the completion is trained on
+    instruction-output  `instruction`, optional `input`, and `output` or `response`
+    text                one text, all of it trained on
 
-A text column that was asked for by name goes before all of them. `tools` (a list, or its JSON) stands beside conversations,
-and `weight`, a positive number, beside anything.
+A text column given by name takes precedence over all of them. Conversations may have `tools` (a list, or its JSON), and any
+record a `weight` (a positive number).
 """
 
 import json
@@ -26,7 +26,7 @@ from longctx.data.chat import ROLES, ChatError, Message
 from longctx.errors import UserError
 
 PAIRS = "chosen-rejected"
-"""The format of preferences: a record is two documents, one after the other."""
+"""Format of preference pairs: a record yields two documents, one after the other."""
 SIDES = ("chosen", "rejected")
 FORMATS = {
     PAIRS: (SIDES,),
@@ -35,33 +35,33 @@ FORMATS = {
     "prompt-completion": (("prompt", "completion"), ("prompt", "response")),
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
-"""The keys that make a conversation of each format."""
+"""Required keys of each conversation format."""
 BESIDE = ("system", "input", "tools", "weight")
-"""Keys that may stand beside them."""
+"""Optional keys."""
 FROM = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
     "system": "system",
 }
-"""The role of each `from` of ShareGPT."""
+"""Role of each value of `from` in ShareGPT."""
 
 
 class FormatError(UserError):
-    """A record that holds no document, or a malformed one."""
+    """A record that contains no document, or is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: `text`, or (then None) the `messages` of a conversation.
+    """One document: a `text`, or, if `text` is None, the `messages` of a conversation.
 
     Attributes:
-        name: where it stands in the source.
-        source_bytes: its share of the source.
-        format: that of its record.
-        tools: descriptions of tools that a template may show; None if the record names none.
-        first_trained: assistant turns before this message, counted from 0, are not to be learnt.
-        weight: what each of its tokens counts in the loss.
+        name: place in the source.
+        source_bytes: its share of the source's bytes.
+        format: format of its record.
+        tools: tool descriptions for the chat template; None if the record has none.
+        first_trained: index of the first message that may be trained on.
+        weight: weight of each of its tokens in the loss.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Document:
 
 
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
-    """Which columns of a table are to be read. Raises FormatError if they make no document."""
+    """Returns the columns of a table to read. Raises FormatError if they contain no document."""
     keys = {key for keys in FORMATS.values() for group in keys for key in group}
     _detect(names, names, text_column)
     if text_column in names:
@@ -89,10 +89,10 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
 
 
 def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
-    """The document of a record; `text_column` is the key of a text that was asked for.
+    """Returns the documents of a record; `text_column` is the key of the text, if given.
 
-    Of a preference they are two, NAME#chosen and NAME#rejected; none if there is nothing to prefer, as these are equal or one
-    of them is empty. Raises FormatError or ChatError naming the key and the rule.
+    That is one document, except for a preference pair: two, NAME#chosen and NAME#rejected, or none if the completions are
+    equal or one is empty. Raises FormatError or ChatError naming the key and the rule.
     """
     present = [key for key, value in record.items() if value is not None]
     kind = _detect(present, record, text_column)
@@ -117,13 +117,15 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         try:
             part.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise FormatError(f"holds half of a surrogate pair (\\u{ord(part[error.start]):x}): not text") from error
+            raise FormatError(f"unpaired surrogate \\u{ord(part[error.start]):x}: this is not valid text") from error
     return documents
 
 
 def parse_messages(value: Any, key: str = "messages") -> list[Message]:
-    """Checks a list of messages, and brings content and tool calls into the form that templates take: text, and arguments as
-    objects. Raises ChatError naming the message, counted from 0, and the rule."""
+    """Checks a list of messages and normalizes it for templates: contents to text, arguments of tool calls to objects.
+
+    Raises ChatError naming the message (from 0) and the rule.
+    """
     if isinstance(value, str):
         value = _json(f"`{key}`", value)
     if not isinstance(value, list) or not value:
@@ -132,7 +134,7 @@ def parse_messages(value: Any, key: str = "messages") -> list[Message]:
 
 
 def leaves(value: Any) -> Iterator[str]:
-    """Every text in a JSON value; names of objects' members are none."""
+    """Yields every text in a JSON value, keys of objects excluded."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -144,7 +146,7 @@ def leaves(value: Any) -> Iterator[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value of an Arrow table without the members that are null: its records have all members that any of them has."""
+    """Returns a value of an Arrow table without null members, which Arrow adds for keys that other records have."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -156,18 +158,18 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     for kind, groups in FORMATS.items():
         if any(set(group) <= set(present) for group in groups):
             return kind
-    for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # one whose value is null is named as such
+    for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # so that a null value is reported as such
         if kind in names:
             return kind
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
         "chosen and rejected, "
-        f"only {', '.join(names) or 'nothing'}: name the text's with --text-column"
+        f"only {', '.join(names) or 'nothing'}: name the text column with --text-column"
     )
 
 
 def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int]:
-    """Messages, and the first one that may be learnt."""
+    """Returns the messages and the index of the first one that may be trained on."""
     if kind == "messages":
         return parse_messages(record["messages"]), 0
     if kind == "conversations":
@@ -185,22 +187,22 @@ def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int
 
 
 def _pair(record: dict[str, Any]) -> list[tuple[list[Message], int]]:
-    """The messages of both sides, and the first one of each that may be learnt; nothing if there is nothing to prefer."""
+    """Returns the messages of both sides and the index of the first one to train on; [] if there is no preference."""
     prompt = [] if record.get("prompt") is None else _messages(record, "prompt", "user")
     sides = [_messages(record, side, "assistant") for side in SIDES]
     if not prompt and any(isinstance(record[side], str) for side in SIDES):
-        raise FormatError("`chosen` and `rejected` are texts without a `prompt`: give it as a key of its own, or messages")
+        raise FormatError("`chosen` and `rejected` are texts without a `prompt`: add the key `prompt`, or give messages")
     if prompt and all(messages[0]["role"] == "assistant" for messages in sides):
         sides = [[*prompt, *messages] for messages in sides]
         first = len(prompt)
-    else:  # whole conversations, also where the prompt stands beside them once more
+    else:  # whole conversations, possibly with the prompt repeated as a key
         first = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*sides, strict=False)))
         if not first:
-            raise ChatError("the first messages of `chosen` and `rejected` differ, so that they answer no common prompt")
+            raise ChatError("the first messages of `chosen` and `rejected` differ: both must begin with the same prompt")
         if any(message not in sides[0][:first] for message in prompt):
             raise ChatError(
-                "`prompt` is not among the messages that `chosen` and `rejected` have in common, nor do these begin with the "
-                "assistant's: leave the prompt out, or the messages before the answer"
+                "`prompt` is not among the common first messages of `chosen` and `rejected`, and these do not begin with the "
+                "assistant's answer: remove the prompt, or the messages before the answer"
             )
     completions = [messages[first:] for messages in sides]
     if completions[0] == completions[1] or not all(any(map(_says_something, messages)) for messages in completions):
@@ -213,7 +215,7 @@ def _says_something(message: Message) -> bool:
 
 
 def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
-    """A list of messages, or the text of one with this role."""
+    """Returns a list of messages; a text becomes one message with this role."""
     return [{"role": role, "content": record[key]}] if isinstance(record[key], str) else parse_messages(record[key], key)
 
 
@@ -228,7 +230,7 @@ def _message(index: int, item: Any) -> Message:
     calls = message.get("tool_calls")
     if calls:
         if role != "assistant" or not isinstance(calls, list):
-            raise ChatError(f"message {index} has `tool_calls`: they are a list, and of the assistant's messages only")
+            raise ChatError(f"message {index} has `tool_calls`: they must be a list, in a message of the assistant")
         message["tool_calls"] = [_call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)]
     else:
         message.pop("tool_calls", None)
@@ -241,14 +243,14 @@ def _joined(index: int, parts: list[Any]) -> str:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text can be learnt")
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text is supported")
     return "".join(part["text"] for part in parts)
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ChatError(f'{where} must be an object like {{"function": {{"name": .., "arguments": {{..}}}}}}')
+        raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
     arguments = function.get("arguments", {})
     arguments = _json(f"`arguments` of {where}", arguments) if isinstance(arguments, str) else arguments
     if not isinstance(arguments, dict):
@@ -284,7 +286,7 @@ def _tools(value: Any) -> list[Any] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ChatError("`tools` must be a list of objects, each of which describes one, or its JSON")
+        raise ChatError("`tools` must be a list of objects, one per tool, or its JSON")
     return value
 
 
@@ -292,7 +294,7 @@ def _weight(value: Any) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise FormatError(f"`weight` is {value!r}: it must be a positive number; leave a document that counts nothing out")
+        raise FormatError(f"`weight` is {value!r}: it must be a positive number; remove documents that should not count")
     return float(value)
 
 

@@ -1,7 +1,7 @@
-"""Loader: hands out the batches of one rank, planned and read one step ahead in a background thread.
+"""Loader: yields the batches of one rank, planned and read one step ahead in a background thread.
 
-Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. What
-it has handed out is described by step and cursor, the same on every rank and independent of their number.
+Every rank runs its own loader over the same store and makes the same plan from the same lengths; nothing is communicated. The
+position of a loader is a step and a cursor, the same on every rank and independent of the number of ranks.
 """
 
 import time
@@ -19,14 +19,14 @@ from longctx.errors import UserError
 from longctx.planning.plan import Plan, PlanError
 
 _WAYS_OUT = {
-    "fingerprint": "give the data.store that the run began with, or all of data.stores in their order, or begin a new run",
+    "fingerprint": "give the data.store that the run began with, or all of data.stores in the same order, or start a new run",
     "mix": "give the weights or epochs of data.stores that the run began with",
-    "seed": "set train.seed to the run's",
-    "max_length": "set data.max_length to the run's (left to itself, it follows ranks and batch.tokens_per_rank)",
-    "long_documents": "set data.long_documents to the run's",
-    "held_out": "set data.held_out to the run's",
+    "seed": "set train.seed to the run's value",
+    "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
+    "long_documents": "set data.long_documents to the run's value",
+    "held_out": "set data.held_out to the run's value",
 }
-"""What must be as it was for the cursor to mean the same documents, and what to do when it is not."""
+"""Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
 
 Planner = Callable[[Sequence[int]], Plan]
@@ -34,22 +34,22 @@ Planner = Callable[[Sequence[int]], Plan]
 
 
 class LoaderError(UserError):
-    """A saved state that does not belong to this loader."""
+    """A saved state that does not match this loader."""
 
 
 class Loader(Iterator[StepBatch]):
     """An endless iterator over the steps of one rank.
 
     Args:
-        store: the documents, of one store or several.
-        rank, ranks: this rank and N, of the domain.
+        store: documents of one store or several.
+        rank, ranks: this rank, and the number N of ranks in the domain.
         planner: makes the plan of a step from the lengths of its documents; runs in the background thread.
-        global_tokens: tokens of a step, at least.
+        global_tokens: minimum number of tokens per step.
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
-        held_out_share: share of the documents that no step takes; see `held_out`.
-        pad_to_multiple_of: every micro-batch is padded to a multiple of so many tokens.
+        held_out_share: share of the documents held out from all steps; see `held_out`.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
 
-    What goes wrong while a step is prepared (PlanError, OSError, ..) is raised by the `next` that would have returned it.
+    Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
 
     def __init__(
@@ -75,21 +75,21 @@ class Loader(Iterator[StepBatch]):
             held_out_share=held_out_share,
         )
         self._identity = {
-            **_which(store),
+            **_identity_of(store),
             "seed": seed,
             "max_length": max_length,
             "long_documents": long_documents,
             "held_out": held_out_share,
         }
-        self._earlier: dict[str, dict[str, Any]] = {}  # how far stores came in earlier stages that this one may not have
+        self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier stages that this one lacks
         self._store = store
         self._rank = rank
         self._ranks = ranks
         self.planner = planner
-        """Plans the steps that are prepared from now on: after step n was handed out, those from n + 2 on."""
+        """Planner of the steps prepared from now on: once step n has been returned, of the steps from n + 2."""
         self._pad_to_multiple_of = pad_to_multiple_of
-        self._step = 0  # handed out last
-        self._cursor = self.sampler.start  # behind it
+        self._step = 0  # last step returned
+        self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
         self._ahead: Future[tuple[StepBatch, Any]] | None = None
 
@@ -104,14 +104,14 @@ class Loader(Iterator[StepBatch]):
         return replace(batch, data_wait_s=waited)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last step handed out, as plain JSON data; the same on every rank."""
+        """Returns the position after the last returned step, as plain JSON data; the same on every rank."""
         earlier = {"earlier": self._earlier} if self._earlier else {}
         return {**self._identity, "step": self._step, **self.sampler.state(self._cursor), **earlier}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to a saved position, which may come from another number of ranks or another `global_tokens`.
+        """Restores a saved position, which may come from another number of ranks or another `global_tokens`.
 
-        Raises LoaderError, naming all that differs, if the cursor would mean other documents here.
+        Raises LoaderError naming all differences if the cursor would mean other documents here.
         """
         state = self._checked(state, self._identity)
         self._discard()
@@ -119,46 +119,49 @@ class Loader(Iterator[StepBatch]):
         self._earlier = state.get("earlier", {})
 
     def begin_stage(self, state: dict[str, Any]) -> None:
-        """Goes behind a saved position of the stage before, in which other documents may have been taken.
+        """Continues after a saved position of the previous stage, which may have used other documents.
 
-        A store of which the same pieces are taken, alone or in a mix as it was then, goes on in its order. Another one that had
-        been read before begins its next epoch, so that it does not begin with the documents that it began with then.
-        Raises LoaderError if what is the same in all stages is not.
+        A store that is cut into the same pieces as before, and is again alone or again in a mix, continues in its order. Any
+        other store that was read before begins its next epoch, so that it does not begin with the same documents again.
+        Raises LoaderError if a setting that all stages share differs.
         """
         state = self._checked(state, ("seed", "held_out"))
-        seen = {**state.get("earlier", {}), **_how_far(state)}
-        here = _how_far(self.state_dict())
-        places = [(seen.get(fingerprint), cut) for fingerprint, cut in here.items()]
-        cursors = [found["cursor"] if found and found["cut"] == mine["cut"] else None for found, mine in places]
+        seen = {**state.get("earlier", {}), **_positions(state)}
+        here = _positions(self.state_dict())
+        places = [(seen.get(fingerprint), new) for fingerprint, new in here.items()]
+        cursors = [found["cursor"] if found and found["cut"] == new["cut"] else None for found, new in places]
         epochs = [found["epoch"] + 1 if found else 0 for found, _ in places]
         self._discard()
-        self._step, self._cursor = int(state["step"]), self.sampler.behind(cursors, epochs)
+        self._step, self._cursor = int(state["step"]), self.sampler.resume_cursor(cursors, epochs)
         self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """A saved state, if these keys have the values that they have here, with what it need not say. Raises LoaderError."""
-        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # which earlier versions, or single stores, lack
+        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
+        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # absent in earlier versions or for single stores
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
-            raise LoaderError(f"the saved state of the data lacks {', '.join(missing)}: it is not of this version of longctx")
+            raise LoaderError(
+                f"the saved state of the data lacks {', '.join(missing)}: it was saved by another version of longctx; "
+                "resume with that version, or start a new run"
+            )
         problems = [
             f"{key} is {self._identity[key]!r}, and was {state[key]!r}: {_WAYS_OUT[key]}"
             for key in keys
             if state[key] != self._identity[key]
         ]
         if problems:
-            raise LoaderError("the data would not go on where it stopped: " + "; ".join(problems))
+            raise LoaderError("the run cannot continue at its position in the data: " + "; ".join(problems))
         return state
 
     def coming(self, last_step: int) -> Iterator[Piece]:
-        """The pieces of the steps up to `last_step` that have not been handed out."""
+        """Yields the pieces of the steps up to `last_step` that have not been returned yet."""
         cursor = self._cursor
         for _ in range(self._step, last_step):
             pieces, cursor = self.sampler.step(cursor)
             yield from pieces
 
     def close(self) -> None:
-        """Ends the background thread, after the step that it is preparing."""
+        """Ends the background thread after the step that it is preparing."""
         self._discard()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -174,11 +177,11 @@ class Loader(Iterator[StepBatch]):
             self._ahead = None
 
     def _submit(self) -> Future[tuple[StepBatch, Any]]:
-        # The planner is taken here and not in the thread: which steps a new one plans must not depend on timing.
+        # The planner is read here and not in the thread: which steps a new planner plans must not depend on timing.
         return self._thread.submit(self._prepare, self._step + 1, self._cursor, self.planner)
 
     def _prepare(self, step: int, cursor: Any, planner: Planner) -> tuple[StepBatch, Any]:
-        """The step that begins at `cursor`, and the cursor behind it."""
+        """Returns the step that begins at `cursor`, and the cursor after it."""
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
@@ -186,13 +189,13 @@ class Loader(Iterator[StepBatch]):
 
     def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         if plan.ranks != self._ranks:
-            raise PlanError(f"the planner planned for {plan.ranks} ranks, and the domain has {self._ranks}")
+            raise PlanError(f"the planner returned a plan for {plan.ranks} ranks, but the domain has {self._ranks}")
         if list(plan.lengths) != [piece.length for piece in pieces]:
-            raise PlanError("the planner planned other lengths than those of the step's documents")
+            raise PlanError("the planner returned a plan for other lengths than those of the step's documents")
 
 
-def _which(store: Store) -> dict[str, Any]:
-    """What says which documents there are, and in which mix."""
+def _identity_of(store: Store) -> dict[str, Any]:
+    """Returns the values that identify the documents and their mix."""
     if len(store.sources) == 1:
         return {"fingerprint": store.fingerprint}
     return {
@@ -201,8 +204,8 @@ def _which(store: Store) -> dict[str, Any]:
     }
 
 
-def _how_far(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """How far each store came, and what its cursor counts, by the fingerprint of the store."""
+def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the position in each store, and how its documents are cut, by the fingerprint of the store."""
     several = isinstance(state["fingerprint"], list)
     columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch", "longest")]
     return {
@@ -214,7 +217,7 @@ def _how_far(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def read_step(
     store: Store, pieces: Sequence[Piece], plan: Plan, rank: int, step: int = 1, pad_to_multiple_of: int = 1
 ) -> StepBatch:
-    """A rank's share of a step over these pieces, by a plan that was made from their lengths."""
+    """Reads a rank's share of a step over `pieces`, by a plan made from their lengths."""
     targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
     return StepBatch(

@@ -1,8 +1,8 @@
-"""Lost text: how many characters of a text no token stands for, because a tokenizer lacks them.
+"""Lost text: counts the characters of a text that no token represents because the tokenizer lacks them.
 
-Byte-level tokenizers and those that fall back to bytes hold every character, and cost nothing here. Of the others, those with
-an unknown token put it in the place of a character, of a word or of a whole text; BPE without one drops characters and says
-nothing. White space does not count, since many tokenizers drop it on purpose; nor does what a normalizer changes or removes.
+Byte-level tokenizers and those that fall back to bytes represent every character, and cost nothing here. Of the others, those
+with an unknown token use it for a character, a word or a whole text; BPE without one silently drops characters. White space is
+not counted, since many tokenizers drop it on purpose; nor are characters that a normalizer changes or removes.
 """
 
 import json
@@ -15,16 +15,18 @@ from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models
 
 _SPACE = np.array([chr(code).isspace() for code in range(0x3002)])
-"""By code point; the last one stands for all beyond."""
+"""Whether a code point is white space; the last entry is for all higher code points."""
 _UNSEEN, _KEPT, _LOST = range(3)
 
 
 class LostText:
-    """Counts what a tokenizer loses. `content` is its tokenizer.json, `byte_characters` what byte-level BPE makes of each byte.
+    """Counts the characters that a tokenizer loses.
+
+    `content` is its parsed tokenizer.json; `byte_characters` has the character of each byte in byte-level BPE.
 
     Attributes:
-        possible: whether it could lose anything; if not, `count` need not be called.
-        unknown: the id of the unknown token, or None.
+        possible: whether the tokenizer can lose characters; if not, `count` need not be called.
+        unknown: id of the unknown token, or None.
     """
 
     def __init__(self, inner: TokenizerJson, content: dict[str, Any], byte_characters: list[str]) -> None:
@@ -45,14 +47,14 @@ class LostText:
         self._fate = np.zeros(0x110000 if self.possible and unknown is None else 0, np.uint8)
 
     def count(self, text: str, tokens: npt.NDArray[np.integer[Any]]) -> tuple[int, int]:
-        """Characters of a text that are not white space, and how many of these its tokens do not hold."""
+        """Returns the number of characters of a text that are not white space, and how many of these no token represents."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         visible = ~_SPACE[np.minimum(codes, len(_SPACE) - 1)]
         lost = self._dropped(codes) if self.unknown is None else self._replaced(text, tokens)
         return int(visible.sum()), int((visible & lost).sum())
 
     def _replaced(self, text: str, tokens: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Which characters an unknown token stands for. A text that has one is encoded again, this time with offsets."""
+        """Returns which characters an unknown token represents; a text that has one is encoded again, with offsets."""
         unknown = tokens == self.unknown
         if not unknown.any():
             return np.zeros(len(text), np.bool_)
@@ -63,13 +65,13 @@ class LostText:
         return covered
 
     def _dropped(self, codes: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Which characters BPE without an unknown token leaves out. Its offsets do not tell."""
+        """Returns which characters BPE without an unknown token drops; offsets do not show them."""
         for code in np.unique(codes[self._fate[codes] == _UNSEEN]).tolist():
             self._fate[code] = _KEPT if self._keeps(chr(code)) else _LOST
         return np.equal(self._fate[codes], _LOST)
 
     def _keeps(self, character: str) -> bool:
-        """Whether the vocabulary has what this character is made of."""
+        """Returns whether the vocabulary can represent a character."""
         if not self._byte_level:
             prefix, suffix = self._affixes
             normal = self._normalizer.normalize_str(character) if self._normalizer else character

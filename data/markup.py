@@ -1,8 +1,8 @@
-"""Markup: texts in which special tokens are meant as such, encoded together with which of their tokens are learnt.
+"""Markup: encodes texts in which special tokens are meant as such, and marks the tokens to train on.
 
-What is learnt is given as spans of characters. Where a token's text is known to the byte (byte-level BPE, and SentencePiece's
-with its mark of a space), places come from adding up lengths, and are right because the tokens' texts, joined, are the text;
-elsewhere they come from the tokenizer's own offsets, which cost more.
+The text to train on is given as spans of characters. Where the bytes of every token are known (byte-level BPE, and
+SentencePiece with its space marker), token positions are sums of byte lengths, checked by comparing the joined bytes with the
+text; elsewhere they are the tokenizer's own offsets, which are slower.
 """
 
 import json
@@ -20,15 +20,21 @@ from longctx.data.lost_text import LostText
 from longctx.data.tokenizer import TokenArray, byte_vocabulary, ids_of
 
 Spans = Sequence[tuple[int, int]]
-"""Characters start … stop - 1 of a text, in order and apart."""
+"""Spans of characters start … stop - 1 of a text, in ascending order, without overlap."""
 
 
 class Marked(NamedTuple):
-    """Token ids of a text, which of them hold a character of a span, and how many of these hold others too. `characters` and
-    `lost` are those of `Encoded`."""
+    """Tokens of a text with spans.
+
+    Attributes:
+        tokens: token ids `[tokens]`.
+        trained: which tokens contain a character of a span, bool `[tokens]`.
+        straddling: number of these that also contain characters outside.
+        characters, lost: see `Encoded`.
+    """
 
     tokens: TokenArray
-    learnt: npt.NDArray[np.bool_]
+    trained: npt.NDArray[np.bool_]
     straddling: int
     characters: int = 0
     lost: int = 0
@@ -41,7 +47,7 @@ class Markup:
         self._inner = TokenizerJson.from_str(text)
         self._inner.no_truncation()
         self._inner.no_padding()
-        self._inner.post_processor = None  # some leave spaces out of the offsets
+        self._inner.post_processor = None  # some exclude spaces from the offsets
         self._dtype = dtype
         content = json.loads(text)
         added = self._inner.get_added_tokens_decoder()
@@ -55,33 +61,33 @@ class Markup:
         self._bytes = np.array([len(piece) for piece in self._pieces], np.int64)
 
     def spells_special_tokens(self, text: str) -> bool:
-        """Whether special tokens are found in a text."""
+        """Returns whether a text contains special tokens."""
         return self._spelled.search(text) is not None
 
     def pieces(self, text: str) -> list[str]:
-        """A text cut into its special tokens and the texts between them, none of them empty."""
+        """Splits a text into its special tokens and the texts between them, without empty ones."""
         return [piece for piece in re.split(f"({self._spelled.pattern})", text) if piece]
 
     def encode_batch(self, texts: Sequence[str], spans: Sequence[Spans], *, workers: int | None = None) -> list[Marked]:
-        """Several texts, each with its spans, in `workers` threads (None: one per core)."""
+        """Encodes several texts, each with its spans, in `workers` threads (None: one per core)."""
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
             return list(threads.map(self.encode, texts, spans))
 
     def encode(self, text: str, spans: Spans) -> Marked:
-        """One text. Raises TokenizerError if the tokenizer cannot encode it."""
+        """Encodes one text. Raises TokenizerError if the tokenizer cannot encode it."""
         ids = ids_of(self._inner, text, "a conversation")
         tokens = np.array(ids, self._dtype)
-        learnt, straddling = self._learnt(text, ids, tokens, spans)
+        trained, straddling = self._mark(text, ids, tokens, spans)
         if not self._lost.possible:
-            return Marked(tokens, learnt, straddling)
-        # Characters are looked up one by one where there is no unknown token; those of special tokens need not be there.
+            return Marked(tokens, trained, straddling)
+        # Without an unknown token, characters are looked up one by one, and those of special tokens may be missing.
         plain = self._added.sub("", text) if self._lost.unknown is None else text
-        return Marked(tokens, learnt, straddling, *self._lost.count(plain, tokens))
+        return Marked(tokens, trained, straddling, *self._lost.count(plain, tokens))
 
-    def _learnt(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans) -> tuple[npt.NDArray[np.bool_], int]:
-        learnt = np.zeros(len(ids), np.bool_)
+    def _mark(self, text: str, ids: list[int], tokens: TokenArray, spans: Spans) -> tuple[npt.NDArray[np.bool_], int]:
+        trained = np.zeros(len(ids), np.bool_)
         if not spans:
-            return learnt, 0
+            return trained, 0
         edges = [edge for span in spans for edge in span]
         if b"".join(map(self._pieces.__getitem__, ids)) == text.encode():
             lengths = self._bytes[tokens]
@@ -96,20 +102,20 @@ class Markup:
         straddling = 0
         for start, stop in zip(edges[::2], edges[1::2], strict=True):
             first = int(np.searchsorted(stops, start, side="right"))
-            behind = int(np.searchsorted(starts, stop, side="left"))
-            if first < behind:
-                learnt[first:behind] = True
-                straddling += int(starts[first] < start) + int(stops[behind - 1] > stop)
-        return learnt, straddling
+            end = int(np.searchsorted(starts, stop, side="left"))
+            if first < end:
+                trained[first:end] = True
+                straddling += int(starts[first] < start) + int(stops[end - 1] > stop)
+        return trained, straddling
 
 
 def _any_of(words: Sequence[str]) -> re.Pattern[str]:
-    """Finds any of these, longest first."""
+    """Returns a pattern that matches any of the words, longest first."""
     return re.compile("|".join(map(re.escape, sorted(filter(None, words), key=len, reverse=True))) or "(?!)")
 
 
 def _pieces(inner: TokenizerJson, content: dict[str, Any], size: int) -> list[bytes]:
-    """What each token stands for in a text; a guess that is checked against every text."""
+    """Returns the bytes that each token represents; a guess that is checked against every text."""
     byte_level = '"ByteLevel"' in json.dumps([content.get("normalizer"), content.get("pre_tokenizer")])
     by_character = byte_vocabulary()
     fallback = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)} if content["model"].get("byte_fallback") else {}

@@ -1,8 +1,8 @@
-"""Mixture: the steps of a run that reads several stores, each in an order of its own, by shares of the tokens.
+"""Mixture: the steps of a run that reads several stores, each in its own order, by shares of the tokens.
 
-The next piece is always one of the store that is furthest behind its share of the tokens so far. So at every moment no store is
-more than one document ahead of its share. The cursor has
-for each store the pieces and the tokens taken of it since the mixture began: like `Sampler`'s it knows nothing of ranks.
+The next piece always comes from the store that is furthest below its share of the tokens so far, so no store is ever more than
+one document above its share. The cursor has, for each store, the number of pieces and tokens taken since the mixture began;
+like the cursor of `Sampler`, it is independent of ranks.
 """
 
 import math
@@ -16,13 +16,13 @@ from longctx.data.sampler import MOST_EPOCHS, Piece, Sampler, SamplerError, Step
 from longctx.data.store import Source, Store
 
 Place = tuple[int, int]
-"""The cursor of a store's own sampler, and the tokens taken of the store."""
+"""Cursor of a store's own sampler, and number of tokens taken from the store."""
 
 
 def make_steps(
     store: Store, *, global_tokens: int, seed: int, max_length: int, long_documents: str, held_out_share: float
 ) -> Steps:
-    """The steps over a store, or over several. Raises SamplerError, see `Sampler`."""
+    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
     cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
     if len(store.sources) > 1:
@@ -33,12 +33,12 @@ def make_steps(
 class Mixture:
     """Steps over several stores.
 
-    Args as those of `Sampler`; documents are numbered through all stores.
+    Takes the arguments of `Sampler`; documents are numbered across all stores.
 
     Attributes:
         sources: the stores.
-        samplers: of every store, a piece a step.
-        shares: of the tokens, summing to 1.
+        samplers: one sampler per store, with one piece per step.
+        shares: share of the tokens per store, summing to 1.
     """
 
     def __init__(
@@ -71,23 +71,23 @@ class Mixture:
 
         self.sources = store.sources
         self.samplers = [make(source) for source in store.sources]
-        self._weights = [
+        weights = [
             source.amount * (sampler.tokens if source.unit == "epochs" else 1)
             for source, sampler in zip(store.sources, self.samplers, strict=True)
         ]
-        self.shares = [weight / math.fsum(self._weights) for weight in self._weights]
+        self.shares = [weight / math.fsum(weights) for weight in weights]
         self._global_tokens = global_tokens
         self.start = ((0, 0),) * len(self.samplers)
         for source, sampler, share in zip(store.sources, self.samplers, self.shares, strict=True):
             if share * global_tokens > MOST_EPOCHS * sampler.tokens:
                 raise SamplerError(
                     f"store {source.path} has {sampler.tokens:,} tokens and a share of {share:.2%}: a step of "
-                    f"{global_tokens:,} would go {MOST_EPOCHS} times and more through them; lower its weight or "
+                    f"{global_tokens:,} tokens would read them more than {MOST_EPOCHS} times; lower its weight or "
                     "batch.global_tokens, or prepare more text"
                 )
 
     def lines(self, tokens: int) -> list[str]:
-        """The mix, a line a store, and how often so many tokens of it go through each."""
+        """Returns one line per store: its size, its share, and its number of epochs in `tokens` tokens of the mix."""
         return [
             f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to train on, {share:.2%} of the "
             f"mix: {share * tokens / sampler.tokens:.3g} epochs"
@@ -95,7 +95,7 @@ class Mixture:
         ]
 
     def step(self, cursor: tuple[Place, ...]) -> tuple[tuple[Piece, ...], tuple[Place, ...]]:
-        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
         places, pieces, tokens = list(cursor), list[Piece](), 0
         while tokens < self._global_tokens:
             total = sum(taken for _, taken in places)
@@ -109,16 +109,16 @@ class Mixture:
         return tuple(pieces), tuple(places)
 
     def state(self, cursor: tuple[Place, ...]) -> dict[str, Any]:
-        """A cursor as plain JSON data: a list for each of what `Sampler.state` has, and the tokens taken."""
+        """Returns a cursor as plain JSON data: the entries of `Sampler.state` as lists over stores, and the tokens taken."""
         states = [sampler.state(place) for sampler, (place, _) in zip(self.samplers, cursor, strict=True)]
         columns = {key: [state[key] for state in states] for key in states[0]}
         return {**columns, "taken": [taken for _, taken in cursor]}
 
     def cursor(self, state: dict[str, Any]) -> tuple[Place, ...]:
-        """That of a state."""
+        """Returns the cursor of a saved `state`."""
         return tuple(zip(map(int, state["cursor"]), map(int, state["taken"]), strict=True))
 
-    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
-        """The cursor at which every store goes on at its own of `cursors`, or begins its epoch; shares count from there."""
+    def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> tuple[Place, ...]:
+        """Returns the cursor that continues every store, as in `Steps.resume_cursor`; shares count from there."""
         places = zip(self.samplers, cursors, epochs, strict=True)
-        return tuple((sampler.behind([place], [epoch]), 0) for sampler, place, epoch in places)
+        return tuple((sampler.resume_cursor([place], [epoch]), 0) for sampler, place, epoch in places)

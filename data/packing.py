@@ -1,8 +1,8 @@
-"""Packing: the buffer that a rank holds in one micro-batch, by the plan's layout, from a store or from documents in memory.
+"""Packing: fills the buffer of a rank for one micro-batch, by the plan's layout, from a store or from documents in memory.
 
-The buffer is the concatenation of [head; tail] of the rank's documents, in the order of the layout. Only these spans are read.
-Labels are those of the whole document, shifted before it is cut, so that they do not depend on the plan. Nothing here needs
-more than torch and numpy, so that a trainer of your own can use it.
+The buffer concatenates the spans [head; tail] of the rank's documents in the order of the layout; only these spans are read.
+Labels are shifted in the whole document before it is cut, so that they do not depend on the plan. This module needs only torch
+and numpy, so that your own trainer can use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from longctx.data.store import Store
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
-"""Token ids of one document, one axis."""
+"""Token ids of one document, `[tokens]`."""
 _Ids = npt.NDArray[np.int64]
 _Read = Callable[[int, int, int], tuple[_Ids, _Ids]]
 """(document of the plan, start, stop) → tokens and shifted labels of this span, int64 [stop - start]."""
 
 
 class PackingError(UserError):
-    """Documents that are not those of the plan."""
+    """Documents that do not match the plan."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank holds in one micro-batch. T is `layout.tokens`, rounded up to the wanted multiple.
+    """Data of one rank for one micro-batch. T is `layout.tokens`, rounded up to the requested multiple.
 
     Attributes:
-        index: place in the plan.
-        layout: who holds what, and which rows of the buffer are whose.
+        index: index of the micro-batch in the plan.
+        layout: spans of documents that the rank holds, and their rows in the buffer.
         tokens: int64 `[T]`; padding is 0.
-        labels: int64 `[T]`; the next token of the same document, -100 where nothing is to be predicted or in padding.
-        positions: int64 `[T]`; place in the document, from 0; padding is 0.
+        labels: int64 `[T]`; the next token of the same document, -100 without a target and in padding.
+        positions: int64 `[T]`; position in the document, from 0; padding is 0.
     """
 
     index: int
@@ -54,20 +54,21 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank needs for one optimizer step.
+    """Data of one rank for one optimizer step.
 
     Attributes:
-        step: counted from 1.
-        plan: the same on all ranks.
-        documents: names, by the plan's document index, for messages.
-        tokens: of all documents of the step, over the whole domain.
-        target_tokens: labels other than -100 of the whole step, over the whole domain: what the loss is divided by.
-        micro_batches: this rank's share of each of the plan's.
-        data_wait_s: how long the caller waited for this batch.
-        weights: what each target counts, by the plan's document index; empty: 1 for all.
-        target_weight: the weights of all targets of the step together, over the whole domain; `target_tokens` without weights.
-        store_documents: which document of the store each is (of), by the plan's document index; empty if there is no store.
-        source_tokens: tokens of the whole step by the path of their store; empty if there is one alone.
+        step: number of the step, from 1.
+        plan: plan of the step, the same on all ranks.
+        documents: names of the documents, by the plan's document index, for messages.
+        tokens: number of tokens of the step, over the whole domain.
+        target_tokens: number of labels of the step other than -100, over the whole domain: the divisor of the loss.
+        micro_batches: this rank's share of each micro-batch of the plan.
+        data_wait_s: seconds that the caller waited for this batch.
+        weights: weight of each target, by the plan's document index; empty: 1 for all.
+        target_weight: sum of the weights of all targets of the step, over the whole domain; `target_tokens` without weights.
+        store_documents: index in the store of each document (or of the one it is cut from), by the plan's document index;
+            empty without a store.
+        source_tokens: tokens of the step by the path of their store; empty with a single store.
     """
 
     step: int
@@ -84,7 +85,7 @@ class StepBatch:
 
 
 def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:
-    """Reads a rank's share of a micro-batch. `pieces` are the training documents by the plan's document index."""
+    """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index."""
 
     def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
         piece = pieces[document]
@@ -94,7 +95,7 @@ def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_mu
 
 
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:
-    """A micro-batch without a token on any rank."""
+    """Returns a micro-batch without tokens on any rank."""
     none = torch.zeros(0, dtype=torch.int64)
     return MicroBatch(index, Layout(index, rank, 1, ()), none, none, none)
 
@@ -102,18 +103,18 @@ def empty_micro_batch(index: int, rank: int) -> MicroBatch:
 def pack_documents(
     plan: Plan, rank: int, documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None, *, pad_to_multiple_of: int = 1
 ) -> tuple[list[MicroBatch], int]:
-    """A rank's share of every micro-batch of a step, from documents in memory; for a trainer of your own.
+    """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
     Args:
-        plan: made from the lengths of these documents.
-        rank: this rank of the plan's domain.
-        documents: token ids, by the plan's document index.
-        labels: as long as the documents and NOT shifted, -100 where a token is not to be predicted; None: the documents.
-        pad_to_multiple_of: every micro-batch is padded to a multiple of so many tokens.
+        plan: plan made from the lengths of these documents.
+        rank: this rank in the plan's domain.
+        documents: token ids `[tokens]` of each document, by the plan's document index.
+        labels: as long as the documents and NOT shifted, -100 where a token is not a target; None: the documents.
+        pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
-    sum of token losses by it, and add gradients up over the ranks.
-    Raises PackingError if documents, labels and plan do not belong together.
+    sum of token losses by it, and sum gradients over the ranks.
+    Raises PackingError if documents, labels and plan do not match.
     """
     tokens = _arrays("documents", documents, plan)
     unshifted = tokens if labels is None else _arrays("labels", labels, plan)
@@ -131,13 +132,13 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
     arrays = [np.asarray(document, np.int64) for document in documents]
     if len(arrays) != len(plan.lengths):
         raise PackingError(
-            f"there are {len(arrays)} {name}, and the plan has {len(plan.lengths)}: make it from these documents"
+            f"there are {len(arrays)} {name}, but the plan has {len(plan.lengths)} documents: make it from these documents"
         )
     for document, (array, length) in enumerate(zip(arrays, plan.lengths, strict=True)):
         if array.shape != (length,):
             raise PackingError(
-                f"{name}[{document}] has shape {list(array.shape)}, and the plan's document {document} has {length} tokens: "
-                "give one axis of token ids, for the documents that the plan was made from, in the same order"
+                f"{name}[{document}] has shape {list(array.shape)}, but the plan's document {document} has {length} tokens: "
+                "give one axis of token ids per document, in the order that the plan was made from"
             )
     return arrays
 

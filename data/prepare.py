@@ -1,9 +1,9 @@
 """Prepare: corpus → tokenizer → store, all or nothing.
 
-The store is built in `OUT.partial` and renamed to OUT when its last byte is written, so an interrupted preparation leaves
-nothing that looks like a store. It is cheap to resume: a trained tokenizer and every finished part (32 Mi tokens, listed in
-`journal.jsonl`) are kept, and a second call with the same request reads past the documents of those parts instead of
-tokenising them again. A request is the content of the source and all settings; if OUT already answers it, nothing is done.
+The store is built in `OUT.partial` and renamed to OUT once complete, so an interrupted preparation leaves nothing that looks
+like a store. Resuming is cheap: a trained tokenizer and every finished part (32 Mi tokens, listed in `journal.jsonl`) are kept,
+and a second call with the same request skips the documents of those parts instead of tokenizing them again. A request is the
+content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
 import fcntl
@@ -43,14 +43,14 @@ from longctx.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 REQUEST = "request"
-LAYOUT = 2  # of the files in an unfinished store; another one's are not gone on with
-NOTES = (REQUEST, JOURNAL)  # what a preparation notes down for the one that may have to go on with it
-SKIPPED_NAMES = 10  # how many names of skipped files a manifest keeps
+LAYOUT = 2  # version of the files in an unfinished store; other versions cannot be resumed
+NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
+SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The manifest of the store at the wanted place, and whether this call made it (False: it was there already)."""
+    """Manifest of the requested store, and whether this call made it (False: it already existed)."""
 
     manifest: Manifest
     made: bool
@@ -78,33 +78,35 @@ def prepare(
         out: folder of the store.
         tokenizer: `bpe` (trained on the corpus), `bytes`, the path of a tokenizer.json, or a checkpoint's folder or name on the
             hub.
-        vocab_size: most tokens of a trained tokenizer.
-        end_of_document: the token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
-        chat_template: `auto` (the checkpoint's, ChatML if there is none), `chatml`, or the path of a Jinja template.
-        train_on: what is learnt of conversations: the turns of the `assistant`, the `last` of them, or `all` tokens.
-        max_length: conversations of more tokens are left out, and counted; None: none are. Texts stay: training splits them.
-        workers: threads that tokenise; None: one per core.
-        overwrite: replace a store at `out` that answers another request. Anything that is not a store is never replaced.
+        vocab_size: maximum vocabulary size of a trained tokenizer.
+        end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
+        chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
+        train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
+        max_length: maximum tokens of a conversation; longer ones are dropped and counted; None: no limit. Texts are always
+            kept: training splits them.
+        workers: number of tokenizer threads; None: one per core.
+        overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
+        progress: called with the current stage and its finished share (0 … 1).
 
     Raises:
-        CorpusError, TokenizerError: the source or the tokenizer is at fault, or the two do not fit: more than half of the
-            characters that are not white space would be lost. If fewer are lost, the manifest says how many.
-        ChatError: a conversation that the template refuses, or without a token to learn.
-        StoreError: something else stands at `out`, or another process is preparing it.
+        CorpusError, TokenizerError: the source or the tokenizer cannot be used, or the tokenizer would lose more than half of
+            the characters that are not white space. If it loses fewer, the manifest counts them.
+        ChatError: the template refuses a conversation, or a conversation has no token to train on.
+        StoreError: `out` must not be replaced, or another process is preparing it.
     """
     corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), Path(out)
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
-        raise StoreError(f"out {out} lies inside the source {corpus.root}, which would then read itself: put it elsewhere")
+        raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     if train_on not in TRAIN_ON:
         raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
     if max_length is not None and max_length < 2:
-        raise ChatError(f"max_length is {max_length}: a conversation has at least 2 tokens, one of which is learnt")
+        raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
     given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
     templates = _templates(checkpoint, chat_template)
     progress("reading the source", 0)
     source = corpus.fingerprint()
     choice = ["bpe", vocab_size] if given is None else [given.fingerprint, given.end_of_document]
-    # What is as it was before there was a choice is left out, so that stores of then answer requests of now.
+    # Defaults of newer settings are left out, so that stores made before these settings existed still match.
     settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
     if max_length is not None:
         settings["max_length"] = max_length
@@ -125,12 +127,12 @@ def prepare(
         encoder = _encoder(used, checkpoint, templates, train_on, max_length, workers)
         found = Found()
         parts = write_parts(folder, corpus, encoder, found, progress=progress)
-        _check_learnt(corpus, found, parts, max_length)
+        _check_targets(corpus, found, parts, max_length)
         conversations = bool(set(found.formats) - {"text"})
         if checkpoint is not None and templates is None and conversations:
             (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
-        if PAIRS in found.formats:  # an earlier version may have read other documents from these records
+        if PAIRS in found.formats:  # earlier versions may have read other documents from these records
             content["pairs"] = True
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
@@ -147,7 +149,7 @@ def prepare(
             max_length=max_length,
         )
         if 2 * manifest.lost_characters > manifest.characters:
-            raise TokenizerError(f"{manifest.loss}; more than half of the text must be left: {ANOTHER_TOKENIZER}")
+            raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
         manifest.save(folder)
         _put_in_place(folder, out)
         for name in NOTES:
@@ -155,8 +157,8 @@ def prepare(
     return Prepared(manifest, made=True)
 
 
-def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_length: int | None) -> None:
-    """Raises CorpusError if there is nothing to learn."""
+def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_length: int | None) -> None:
+    """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
         left_out = [f"{found.empty} are empty"] * bool(found.empty)
@@ -164,14 +166,14 @@ def _check_learnt(corpus: Corpus, found: Found, parts: Sequence[Part], max_lengt
             left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
         if found.not_text:
             left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
-        why = ", ".join(left_out) or "it holds nothing"
+        why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
     if dropped and not any(part.documents for part in parts):
         raise CorpusError(
             f"all {dropped:,} conversations of {corpus.source!r} have more than {max_length:,} tokens: raise --max-length"
         )
     if not any(part.trained_tokens for part in parts):
-        raise CorpusError(f"source {corpus.source!r} has no token to learn: every document is a single token long")
+        raise CorpusError(f"source {corpus.source!r} has no targets: every document is a single token; give longer documents")
 
 
 def _manifest(
@@ -221,11 +223,11 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-# --- what stands at `out`, and the folder beside it in which the store is built
+# --- the store at `out`, and the folder beside it in which it is built
 
 
 def _present(out: Path, request: str, overwrite: bool) -> Manifest | None:
-    """The manifest at `out` if it answers the request; None if a store may be made there. Raises StoreError otherwise."""
+    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not is_store(out):
@@ -248,7 +250,7 @@ def _present(out: Path, request: str, overwrite: bool) -> Manifest | None:
 
 @contextmanager
 def _partial_folder(out: Path, request: str) -> Iterator[Path]:
-    """OUT.partial, locked against other processes, with what an interrupted preparation of the same request left there."""
+    """Yields OUT.partial, locked against other processes, with the files of an interrupted preparation of the same request."""
     folder = Path(f"{out.resolve()}.partial")
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
@@ -263,7 +265,7 @@ def _partial_folder(out: Path, request: str) -> Iterator[Path]:
         _tidy(folder, request)
         try:
             yield folder
-        except UserError:  # the input has to change, so nothing of this will be of use
+        except UserError:  # the input must change, so nothing here can be reused
             shutil.rmtree(folder)
             raise
     finally:
@@ -271,12 +273,14 @@ def _partial_folder(out: Path, request: str) -> Iterator[Path]:
 
 
 def _tidy(folder: Path, request: str) -> None:
-    """Removes all that an interrupted preparation of another request left, or did not finish."""
+    """Removes unfinished files, and all files of an interrupted preparation of another request."""
     note = folder / REQUEST
     request = f"{request} {LAYOUT}"
     found = list(folder.iterdir())
     if found and not note.is_file():
-        raise StoreError(f"{folder} was not made by `longctx prepare`, and the store is built there: move it, or change --out")
+        raise StoreError(
+            f"{folder} was not made by `longctx prepare`, but the store must be built there: move it, or choose another --out"
+        )
     kept: set[str] = set()
     if found and note.read_text("utf-8") == request:
         kept = {REQUEST, TOKENIZER, JOURNAL, *(part.file for part in finished_parts(folder))}
@@ -285,7 +289,7 @@ def _tidy(folder: Path, request: str) -> None:
             shutil.rmtree(file)
         elif file.name not in kept and file != note:
             file.unlink()
-    note.write_text(request, "utf-8")  # last, so that what is kept always answers it
+    note.write_text(request, "utf-8")  # written last, so that kept files always match it
 
 
 def _put_in_place(folder: Path, out: Path) -> None:
@@ -301,7 +305,7 @@ def _put_in_place(folder: Path, out: Path) -> None:
 
 
 def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Checkpoint | None]:
-    """The tokenizer, None if it is to be trained, and the checkpoint that it is of."""
+    """Returns the tokenizer (None: it must be trained) and its checkpoint, if it comes from one."""
     if tokenizer == "bpe":
         return None, None
     if tokenizer == "bytes":
@@ -313,7 +317,7 @@ def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Token
 
 
 def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[bool, str] | None:
-    """The Jinja templates without and with tools; None: ChatML."""
+    """Returns the Jinja templates without (False) and with tools (True); None: ChatML."""
     if chat_template == "chatml" or (chat_template == "auto" and checkpoint is None):
         return None
     if checkpoint is None:
@@ -332,16 +336,16 @@ def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[boo
 
 
 def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str, used: Tokenizer) -> str:
-    """Which template conversations were given, and how what is learnt was found."""
+    """Describes the chat template, and how the tokens to train on were found."""
     if templates is None:
-        why = "" if chat_template == "chatml" else ", as the tokenizer brings none"
-        differs = "" if ChatML(used).is_its_rendering else "; transformers gives its marks other tokens with this tokenizer"
+        why = "" if chat_template == "chatml" else ", as the tokenizer has no chat template"
+        differs = "" if ChatML(used).matches_rendering else "; transformers encodes its markers differently with this tokenizer"
         return f"ChatML{why}{differs}"
-    whose = f"that of {tokenizer}" if chat_template == "auto" else chat_template
+    name = f"from {tokenizer}" if chat_template == "auto" else chat_template
     if train_on == "all":
-        return whose
+        return name
     marked = all(map(marks_generation, templates.values()))
-    return f"{whose}; learnt is what {'it marks as generated' if marked else 'renderings with and without each turn show'}"
+    return f"{name}; turns to train on are found by {'its generation marks' if marked else 'rendering with and without them'}"
 
 
 def _encoder(
@@ -361,7 +365,7 @@ def _encoder(
 
 
 def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
-    """The checkpoint's own files, and the template if it is another."""
+    """Copies the checkpoint's files, and writes the template if it is not the checkpoint's."""
     tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
     if templates is not None and templates != checkpoint.templates:
         folder.mkdir(exist_ok=True)
@@ -369,7 +373,7 @@ def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, s
 
 
 def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
-    """The given tokenizer, or the one that an interrupted preparation trained, or a new one; saved in `folder`."""
+    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved in `folder`."""
     file = folder / TOKENIZER
     if given is None and file.is_file():
         return Tokenizer.load(file)
@@ -381,7 +385,7 @@ def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size
 
 
 def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Every document, or of a large source every n-th."""
+    """Yields the texts of every document, or of every n-th document of a large source."""
     every = max(1, -(-corpus.bytes // TRAINING_BYTES))
     read = 0.0
     for document in islice(corpus.documents(), 0, None, every):

@@ -1,14 +1,14 @@
-"""Sampler: which documents a step trains on, as a function of one integer cursor that knows nothing of ranks.
+"""Sampler: chooses the documents of each step as a function of one integer cursor, independent of the number of ranks.
 
 Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused. A
-piece is a training document of its own: attention, positions and labels start anew. Below, "piece" means whole documents too.
+piece is trained as a document of its own: attention, positions and labels restart. Below, "piece" includes whole documents.
 
-Every epoch has its own permutation of all P pieces, given by the seed. The cursor counts the pieces taken since the very first
-step: piece `cursor mod P` of the permutation of epoch `cursor div P` comes next. A step takes pieces until they hold at least
-`global_tokens` tokens, so only its last piece reaches beyond; it goes on into the next epoch, and the one after, when one ends
-before. A step takes whole pieces, so the cursor before a step is all that is needed to repeat it, on any number of ranks.
+Every epoch has its own permutation of all P pieces, given by the seed. The cursor is the number of pieces taken since the first
+step: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes pieces until they have
+at least `global_tokens` tokens, so only its last piece exceeds them; a step may span several epochs. Steps take whole pieces,
+so the cursor before a step is all that is needed to repeat it, on any number of ranks.
 
-Documents in pairs are never split, and both of a pair are taken, dropped and held out together, one behind the other.
+The documents of a pair are never split, and are taken, dropped and held out together, one after the other.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from longctx.errors import UserError
 LONG_DOCUMENTS = ("split", "drop", "error")
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024
-"""More epochs in one step are a mistake in the settings, and would take forever to draw."""
+"""Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
 
 
 class SamplerError(UserError):
@@ -45,9 +45,9 @@ class Piece:
 
 
 def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
-    """Which documents are for evaluation alone, bool `[documents]`: about `share` of them, by a hash of their names.
+    """Returns which documents are held out for evaluation, bool `[documents]`: about `share` of them, by a hash of their names.
 
-    So a document stays on its side whatever is added to or taken from a store, and equal names are on the same side, as are
+    A document stays on its side when others are added or removed. Documents with equal names are on the same side, as are
     NAME#chosen and NAME#rejected of a pair.
     """
     below = int(share * 2**64)
@@ -56,27 +56,27 @@ def held_out(names: Iterable[str], share: float) -> npt.NDArray[np.bool_]:
 
 
 class Steps(Protocol):
-    """Which documents every step takes, as a function of a cursor."""
+    """The documents of each step, as a function of a cursor."""
 
     @property
     def start(self) -> Any:
-        """The cursor of the first step."""
+        """Cursor of the first step."""
 
     def step(self, cursor: Any) -> tuple[tuple[Piece, ...], Any]:
-        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
 
     def state(self, cursor: Any) -> dict[str, Any]:
-        """A cursor as plain JSON data, with the epoch that it is in, and the longest piece."""
+        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
 
     def cursor(self, state: dict[str, Any]) -> Any:
-        """What `state` was made of."""
+        """Returns the cursor of a saved `state`."""
 
-    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> Any:
-        """The cursor that goes on at a store's `cursors`, or begins its epoch of `epochs` where that is None."""
+    def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> Any:
+        """Returns the cursor that continues each store at its entry of `cursors`, or if that is None, begins its epoch."""
 
 
 def first_lengths(steps: Steps, count: int) -> list[list[int]]:
-    """Tokens of the pieces of the first steps."""
+    """Returns the lengths of the pieces of the first `count` steps."""
     found, cursor = [], steps.start
     for _ in range(count):
         pieces, cursor = steps.step(cursor)
@@ -88,22 +88,22 @@ class Sampler:
     """Steps over documents of the given lengths.
 
     Args:
-        lengths: tokens of every document of the store, int64 `[documents]`.
-        global_tokens: tokens that a step holds at least.
-        seed: of the permutations.
-        max_length: most tokens of a piece.
-        long_documents: what to do with longer documents: split, drop or error.
-        name: names a document in an error message.
+        lengths: tokens per document of the store, int64 `[documents]`.
+        global_tokens: minimum number of tokens per step.
+        seed: seed of the permutations.
+        max_length: maximum number of tokens per piece.
+        long_documents: treatment of longer documents: split, drop or error.
+        name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
-        pairs: documents 2k and 2k + 1 belong together.
-        stream: numbers that go into the seed, so that the orders of several stores have nothing to do with each other.
+        pairs: whether documents 2k and 2k + 1 belong together.
+        stream: numbers added to the seed, so that the orders of several stores are independent.
 
     Attributes:
-        pieces, tokens, longest: P, the pieces of an epoch, their tokens, and those of the longest.
+        pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
-        dropped, dropped_tokens: what `drop` leaves out of every epoch.
+        dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch.
 
-    Raises SamplerError for a long document under `error`, or in a pair under `split`, and if nothing is left to train on.
+    Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
     """
 
     start = 0
@@ -132,9 +132,9 @@ class Sampler:
         self.long = int(is_long.sum())
         if pairs and self.long and long_documents == "split":
             raise SamplerError(
-                f"{self.long} documents have more than the {max_length:,} tokens that fit, and are of pairs, which are never "
-                "split: set data.long_documents to drop, which leaves their pairs out, raise data.max_length, or give more "
-                "ranks or batch.tokens_per_rank"
+                f"{self.long} documents of preference pairs have more than the {max_length:,} tokens that fit, and pairs are "
+                "never split: set data.long_documents to drop, which drops whole pairs, raise data.max_length, or use more "
+                "ranks or more batch.tokens_per_rank"
             )
         if pairs:
             is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
@@ -143,22 +143,23 @@ class Sampler:
             raise SamplerError(
                 f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {int(taken.sum())} documents "
                 f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
-                "or give more ranks or batch.tokens_per_rank"
+                "or use more ranks or more batch.tokens_per_rank"
             )
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(documents)
         self.dropped_tokens = int(lengths[taken].sum() - lengths[documents].sum())
         if not len(documents):
             raise SamplerError(
-                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop"
+                f"no document is left: all {self.dropped} have more than {max_length:,} tokens and long_documents is drop; "
+                "set data.long_documents to split, or raise data.max_length"
                 if self.dropped
-                else "there are no documents"
+                else "there are no documents to train on: give a store with more documents, or lower data.held_out"
             )
         self.tokens = int(lengths[documents].sum())
         if global_tokens > MOST_EPOCHS * self.tokens:
             raise SamplerError(
-                f"global_tokens is {global_tokens:,}: a step would go {MOST_EPOCHS} times and more through all "
-                f"{self.tokens:,} tokens of the store; lower batch.global_tokens, or prepare more text"
+                f"global_tokens is {global_tokens:,}: a step would read all {self.tokens:,} tokens of the store more than "
+                f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
             )
         self._together = 2 if pairs else 1
         self._seed, self._stream = seed, stream
@@ -173,7 +174,7 @@ class Sampler:
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
-        """The pieces of the step that begins at `cursor`, and the cursor of the step after it."""
+        """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
         pieces: list[Piece] = []
         tokens = 0
         while tokens < self._global_tokens:
@@ -184,25 +185,25 @@ class Sampler:
         return tuple(pieces), cursor
 
     def in_order(self) -> tuple[Piece, ...]:
-        """Every piece once, in the order of the store."""
+        """Returns every piece once, in the order of the store."""
         spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """A cursor as plain JSON data, its epoch, and the longest piece, which tells how documents are cut."""
+        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece (how documents are cut)."""
         return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
 
     def cursor(self, state: dict[str, Any]) -> int:
-        """That of a state."""
+        """Returns the cursor of a saved `state`."""
         return int(state["cursor"])
 
-    def behind(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:
-        """The one of `cursors`, or the first cursor of the one of `epochs` if that is None."""
+    def resume_cursor(self, cursors: Sequence[int | None], epochs: Sequence[int]) -> int:
+        """Returns the only entry of `cursors`, or if that is None, the first cursor of the only epoch in `epochs`."""
         (cursor,), (epoch,) = cursors, epochs
         return epoch * self.pieces if cursor is None else cursor
 
     def epoch(self, cursor: int) -> int:
-        """How often all pieces have been taken before `cursor`."""
+        """Returns the number of complete epochs before `cursor`."""
         return cursor // self.pieces
 
     def _piece(self, cursor: int) -> Piece:

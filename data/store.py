@@ -1,17 +1,17 @@
-"""Store: tokenised documents on disk, opened as memory maps and read span by span.
+"""Store: tokenized documents on disk, opened as memory maps and read by spans.
 
 A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream files with one row per document:
 
     name            string
-    tokens          list<uint16 or int32>; the last one is the end of the document, or what a checkpoint's template ends with
+    tokens          list<uint16 or int32>; ends with the end-of-document token, or as the checkpoint's chat template ends
     length          int64, number of tokens
-    trained_tokens  int64, number of tokens that are a target: the labels of the whole document that are not -100
-    trained         list<bool>, which tokens may be targets; null means all of them (every document but conversations)
-    weight          float64, what each of its targets counts in the loss; stores of older versions lack it, which means 1
+    trained_tokens  int64, number of targets: labels of the whole document other than -100
+    trained         list<bool>, which tokens may be targets; null means all (every document but conversations)
+    weight          float64, weight of each of its targets in the loss; stores of older versions lack it, which means 1
 
-The files of a checkpoint's tokenizer, chat template included, are in `tokenizer/`, for an export.
-With `state.json` and `dataset_info.json` it is also a dataset of the `datasets` library (`load_from_disk`). Reading needs
-neither that nor torch, so that a plan can be made from a store's lengths in a moment. `longctx.data.prepare` writes stores.
+The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
+`dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
+`datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.prepare` writes stores.
 """
 
 import hashlib
@@ -35,41 +35,42 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = "tokenizer"
-"""The folder of a checkpoint's own files."""
+"""Folder of the checkpoint's tokenizer files."""
 
 Int64Array = npt.NDArray[np.int64]
 
 
 class StoreError(UserError):
-    """A folder that is not a store, or a store that is damaged, of another version, or in the way."""
+    """A folder that is not a store, or a store that is damaged, of another version, or must not be replaced."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a store says about itself. It is written last, so a store without one was never finished.
+    """Description of a store. It is written last, so a store without a manifest was never finished.
 
     Attributes:
         request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
-        fingerprint: SHA-256 that names the tokens: source, tokenizer and end of document. A run resumes only on the same one.
-        source: where the text came from, as it was given.
-        documents, tokens, trained_tokens: totals.
-        longest_name, longest_length: the longest document and its tokens.
-        empty_documents: left out because they had no text.
-        skipped_files: left out because they were not UTF-8 text; `skipped_names` are the first of them.
-        tokenizer_fingerprint, vocab_size, end_of_document_token: the tokenizer's.
-        characters: of the text, without white space; 0 if the tokenizer holds every character, and none had to be counted.
-        lost_characters: how many of these no token stands for, in `lossy_documents` documents.
-        lossiest_name, lossiest_characters: the document that lost most, and how many.
+        fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store with the same one.
+        source: source of the text, as given.
+        documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
+        longest_name, longest_length: name of the longest document, and number of its tokens.
+        empty_documents: number of documents left out because they have no text.
+        skipped_files: number of files left out because they are not UTF-8 text; `skipped_names` are the first of them.
+        tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
+        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
+        lost_characters: number of these that no token represents, in `lossy_documents` documents.
+        lossiest_name, lossiest_characters: document that lost most characters, and number of these.
         files: bytes of every other file of the store.
-        formats: documents of each format that were met, those that were dropped later included.
-        template: the template of conversations and how their learnt tokens were found, in words; empty if there are none.
-        train_on: what is learnt of conversations.
-        max_length: the longest conversation in tokens that was kept; None: any. `dropped_documents` were longer.
-        spelled_documents: conversations whose texts spell special tokens that are tokenised as such, `spelled_name` the first.
-        straddling_tokens: learnt tokens that also hold text which is not learnt.
-        lightest, heaviest: the least and the largest weight of a document.
-        pairs: documents 2k and 2k + 1 are the chosen and the rejected completion of the same prompt, for every k.
-        useless_pairs: left out because the two completions were equal, or one of them empty.
+        formats: number of documents of each format, including documents dropped later.
+        template: description of the chat template, and how tokens to train on were found; empty without conversations.
+        train_on: parts of conversations that are trained on.
+        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer.
+        spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
+            first of them.
+        straddling_tokens: number of target tokens that also contain text that is not trained on.
+        lightest, heaviest: smallest and largest weight of a document.
+        pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
+        useless_pairs: number of pairs left out because the completions are equal, or one is empty.
     """
 
     request: str
@@ -109,20 +110,20 @@ class Manifest:
 
     @property
     def conversations(self) -> bool:
-        """Whether there are any. Stores of older versions say so only by tokens that are no targets."""
+        """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
         known = bool(set(self.formats) - {"text"})
         return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
 
     @property
     def loss(self) -> str:
-        """What the tokenizer lost, in a sentence; empty if nothing."""
+        """Sentence on the characters that the tokenizer lost; empty if it lost none."""
         if not self.lost_characters:
             return ""
         return (
             f"the tokenizer lacks {self.lost_characters:,} of {self.characters:,} characters of the text "
             f"({self.lost_characters / self.characters:.2%}, white space not counted), in {self.lossy_documents:,} of "
-            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are left out, or "
-            "an unknown token stands for them"
+            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are dropped, or "
+            "replaced by an unknown token"
         )
 
     def save(self, folder: Path) -> None:
@@ -130,7 +131,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Reads a folder's manifest and checks that every file is there with its full size. Raises StoreError."""
+        """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
         path = folder / MANIFEST
         if not folder.is_dir():
             raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {folder}`")
@@ -142,29 +143,33 @@ class Manifest:
             content: dict[str, Any] = json.loads(path.read_text("utf-8"))
             kind, version = content["format"], content["version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} is not the manifest of a store, or is damaged: {error}") from error
+            raise StoreError(
+                f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
+            ) from error
         if (kind, version) != (FORMAT, VERSION):
             raise StoreError(
-                f"{folder} has format {kind} {version}, and this longctx reads {FORMAT} {VERSION}: "
-                f"make it again with `longctx prepare --out {folder} --overwrite`"
+                f"{folder} has format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
+                f"prepare it again with `longctx prepare --out {folder} --overwrite`"
             )
         try:
             manifest = cls(**content)
         except TypeError as error:
-            raise StoreError(f"{path} is damaged: {error}") from error
+            raise StoreError(
+                f"{path} is damaged: {error}; prepare it again with `longctx prepare --out {folder} --overwrite`"
+            ) from error
         for name, size in manifest.files.items():
             file = folder / name
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 raise StoreError(
                     f"store {folder} is damaged: {name} {'is missing' if found is None else f'has {found:,} bytes'}, "
-                    f"and should have {size:,}; make it again with `longctx prepare --out {folder} --overwrite`"
+                    f"but should have {size:,} bytes; prepare it again with `longctx prepare --out {folder} --overwrite`"
                 )
         return manifest
 
 
 def is_store(folder: Path) -> bool:
-    """Whether a folder says that it is a store, of any version and in whatever condition."""
+    """Returns whether a folder claims to be a store, of any version, damaged or not."""
     try:
         content = json.loads((folder / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError):
@@ -173,7 +178,7 @@ def is_store(folder: Path) -> bool:
 
 
 def store_schema(tokenizer: Tokenizer) -> Any:
-    """The Arrow schema of a store's files."""
+    """Returns the Arrow schema of a store's files."""
     columns = {
         "name": pyarrow.string(),
         "tokens": pyarrow.list_(pyarrow.from_numpy_dtype(tokenizer.dtype)),
@@ -187,23 +192,23 @@ def store_schema(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """One Arrow record batch. Document i has tokens[starts[i]:starts[i+1]] and, if not empty, the same of `trained`."""
+    """One Arrow record batch: document i has tokens[starts[i]:starts[i+1]], and `trained` likewise (empty: all)."""
 
     tokens: npt.NDArray[np.integer[Any]]
     starts: npt.NDArray[np.int32]
-    trained: Any  # pyarrow.BooleanArray: one bit a token
+    trained: Any  # pyarrow.BooleanArray: one bit per token
     trained_starts: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A store among several that are read as one.
+    """One of several stores that are read as one.
 
     Attributes:
-        path, fingerprint: the store's.
-        documents: the numbers that its documents have among those of all.
-        amount, unit: how much of it is taken: a `weight`, its share of the tokens beside the weights of the others, or so many
-            `epochs` while the others pass theirs.
+        path, fingerprint: path and fingerprint of the store.
+        documents: indices of its documents among those of all stores.
+        amount, unit: amount to take from the store: a `weight` (share of the tokens, relative to the other weights), or a
+            number of `epochs` (in the time in which the other stores pass theirs).
     """
 
     path: Path
@@ -214,16 +219,16 @@ class Source:
 
 
 class Store:
-    """The documents of a store, or of several, counted from 0. Use `Store.open`, and `Store.join` for several.
+    """Documents of a store, or of several, numbered from 0. Use `Store.open`, and `Store.join` for several.
 
     Attributes:
-        path, manifest: of several stores, those of the first.
-        sources: the stores that this one is made of; itself if it is one alone.
-        lengths: tokens of every document, the end-of-document token included, int64 `[documents]`.
-        trained_tokens: targets of every document, int64 `[documents]`.
-        weights: what each target of a document counts in the loss, float64 `[documents]`; 1 unless the source says otherwise.
-        tokenizer: what the tokens were made with.
-        fingerprint: names the content; equal fingerprints, equal tokens.
+        path, manifest: path and manifest of the store, or of the first of several.
+        sources: the stores that this one consists of; a single store has itself.
+        lengths: tokens per document, including the end-of-document token, int64 `[documents]`.
+        trained_tokens: targets per document, int64 `[documents]`.
+        weights: weight of each target of a document in the loss, float64 `[documents]`; 1 by default.
+        tokenizer: tokenizer that made the tokens.
+        fingerprint: hash of the content; stores with equal fingerprints have equal tokens.
     """
 
     def __init__(
@@ -239,7 +244,7 @@ class Store:
         self.lengths: Int64Array = table.column("length").to_numpy()
         self.trained_tokens: Int64Array = table.column("trained_tokens").to_numpy()
         weights = table.column("weight")
-        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number stands for all
+        all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number suffices
         self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
         self._batches = [_batch(batch) for batch in table.to_batches()]
@@ -249,7 +254,7 @@ class Store:
     def open(cls, path: Path | str, *, tokenizer: Path | None = None) -> "Store":
         """Maps a store into memory. Raises StoreError naming what is wrong with it, and the way out.
 
-        `tokenizer` is the tokenizer.json that the store must have been made with; None: whichever it was.
+        `tokenizer` is the tokenizer.json that the store must have been made with; None: any.
         """
         path = Path(path)
         manifest = Manifest.load(path)
@@ -260,36 +265,36 @@ class Store:
             table = pyarrow.concat_tables([pyarrow.ipc.open_stream(part).read_all() for part in maps])
         except (pyarrow.ArrowException, TokenizerError) as error:
             raise StoreError(
-                f"store {path} is damaged: {error}; make it again with `longctx prepare --out {path} --overwrite`"
+                f"store {path} is damaged: {error}; prepare it again with `longctx prepare --out {path} --overwrite`"
             ) from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
-            raise StoreError(f"store {path} holds files of another store: make it again with `longctx prepare --overwrite`")
-        if "weight" not in table.column_names:  # as in stores of older versions
+            raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
+        if "weight" not in table.column_names:  # in stores of older versions
             table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
             raise StoreError(
-                f"store {path} was made with another tokenizer than {tokenizer}: prepare it with that one "
-                f"(`longctx prepare --tokenizer {tokenizer}`), or leave data.tokenizer out to take the store's"
+                f"store {path} was made with another tokenizer than {tokenizer}: prepare it again with that one "
+                f"(`longctx prepare --tokenizer {tokenizer}`), or remove data.tokenizer to use the store's tokenizer"
             )
         return cls(path, manifest, used, table)
 
     @classmethod
     def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
-        """Several stores as one, the documents of one behind those of another, with the amount of each in this unit.
+        """Joins several stores into one, one after the other, with the `amounts` to take of each, in `unit` (see `Source`).
 
-        Raises StoreError if they were made with different tokenizers, if two hold the same documents, or if one holds pairs.
+        Raises StoreError if they were made with different tokenizers, if two have the same documents, or if one has pairs.
         """
         first, *others = stores
         for store in filter(lambda store: store.pairs, stores):
-            raise StoreError(f"store {store.path} holds pairs of preference, which are not mixed: give it alone, as data.store")
+            raise StoreError(f"store {store.path} has preference pairs, which cannot be mixed: give it alone, as data.store")
         for store, other in itertools.combinations(stores, 2):
             if store.fingerprint == other.fingerprint:
-                raise StoreError(f"stores {store.path} and {other.path} hold the same documents: give one of them")
+                raise StoreError(f"stores {store.path} and {other.path} have the same documents: give only one of them")
         for store in others:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise StoreError(
-                    f"store {store.path} was made with another tokenizer than store {first.path}: prepare one of them with "
-                    f"that of the other (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
+                    f"store {store.path} was made with another tokenizer than store {first.path}: prepare both with the same "
+                    f"tokenizer (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
                 )
         ends = itertools.accumulate(map(len, stores))
         sources = [
@@ -304,22 +309,22 @@ class Store:
 
     @property
     def pairs(self) -> bool:
-        """Whether documents 2k and 2k + 1 belong together: the chosen and the rejected completion of a prompt."""
+        """Whether documents 2k and 2k + 1 are a pair: the chosen and the rejected completion of a prompt."""
         return self.manifest.pairs
 
     @property
     def said(self) -> str:
-        """Where it is, or all of them are."""
+        """Path of the store, or of all stores, for messages."""
         return ", ".join(str(source.path) for source in self.sources)
 
     @property
     def names(self) -> Iterator[str]:
-        """Names of all documents, one after the other."""
+        """Names of all documents, in order."""
         for part in self._names.chunks:
             yield from part.to_pylist()
 
     def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
-        """Of some tokens of some documents, how many are of which store, by its path; nothing if there is one alone."""
+        """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store; {} for a single store."""
         if len(self.sources) == 1:
             return {}
         found = dict.fromkeys((str(source.path) for source in self.sources), 0)
@@ -332,15 +337,15 @@ class Store:
         return str(self._names[document].as_py())
 
     def read(self, document: int, start: int, stop: int, *, end: int | None = None) -> tuple[Int64Array, Int64Array]:
-        """Tokens and labels, both int64 `[stop - start]`, of positions start … stop - 1 of a document.
+        """Reads tokens and labels, both int64 `[stop - start]`, of positions start … stop - 1 of a document.
 
-        The label of position i is token i + 1 if that one may be a target and lies before `end` (default: the document's
-        end), else -100. Only this span and one token more are read from disk.
+        The label of position i is token i + 1 if that token may be a target and i + 1 < `end` (default: the document's
+        length), else -100. Only this span and one more token are read from disk.
         """
         end = int(self.lengths[document]) if end is None else end
         if not 0 <= start <= stop <= end <= self.lengths[document]:
             raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} before {end}")
-        after = min(stop + 1, end)  # one token further than the span, for its last label
+        after = min(stop + 1, end)  # one more token, for the last label
         batch, row = self._locate(document)
         first = int(batch.starts[row])
         tokens = batch.tokens[first + start : first + after].astype(np.int64)
@@ -351,7 +356,7 @@ class Store:
         return tokens[: stop - start], labels
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
-        """Number of targets of the span start … stop - 1 as a training document of its own: its first token is not one."""
+        """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
         batch, row = self._locate(document)
@@ -379,5 +384,5 @@ def _fingerprint_of(tokenizer: Path) -> str:
         return fingerprint(tokenizer.read_text("utf-8"))
     except UnicodeDecodeError as error:
         raise TokenizerError(
-            f"{tokenizer} is not a tokenizer.json: {error}; give the one that the store was made with"
+            f"{tokenizer} is not a tokenizer.json: {error}; give the tokenizer.json that the store was made with"
         ) from error

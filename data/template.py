@@ -1,13 +1,12 @@
-"""Template: a checkpoint's chat template (Jinja, rendered by `transformers`), and which characters it makes the assistant
-write.
+"""Template: renders conversations by a checkpoint's chat template (Jinja, by `transformers`) and finds the assistant's text.
 
-A template that marks generated text (`{% generation %}`) is taken at its word. Of any other, a conversation is rendered a
-second time with a private character at both ends of every text in it. Without these characters it must be the same
-conversation; then they show which text of the rendering is whose, and what lies between is the template's. A turn begins where
-the messages before it, rendered with the generation prompt, end; it ends behind what the template puts after the last turn of a
-conversation and after a turn in its midst (`<|im_end|>`), or behind the end of text. Where the private characters change more
-than themselves, prefixes decide: the messages before the turn with the generation prompt, and those up to its end, must both
-begin the whole. A conversation that neither way can split is refused.
+If the template marks generated text (`{% generation %}`), its marks are used. Otherwise a conversation is rendered a second
+time with a private-use character at both ends of every text. If this rendering without the private-use characters equals the
+first one, they show where each text is; everything between is the template's. A turn begins where the rendering of the
+previous messages with the generation prompt ends; it ends with the text that the template puts both after the last turn and
+after a turn in the middle (`<|im_end|>`), or with an end-of-text token. If the private-use characters change anything else,
+prefixes decide: the rendering of the messages before the turn with the generation prompt, and that of the messages up to the
+turn's end, must both be prefixes of the whole. A conversation that neither method can split is refused.
 """
 
 import re
@@ -17,29 +16,29 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from longctx.data.chat import ChatError, Message, learnt_turns
+from longctx.data.chat import ChatError, Message, trained_turns
 from longctx.data.markup import Markup, Spans
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIRST, _MARKS = 0xE000, 6400  # Unicode's private characters of two bytes
+_FIRST, _MARKS = 0xE000, 6400  # Unicode's private-use characters of two bytes
 _MARK = re.compile("[\ue000-\uf8ff]")
-OUTLINES = 4096  # sequences of roles that are kept in mind
+OUTLINES = 4096  # maximum number of cached sequences of roles
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 
 WAY_OUT = (
-    "give a template that marks what is generated with {% generation %} (--chat-template FILE), take ChatML "
-    "(--chat-template chatml), or learn every token (--train-on all)"
+    "use a template that marks generated text with {% generation %} (--chat-template FILE), use ChatML "
+    "(--chat-template chatml), or train on every token (--train-on all)"
 )
 
 
 def marks_generation(text: str) -> bool:
-    """Whether a Jinja template marks what is generated."""
+    """Returns whether a Jinja template marks generated text."""
     return _GENERATION.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as text, and the spans of it that are learnt; None: all of it."""
+    """Text of a conversation, and its spans to train on; None: all of it."""
 
     text: str
     spans: Spans | None
@@ -47,8 +46,8 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """What a template puts around contents; and where each turn of the assistant begins in the text before it, and ends in the
-    text behind it."""
+    """Texts that a template puts around contents; and for each assistant turn, the offset of its start in the text before its
+    content and of its end in the text after it."""
 
     around: list[str]
     heads: dict[int, int]
@@ -56,13 +55,13 @@ class _Outline:
 
 
 class Template:
-    """How conversations become texts.
+    """Renders conversations as texts.
 
     Args:
-        texts: the Jinja templates of conversations without tools (False) and with some (True).
-        variables: what the templates may ask for beside messages and tools: the special tokens by their roles.
-        markup: tells special tokens from text.
-        ends: special tokens that may end a turn beside the templates' own.
+        texts: Jinja templates of conversations without tools (False) and with tools (True).
+        variables: variables of the templates besides messages and tools: the special tokens by role.
+        markup: distinguishes special tokens from text.
+        ends: special tokens that may end a turn, besides the templates' own.
         train_on: see `TRAIN_ON`.
     """
 
@@ -83,23 +82,26 @@ class Template:
         self._outlines: dict[tuple[str, ...], _Outline | None] = {}
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0) -> Rendered:
-        """A conversation with the spans to be learnt, none before message `first_trained`.
+        """Renders a conversation and finds its spans to train on, none before message `first_trained`.
 
-        Raises ChatError if the template refuses the conversation, or does not show what is to be learnt.
+        Raises ChatError if the template refuses the conversation, or does not show where turns begin and end.
         """
         if self._train_on == "all":
             return Rendered(self._text(messages, tools), None)
-        turns = learnt_turns(messages, first_trained, self._train_on)
+        turns = trained_turns(messages, first_trained, self._train_on)
         if not marks_generation(self._texts[bool(tools)]):
             text = self._text(messages, tools)
             return Rendered(text, self._turns(text, messages, tools, turns))
         text, spans = self._render(messages, tools, marks=True)
         spans = sorted((start, stop) for start, stop in spans if start < stop)
-        if any(message["role"] == "assistant" for message in messages[: turns[0]]):  # earlier turns are not to be learnt
+        if any(message["role"] == "assistant" for message in messages[: turns[0]]):  # earlier turns are not trained on
             begin = self._turns(text, messages, tools, turns[:1])[0][0]
             spans = [span for span in spans if span[0] >= begin]
         if not spans:
-            raise ChatError("the template marks nothing of this conversation as generated, so there is nothing to learn from")
+            raise ChatError(
+                "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
+                "conversation, or correct the template"
+            )
         return Rendered(text, spans)
 
     # --- rendering
@@ -112,7 +114,7 @@ class Template:
         compiled = getattr(chat_template_utils, "_compile_jinja_template", None)
         try:
             if compiled and not marks and not any(key in message for message in messages for key in _TEXTS[1:]):
-                # What render_jinja_template does for JSON without reasoning, less its copy of everything: half the time.
+                # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
                 template = compiled(self._texts[bool(tools)])
                 given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
                 return template.render(**{**given, **self._variables}), []
@@ -124,8 +126,11 @@ class Template:
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except Exception as error:  # whatever a template's expressions may raise
-            raise ChatError(f"the chat template refuses this conversation: {type(error).__name__}: {error}") from error
+        except Exception as error:  # a template's expressions may raise anything
+            raise ChatError(
+                f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
+                "conversation, or use another template (--chat-template FILE)"
+            ) from error
         return text, spans[0] if marks else []
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
@@ -142,9 +147,9 @@ class Template:
     def _by_outline(
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Spans of the turns by those of other conversations with the same roles; None if that does not show them.
+        """Returns the spans of the turns by the outline of another conversation with the same roles; None if it does not fit.
 
-        What the template puts around contents is known from these, and together with the contents must be the whole.
+        The outline's texts, joined with the contents, must equal the whole.
         """
         if tools or any(message.keys() != {"role", "content"} or not message["content"].strip() for message in messages):
             return None
@@ -185,7 +190,7 @@ class Template:
     def _between_marks(
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
     ) -> list[tuple[int, int]] | None:
-        """Spans of the turns by a rendering with private characters; None if that does not show them."""
+        """Returns the spans of the turns by a rendering with private-use characters; None if it does not show them."""
         if not whole.isascii() and _MARK.search(whole):
             return None
         try:
@@ -197,7 +202,7 @@ class Template:
         if "".join(texts) != whole:
             return None
         owners = [ord(mark) - _FIRST for mark in _MARK.findall(rendered)]
-        places = list(accumulate(map(len, texts)))  # mark k stands before character places[k], and behind texts[k]
+        places = list(accumulate(map(len, texts)))  # mark k is before character places[k], after texts[k]
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for mark, owner in enumerate(owners):
@@ -217,7 +222,7 @@ class Template:
         return spans
 
     def _head(self, before: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> int | None:
-        """How much of the template's text before a turn is not generated."""
+        """Returns the length of the template's text before a turn that is not generated."""
         if turn == 0:
             prompt = self._generation_prompt
             return before.rfind(prompt) + len(prompt) if prompt and prompt in before else None
@@ -230,10 +235,10 @@ class Template:
         if before.startswith(prompt):
             self._prompts[key] = prompt
             return len(prompt)
-        return len(before) if prompt.startswith(before) else None  # a prompt may begin what the finished turn leaves out
+        return len(before) if prompt.startswith(before) else None  # the prompt may add text that a finished turn lacks
 
     def _tail(self, after: str, stop: str) -> int | None:
-        """How much of the template's text after a turn is generated."""
+        """Returns the length of the template's text after a turn that is generated."""
         if stop in after:
             return after.index(stop) + len(stop)
         return min((after.index(end) + len(end) for end in self._ends if end in after), default=None)
@@ -246,13 +251,13 @@ class Template:
 
     @cached_property
     def _stop(self) -> str:
-        """What ends a turn: what follows the last one and one in the midst alike, without white space at its end."""
+        """Text that ends a turn: the common start of the texts after the last turn and after one in the middle, stripped."""
         asked, answered = ({"role": role, "content": role} for role in ("user", "assistant"))
         after = []
         for messages in ([asked, answered], [asked, answered, asked]):
             texts = _MARK.split(self._text([_marked(message, number) for number, message in enumerate(messages)], None))
             if len(texts) < 5:
-                raise ChatError("the chat template leaves messages out")
+                raise ChatError("the chat template omits messages")
             after.append([part for piece in self._markup.pieces(texts[4]) for part in self._parts(piece)])
         shared = 0
         for one, other in zip(*after, strict=False):
@@ -265,10 +270,13 @@ class Template:
         return [piece] if self._markup.spells_special_tokens(piece) else piece
 
     def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
-        """Span of a turn by the messages before it and those up to its end. Raises ChatError if they do not begin the whole."""
+        """Returns the span of a turn by the renderings of the messages before it and up to its end.
+
+        Raises ChatError if these are not prefixes of the whole.
+        """
         if turn == 0:
             raise ChatError(
-                f"the chat template does not show where the first message, the assistant's, begins: leave it out, {WAY_OUT}"
+                f"the chat template does not show where the first message, the assistant's, begins: remove it, {WAY_OUT}"
             )
         prompt = self._text(messages[:turn], tools, prompt=True)
         full = whole if turn == len(messages) - 1 else self._text(messages[: turn + 1], tools)
@@ -276,15 +284,15 @@ class Template:
             where = "the messages before it" if not whole.startswith(prompt) else "the messages up to its end"
             raise ChatError(
                 f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it renders "
-                f"{where} in another way when more follow: {WAY_OUT}"
+                f"{where} differently when more messages follow: {WAY_OUT}"
             )
-        text = full.rstrip()  # nobody generates the white space behind the token that ends the turn
+        text = full.rstrip()  # white space after the end-of-turn token is not generated
         ends = len(text) > len(prompt) and self._markup.spells_special_tokens(self._markup.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
 
 
 def _marked(message: Message, number: int) -> Message:
-    """The message with its own private character at both ends of every text that a template may write."""
+    """Returns the message with private-use character `number` at both ends of every text that a template may write."""
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, behind one small class.
 
-Whatever its origin, a tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that every other tool
-reads it too. Plain bytes are the byte-level BPE without merges (ids 0-255 are the bytes, 256 ends a document), recognised when
-loaded and then encoded by NumPy alone.
+Every tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that other tools can read it. Plain
+bytes are byte-level BPE without merges (ids 0-255 are the bytes, 256 ends a document), recognized when loaded and encoded by
+NumPy alone.
 """
 
 import hashlib
@@ -26,8 +26,10 @@ TokenArray = npt.NDArray[np.integer[Any]]
 
 END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[SEP]")
-"""End-of-document tokens looked for in a given tokenizer.json, in this order."""
-ANOTHER_TOKENIZER = "take one that holds every character, such as --tokenizer bpe or bytes, or one with byte fallback"
+"""End-of-document tokens to look for in a given tokenizer.json, in this order."""
+ANOTHER_TOKENIZER = (
+    "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one with byte fallback"
+)
 LARGEST_VOCABULARY = (1 << 31) - 1
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 
@@ -37,8 +39,13 @@ class TokenizerError(UserError):
 
 
 class Encoded(NamedTuple):
-    """Token ids of a text. `characters`: how many it has that are not white space, counted only if the tokenizer can lose any;
-    `lost`: how many of these no token stands for."""
+    """An encoded text.
+
+    Attributes:
+        tokens: token ids `[tokens]`.
+        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
+        lost: number of these that no token represents.
+    """
 
     tokens: TokenArray
     characters: int = 0
@@ -46,10 +53,10 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer:
-    """Turns text into token ids 0 … vocab_size - 1, and back.
+    """Converts text to token ids 0 … vocab_size - 1, and back.
 
     `text` is the content of a tokenizer.json. `end_of_document` is the token that ends every document; by default the first of
-    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer or has no such token.
+    `KNOWN_ENDS` in the vocabulary. Raises TokenizerError if the text is not a tokenizer.json or has no end-of-document token.
     """
 
     def __init__(self, text: str, end_of_document: str | None = None) -> None:
@@ -60,7 +67,7 @@ class Tokenizer:
         self.text = text
         self._inner.no_truncation()
         self._inner.no_padding()
-        # Text that happens to spell a special token stays text: a document must not be able to end itself.
+        # Text that happens to contain a special token stays text: a document must not be able to end itself.
         self._inner.encode_special_tokens = True
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # not the number of entries: ids may have holes
@@ -78,7 +85,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> "Tokenizer":
-        """Plain bytes: 257 tokens."""
+        """Returns the tokenizer of plain bytes: 257 tokens."""
         inner = _byte_level(models.BPE(vocab=byte_vocabulary(), merges=[]))
         inner.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
         return cls(inner.to_str())
@@ -87,10 +94,11 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Trains byte-level BPE. The same texts in the same order give the same tokenizer.
 
-        Little text may give fewer than `vocab_size` tokens. Raises TokenizerError for a vocabulary without room for all bytes.
+        A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if `vocab_size` is below 257 (every byte
+        and the end of a document) or too large for the store.
         """
         if vocab_size > LARGEST_VOCABULARY:
-            raise TokenizerError(f"vocabulary size is {vocab_size}: at most {LARGEST_VOCABULARY} token ids fit the store")
+            raise TokenizerError(f"vocabulary size is {vocab_size}: a store can hold at most {LARGEST_VOCABULARY} token ids")
         if vocab_size < SMALLEST_VOCABULARY:
             raise TokenizerError(
                 f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
@@ -122,23 +130,23 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of what the tokenizer.json says; see `fingerprint`."""
+        """SHA-256 (hex) of the tokenizer.json; see the function `fingerprint`."""
         return fingerprint(self.text)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The smallest integer type of the store that holds every id."""
+        """Smallest integer type of a store that holds every id."""
         return np.dtype(np.uint16 if self.vocab_size <= 1 << 16 else np.int32)
 
     def encode(self, text: str) -> TokenArray:
-        """Token ids `[tokens]` of a text, without special tokens."""
+        """Returns the token ids `[tokens]` of a text, without special tokens."""
         return self.encode_batch([text], workers=1)[0].tokens
 
     def encode_batch(self, texts: Sequence[str], *, workers: int | None = None) -> list[Encoded]:
-        """Several texts, tokenised in `workers` threads (None: one per core). Raises TokenizerError for one that it cannot."""
+        """Encodes several texts in `workers` threads (None: one per core). Raises TokenizerError for a text that it cannot."""
         if self.is_bytes:
             return [Encoded(np.frombuffer(text.encode(), np.uint8).astype(self.dtype)) for text in texts]
-        # One text a call: the library's own pool can be sized only by an environment variable. It lets go of Python's lock.
+        # One text per call: only an environment variable can size the library's own pool. Calls release the GIL.
         with ThreadPoolExecutor(workers or os.cpu_count()) as threads:
             return list(threads.map(self._encode_one, texts))
 
@@ -147,9 +155,9 @@ class Tokenizer:
         return Encoded(tokens, *self._lost.count(text, tokens)) if self._lost.possible else Encoded(tokens)
 
     def encode_markup(self, text: str) -> TokenArray:
-        """Token ids of a text of ours, in which special tokens of the vocabulary are meant as such.
+        """Returns the token ids of a text in which special tokens of the vocabulary are meant as such.
 
-        Raises TokenizerError if it lacks characters of the text.
+        Raises TokenizerError if the tokenizer lacks characters of the text.
         """
         self._inner.encode_special_tokens = False
         try:
@@ -157,22 +165,22 @@ class Tokenizer:
         finally:
             self._inner.encode_special_tokens = True
         lost = encoded.lost
-        if lost and self._lost.unknown is None:  # characters were looked up one by one: special tokens have none
+        if lost and self._lost.unknown is None:  # characters were looked up one by one: exclude those of special tokens
             plain = text
             for special in self._inner.get_added_tokens_decoder().values():
                 plain = plain.replace(special.content, "")
             lost = self._encode_one(plain).lost
         if lost:
-            raise TokenizerError(f"the tokenizer lacks characters of {text!r}, a mark of conversations: {ANOTHER_TOKENIZER}")
+            raise TokenizerError(f"the tokenizer lacks characters of the marker {text!r}: {ANOTHER_TOKENIZER}")
         return encoded.tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of token ids; special tokens appear by name."""
+        """Returns the text of token ids; special tokens appear by name."""
         return str(self._inner.decode([int(token) for token in tokens], skip_special_tokens=False))
 
 
 def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
-    """Token ids of a text, without special tokens around it. Raises TokenizerError saying which `kind` of text it was."""
+    """Returns the token ids of a text, without special tokens around it. Raises TokenizerError naming the `kind` of text."""
     try:
         (encoding,) = inner.encode_batch_fast([text], add_special_tokens=False)
     except Exception as error:  # the library raises bare Exception
@@ -184,14 +192,14 @@ def ids_of(inner: TokenizerJson, text: str, kind: str) -> list[int]:
 
 
 def same_tokens(one: str, other: str) -> bool:
-    """Whether two tokenizer.json give a text the same tokens. What they put around it is not used here, and transformers writes
-    something there where nothing was."""
+    """Returns whether two tokenizer.json give texts the same tokens. Post-processors are ignored: they are not used here, and
+    transformers adds one on saving."""
     without = ({**json.loads(text), "post_processor": None} for text in (one, other))
     return fingerprint(json.dumps(next(without))) == fingerprint(json.dumps(next(without)))
 
 
 def fingerprint(text: str) -> str:
-    """SHA-256 (hex) of what a tokenizer.json says, however it is formatted; padding and truncation are never used here.
+    """Returns the SHA-256 (hex) of a tokenizer.json, independent of formatting, and of padding and truncation (not used here).
 
     Raises TokenizerError if the text is not a JSON object.
     """
@@ -210,14 +218,14 @@ def _byte_level(model: models.Model) -> TokenizerJson:
 
 
 def byte_vocabulary() -> dict[str, int]:
-    """From the printable character that stands for a byte in byte-level BPE (GPT-2's table) to the byte, in order of these."""
+    """Returns the byte of each printable character in byte-level BPE (GPT-2's table), in order of the bytes."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte) if byte in printable else chr(256 + others.index(byte)): byte for byte in range(256)}
 
 
 def _is_bytes(content: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json maps every byte to its own value and does nothing else."""
+    """Returns whether a tokenizer.json maps every byte to its own value and does nothing else."""
     pre_tokenizer = content.get("pre_tokenizer") or {}
     return (
         content["model"].get("vocab") == byte_vocabulary()

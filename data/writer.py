@@ -1,6 +1,6 @@
-"""Writing a store's files: documents are tokenised batch by batch and streamed into Arrow files, the parts of a store.
+"""Writer: tokenizes documents batch by batch and streams them into Arrow files, the parts of a store.
 
-A finished part is listed in `journal.jsonl`, so that an interrupted preparation goes on behind it.
+Finished parts are listed in `journal.jsonl`, so that an interrupted preparation continues after them.
 """
 
 import json
@@ -22,17 +22,17 @@ from longctx.data.formats import PAIRS, Document
 from longctx.data.store import store_schema
 from longctx.data.tokenizer import Tokenizer
 
-PART_TOKENS = 1 << 25  # tokens of an Arrow file, the unit of resuming
-BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text that is tokenised at once, by all threads
+PART_TOKENS = 1 << 25  # minimum tokens per Arrow file, the unit of resuming
+BATCH_CHARACTERS, BATCH_DOCUMENTS = 4 << 20, 1024  # text to tokenize at once, by all threads
 JOURNAL = "journal.jsonl"
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done, and the share of it that is done (0 … 1)."""
+"""Called with the name of the current stage and its finished share (0 … 1)."""
 
 
 @dataclass
 class Part:
-    """An Arrow file, as the journal lists it once it is finished. Names are those of `Manifest`."""
+    """An Arrow file, as the journal lists it once finished. Fields are named as in `Manifest`."""
 
     file: str
     bytes: int = 0
@@ -42,7 +42,7 @@ class Part:
     trained_tokens: int = 0
     longest_name: str = ""
     longest_length: int = 0
-    characters: int = 0  # from here on older journals lack them
+    characters: int = 0  # older journals lack this field and the following
     lost_characters: int = 0
     lossy_documents: int = 0
     lossiest_name: str = ""
@@ -56,7 +56,7 @@ class Part:
 
 
 def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, progress: Progress) -> list[Part]:
-    """Writes the Arrow files that are still missing. Returns all of them."""
+    """Writes the Arrow files that are still missing. Returns all parts."""
     parts = finished_parts(folder)
     documents = islice(corpus.documents(found), sum(part.documents + part.dropped_documents for part in parts), None)
     read = sum(part.source_bytes for part in parts)
@@ -72,18 +72,18 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *,
             writer = writer or _PartWriter(folder / f"data-{len(parts):05d}.arrow", encoder.tokenizer)
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
-            progress("tokenising", min(1.0, read / max(1, corpus.bytes)))
+            progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
             if writer.part.tokens >= PART_TOKENS:
                 finish(writer)
                 writer = None
         if writer is not None:
             finish(writer)
-    progress("tokenising", 1)
+    progress("tokenizing", 1)
     return parts
 
 
 def finished_parts(folder: Path) -> list[Part]:
-    """What the journal lists, up to the first line or file that is not complete."""
+    """Returns the parts that the journal lists, up to the first incomplete line or file."""
     file = folder / JOURNAL
     parts: list[Part] = []
     for line in file.read_text("utf-8").splitlines(keepends=True) if file.is_file() else []:
@@ -97,7 +97,7 @@ def finished_parts(folder: Path) -> list[Part]:
 
 
 def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tuple[list[Document], list[Row], int]]:
-    """Batches with what `Encoder.encode` makes of them; the next one is read and rendered while one is tokenised."""
+    """Yields batches with the results of `Encoder.encode`; the next batch is read and rendered while one is tokenized."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         ahead: tuple[list[Document], Future[tuple[list[Row], int]]] | None = None
         for batch in batches:
@@ -110,7 +110,7 @@ def _encoded(batches: Iterator[list[Document]], encoder: Encoder) -> Iterator[tu
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents that are tokenised at once. Those of a pair stay together."""
+    """Yields batches of documents to tokenize at once; the documents of a pair stay together."""
     batch: list[Document] = []
     characters = 0
     for document in documents:
@@ -125,7 +125,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 
 
 class _PartWriter:
-    """One Arrow stream file, a record batch at a time."""
+    """Writes one Arrow stream file, one record batch at a time."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
         self._file = file
@@ -135,7 +135,7 @@ class _PartWriter:
         self.part = Part(file.name)
 
     def write(self, documents: Sequence[Document], rows: Sequence[Row], dropped: int) -> None:
-        """Appends the rows of these documents, all but `dropped` of them."""
+        """Appends the rows of `documents`, of which `dropped` documents have none."""
         part = self.part
         part.dropped_documents += dropped
         part.source_bytes += sum(document.source_bytes for document in documents)
@@ -190,8 +190,8 @@ def _offsets(lengths: npt.ArrayLike) -> npt.NDArray[np.int32]:
 
 
 def write_dataset_files(folder: Path, tokenizer: Tokenizer, parts: Sequence[Part], fingerprint: str) -> None:
-    """What `datasets.load_from_disk` needs beside the Arrow files."""
-    import datasets  # here, because it takes a second and only preparing needs it
+    """Writes the files that `datasets.load_from_disk` needs besides the Arrow files."""
+    import datasets  # imported here: it takes a second, and only preparing needs it
 
     features = datasets.Features.from_arrow_schema(store_schema(tokenizer))
     datasets.DatasetInfo(features=features).write_to_directory(str(folder))

@@ -1,4 +1,4 @@
-"""One base for the errors that a user can mend: the command line prints their text alone; all others keep their traceback."""
+"""Base class of errors that a user can fix: the command line prints only their text; all others keep their traceback."""
 
 import re
 
@@ -8,6 +8,6 @@ class UserError(ValueError):
 
 
 def brief(error: BaseException) -> str:
-    """The first sentence of what a library says, on one line of at most 300 characters."""
+    """Returns the first sentence of an error's text, on one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.!?]) ", text)[0].rstrip(".:")[:300]

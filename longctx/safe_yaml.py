@@ -1,4 +1,4 @@
-"""YAML as settings and hardware profiles are read: nothing but plain data, numbers as in JSON, and no key twice."""
+"""YAML of settings and hardware profiles: plain data only, numbers as in JSON, no duplicate keys."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint's folder are its tokenizer, its chat templates among them; and copies of them."""
+"""Finds and copies the tokenizer files of a checkpoint, including its chat templates."""
 
 import shutil
 from collections.abc import Iterable
@@ -21,12 +21,12 @@ TOKENIZER_FILES = (
 
 
 def find(folder: Path, patterns: Iterable[str] = TOKENIZER_FILES) -> list[Path]:
-    """The files of a folder that any of the patterns names, relative to it, in order."""
+    """Returns the files of a folder that match any of the patterns, relative to the folder, sorted."""
     return sorted({file.relative_to(folder) for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
 def copy(files: Iterable[Path], source: Path, target: Path) -> None:
-    """Copies these files of a folder, given relative to it, into another one, subfolders kept."""
+    """Copies `files`, relative to the folder `source`, to the same relative paths in the folder `target`."""
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / file, target / file)

@@ -1,4 +1,4 @@
-"""Random packed micro-batches for the attention tests, and the code that the ranks of such a test run."""
+"""Random packed micro-batches for the attention tests, and the code that their ranks run."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from longctx.planning.layout import Layout, Placement
 
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch: documents with their rings, the shape of the heads, stages, and rows of padding on every rank."""
+    """One micro-batch: documents with their rings, head sizes, stages, and padding rows per rank."""
 
     ranks: int
     lengths: tuple[int, ...]
@@ -38,7 +38,7 @@ class Case:
         return Layout.of(self.placements, self.lengths, 0, rank, self.exchange_stages)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v, dout of all documents, one after the other, in `dtype`."""
+        """Returns q, k, v and dout of all documents, concatenated, in `dtype`."""
         generator = torch.Generator().manual_seed(self.seed)
         tokens, dim, v_dim = sum(self.lengths), self.head_dim, self.v_head_dim or self.head_dim
         heads = (self.heads, dim), (self.kv_heads, dim), (self.kv_heads, v_dim), (self.heads, v_dim)
@@ -58,11 +58,11 @@ class Case:
         return packed_attention(self.layout(rank), self.ulysses_degree, **options)
 
     def sinks(self) -> torch.Tensor | None:
-        """A learned logit for every head, if the case has them."""
+        """Returns a learned logit per head, if the case has them."""
         return torch.linspace(-1, 2, self.heads, dtype=torch.float64).requires_grad_() if self.sink_logits else None
 
     def rows(self, rank: int) -> torch.Tensor:
-        """For each row of a rank's buffer (without padding), its row in `inputs`."""
+        """Returns the row in `inputs` of each row of a rank's buffer (without padding)."""
         starts = torch.tensor([0, *self.lengths]).cumsum(0)
         parts = [
             torch.arange(*span) + starts[shard.document]
@@ -73,12 +73,12 @@ class Case:
 
 
 def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tuple[torch.Tensor, ...]:
-    """On each rank: ring attention on this rank's rows; returns out, dq, dk, dv with padding rows included, and dsinks."""
+    """Runs on each rank: ring attention on its rows; returns out, dq, dk, dv including padding rows, and dsinks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     rows = case.rows(rank)
     padded = []
     for tensor in inputs or case.inputs():
-        # NaN in the padding must reach nothing.
+        # NaN in the padding must not reach any result.
         padding = torch.full((case.padding, *tensor.shape[1:]), float("nan"), dtype=tensor.dtype)
         padded.append(torch.cat([tensor[rows], padding]))
     q, k, v = (tensor.requires_grad_() for tensor in padded[:3])
@@ -91,7 +91,7 @@ def run_case(case: Case, inputs: tuple[torch.Tensor, ...] | None = None) -> tupl
 
 
 def gather(case: Case, results: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Puts the ranks' results back into the order of the documents; checks that padding rows are zero. Sinks are summed."""
+    """Reorders the ranks' results by document, sums gradients of sinks, and checks that padding rows are zero."""
     q, k, v, dout = case.inputs()
     like: list[Any] = [torch.zeros_like(t) for t in (dout, q, k, v)]
     for rank, result in enumerate(results):

@@ -25,7 +25,7 @@ CONVERSATION = [
 
 
 def text_of(length: int, seed: int = 0) -> str:
-    """Letters in an order that the seed decides."""
+    """Returns random letters, determined by the seed."""
     return "".join(Random(seed).choices("abcdefghijklmnopqrstuvwxyz \n", k=length))
 
 
@@ -35,7 +35,7 @@ def write_jsonl(path: Path, records: Sequence[Any]) -> Path:
 
 
 def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, name: str = "store") -> Store:
-    """A store of plain bytes with documents of `lengths` tokens (their ends included), then conversations."""
+    """Makes a store of plain bytes with documents of `lengths` tokens (end tokens included), then conversations."""
     records: list[Any] = [{"text": text_of(length - 1, seed)} for seed, length in enumerate(lengths)]
     records += [{"messages": CONVERSATION}] * conversations
     source = write_jsonl(folder / f"{name}.jsonl", records)
@@ -44,7 +44,7 @@ def byte_store(folder: Path, lengths: Sequence[int], *, conversations: int = 0, 
 
 
 def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:
-    """Documents on random rings of random micro-batches: any plan that I1 allows, sensible or not."""
+    """Returns a plan with documents on random rings of random micro-batches: any plan that I1 allows, sensible or not."""
     random = Random(seed)
     micro_batches: list[list[Placement]] = [[] for _ in range(random.randint(1, 3))]
     for document in range(len(lengths)):
@@ -55,7 +55,7 @@ def random_plan(lengths: Sequence[int], ranks: int, seed: int) -> Plan:
 
 
 def placed_plan(lengths: Sequence[int], ranks: int, micro_batches: Sequence[Sequence[Placement]]) -> Plan:
-    """The plan with these placements; its times mean nothing."""
+    """Returns a plan with these placements; its times are meaningless."""
     return Plan(
         mode="static",
         winner="given",

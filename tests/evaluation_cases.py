@@ -1,4 +1,4 @@
-"""What the ranks of the evaluation's tests run, and plain references in one process without packing."""
+"""Functions that the evaluation tests run on ranks, and plain references in one process without packing."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ CHAT = (
 
 
 def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Path:
-    """A tiny model with a byte-level tokenizer, as transformers saves it."""
+    """Saves a tiny model with a byte-level tokenizer by transformers."""
     model = build_model(kind, "sdpa", vocab_size=257, max_position_embeddings=4096, bos_token_id=None, eos_token_id=256)
     model.save_pretrained(folder)
     Tokenizer.bytes().save(folder / "given.json")
@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Pat
 
 
 def opened(name: str, settings: Sequence[str]) -> tuple[Target, Trainer]:
-    """A run or a checkpoint on this rank of the test's group."""
+    """Opens a run or a checkpoint on this rank of the test's group."""
     target = Target.open(name, settings, dist.get_world_size())
     parallel = target.config.parallel
     mesh = make_groups(
@@ -77,7 +77,7 @@ def right_questions(name: str, settings: Sequence[str], questions: Sequence[Ques
 
 
 def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, np.ndarray]]:
-    """Of every document of a store, cut to pieces: length, and -log p of all tokens but the first, by transformers alone."""
+    """Returns the length of every piece of a store's documents, and -log p of its tokens but the first, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     given, found = Store.open(store), []
     for document, length in enumerate(given.lengths.tolist()):
@@ -91,8 +91,8 @@ def plain_losses(folder: Path, store: Path, max_length: int) -> list[tuple[int, 
 
 
 def greedy_questions(folder: Path, lengths: Sequence[int]) -> list[Question]:
-    """Documents whose last three tokens are what the model would write, by transformers alone; of every other one a token is
-    another."""
+    """Returns documents whose last three tokens are those that transformers would generate; in every other document, one of
+    these tokens is wrong."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     questions = []

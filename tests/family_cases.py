@@ -1,4 +1,4 @@
-"""Every causal language model of the installed transformers, tiny: one step over two ranks against one unpacked process."""
+"""Every causal language model of the installed transformers, tiny: compares a step on two ranks with one unpacked process."""
 
 import warnings
 from dataclasses import MISSING, asdict, dataclass
@@ -21,9 +21,9 @@ FAMILIES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 MIXING = 1e-2
-"""A tiny model whose gradients change by less, relatively, when its documents see each other proves nothing."""
+"""Minimum relative change of gradients if documents see each other; a tiny model with a smaller change proves nothing."""
 VOCABULARY = 72
-"""Documents use the first 64 tokens; the others are those with a meaning."""
+"""Documents use the first 64 tokens; the others are special tokens."""
 
 SMALL: dict[str, Any] = {
     name: value
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = {
 }
 LATENT = ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa")
 LATENT += ("kimi_linear", "minicpm3", "youtu")
-"""Latent attention: as many key heads as query heads."""
+"""Latent attention: equal numbers of key and query heads."""
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 8}
@@ -99,12 +99,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "attention_head_dim": 16},
     "zaya": {**_HEADS, "num_experts_per_tok": 1},
 }
-"""What single model types need besides, to be consistent when small."""
+"""Additional settings that single model types need to be consistent when small."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a model type. Errors are relative; `mixing` is what documents that see each other do to gradients."""
+    """The outcome of a model type. Errors are relative; `mixing` is the gradient error if documents see each other."""
 
     kind: str
     text: str = ""
@@ -114,7 +114,7 @@ class Finding:
 
 
 def small_settings(config_class: Any) -> dict[str, Any]:
-    """Settings that make a model of this config tiny, and free of dropout."""
+    """Returns settings that make a model of this config tiny and disable dropout."""
     settings: dict[str, Any] = {}
     tokens = iter(range(64, VOCABULARY))
     for name, field in config_class.__dataclass_fields__.items():
@@ -131,7 +131,7 @@ def small_settings(config_class: Any) -> dict[str, Any]:
 
 
 def make_config(kind: str) -> Any:
-    """The config of a tiny model that has every kind of layer of the type's default."""
+    """Returns the config of a tiny model with every kind of layer of the type's default."""
     config_class = CONFIG_MAPPING[kind]
     settings = small_settings(config_class)
     for name, inside in config_class.sub_configs.items():
@@ -147,7 +147,7 @@ def make_config(kind: str) -> Any:
 
 
 def build(kind: str, attention: str) -> PreTrainedModel:
-    """A model of this type, whose weights are large enough for attention to matter."""
+    """Builds a model of a type with weights large enough for attention to matter."""
     torch.manual_seed(0)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(make_config(kind), attn_implementation=attention).float()
     with torch.no_grad():
@@ -157,7 +157,7 @@ def build(kind: str, attention: str) -> PreTrainedModel:
 
 
 def classify(kind: str) -> dict[str, Any]:
-    """On each rank: what becomes of this model type."""
+    """Runs on each rank: returns the outcome of a model type."""
     warnings.filterwarnings("ignore")
     return asdict(_classify(kind))
 
@@ -168,7 +168,7 @@ def _classify(kind: str) -> Finding:
         model = _build_plain(kind)
         plain = model.config._attn_implementation
         loss, expected = _step(model, documents)
-    except Exception as error:  # whatever is wrong with a model that has nothing to do with us
+    except Exception as error:  # any error of a model that is unrelated to longctx
         return Finding("not buildable", _text(error))
     note = ""
     if _step(model, documents)[0] != loss:
@@ -191,7 +191,7 @@ def _classify(kind: str) -> Finding:
 
 
 def _build_plain(kind: str) -> PreTrainedModel:
-    """With eager attention, or what the model has instead."""
+    """Builds the model with eager attention, or its default if it has none."""
     try:
         return build(kind, "eager")
     except ValueError as error:
@@ -202,14 +202,14 @@ def _build_plain(kind: str) -> PreTrainedModel:
 
 
 def _step(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of one process that takes document after document."""
+    """Returns loss and gradients of one process that trains one document at a time."""
     model.zero_grad()
     loss, found = unpacked(model, documents)
     return loss, [gradient.clone() for gradient in found]
 
 
 def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest relative error of a parameter's gradient; those below a thousandth of the largest count as that much."""
+    """Returns the largest relative error of a parameter's gradient; tiny gradients count as 1/1000 of the largest."""
     floor = 1e-3 * max(float(gradient.norm()) for gradient in expected)
     errors = (
         float((mine - theirs).norm()) / max(float(theirs.norm()), floor) for mine, theirs in zip(found, expected, strict=True)
@@ -218,7 +218,7 @@ def largest_error(found: list[torch.Tensor], expected: list[torch.Tensor]) -> fl
 
 
 def router_loss_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> bool:
-    """Whether asking for the auxiliary loss of a mixture in the call is an error; true of models that have none."""
+    """Returns whether requesting the auxiliary loss in the call is an error; True for models without one."""
     if not hasattr(model.config.get_text_config(), "output_router_logits"):
         return True
     (batch,), targets = pack_documents(placed_plan(LENGTHS[:1], 1, [[Placement(0, 0, 1)]]), 0, documents[:1])
@@ -233,7 +233,7 @@ def router_loss_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]
 
 
 def ring_step(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
-    """Loss of a step over all ranks, and in the model its gradients."""
+    """Returns the loss of a step over all ranks and leaves its gradients in the model."""
     plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
     loss = torch.zeros(())
@@ -249,13 +249,13 @@ def ring_step(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
 
 
 def unseparated(model: PreTrainedModel, documents: list[torch.Tensor]) -> torch.Tensor:
-    """The loss if all documents lie in one row and see each other: what a wrong integration would train on."""
+    """Returns the loss if all documents share one row and see each other, as with a wrong integration."""
     labels = torch.cat([torch.cat([document[1:], torch.tensor([-100])]) for document in documents]).unsqueeze(0)
     ids = torch.cat(documents).unsqueeze(0)
     loss: torch.Tensor = model(
         input_ids=ids,
         position_ids=torch.cat([torch.arange(len(document)) for document in documents]).unsqueeze(0),
-        attention_mask=torch.ones_like(ids),  # keeps transformers from finding the documents in the positions
+        attention_mask=torch.ones_like(ids),  # keeps transformers from deriving documents from the positions
         labels=labels,
         shift_labels=labels,
         num_items_in_batch=sum(LENGTHS) - len(LENGTHS),

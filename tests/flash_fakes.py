@@ -1,7 +1,7 @@
-"""Stand-ins for the flash libraries on the CPU: the functions that the flash kernel calls, with their true names, arguments,
-layouts and traps, computed by the reference kernel.
+"""Fakes of the flash libraries on the CPU: the functions that the flash kernel calls, with their real names, arguments, layouts
+and pitfalls, computed by the reference kernel.
 
-As strict as the libraries are, or stricter: rows without keys or queries come back as NaN, since libraries differ in them.
+They are at least as strict as the libraries: rows without keys or queries are NaN, as the libraries differ in them.
 """
 
 import sys
@@ -34,7 +34,7 @@ bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, T
 
 
 class Sequences:
-    """Checks what every library checks, and knows which keys each sequence's queries see."""
+    """Does the checks of every library, and computes the keys that the queries of each sequence see."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, edges_q: Any, edges_k: Any, most_q: Any, most_k: Any) -> None:
         for x in (q, k, v):
@@ -50,7 +50,7 @@ class Sequences:
         self.k = list(zip(edges_k[:-1].tolist(), edges_k[1:].tolist(), strict=True))
 
     def segments(self, left: int | None, right: int | None) -> list[Segment]:
-        """Bottom-right alignment: query i of m stands beside key i + n - m of n."""
+        """Bottom-right alignment: query i of m is aligned with key i + n - m of n."""
         made = []
         for (q0, q1), (k0, k1) in zip(self.q, self.k, strict=True):
             shift = (k1 - k0) - (q1 - q0)
@@ -93,7 +93,7 @@ def _flash_4() -> ModuleType:
 
     def window(causal: bool, left: int | None, right: int | None) -> tuple[int | None, int | None]:
         for side in (left, right):
-            assert side is None or side >= 0, "flash-attn 4 knows no -1 for one side"
+            assert side is None or side >= 0, "flash-attn 4 does not support -1 for one side"
         return left, 0 if causal else right
 
     def _flash_attn_fwd(
@@ -197,9 +197,9 @@ def _backward_3(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
 
 
 def _check_2(sequences: Sequences, q: Tensor, k: Tensor, v: Tensor, window: Any, most_q: int) -> None:
-    assert k.shape[2] == v.shape[2], "flash-attn 2 has one head size"
+    assert k.shape[2] == v.shape[2], "flash-attn 2 supports one head size only"
     if most_q == 1 and q.shape[1] > k.shape[1] and window == (None, None):
-        q.reshape(len(sequences.q), -1, *q.shape[2:])  # it takes this for decoding: a query for every sequence
+        q.reshape(len(sequences.q), -1, *q.shape[2:])  # treated as decoding: one query per sequence
         raise AssertionError("the log-sum-exp comes in another layout then")
 
 
@@ -334,7 +334,7 @@ def _backward_torch(
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """All libraries as if they were installed, for tensors on the CPU."""
+    """Makes all libraries appear installed, for tensors on the CPU."""
     package = ModuleType("flash_attn")
     vars(package)["__version__"] = "2.8.3"
     modules = {

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, trained once by ring attention over several ranks and once in one process without packing."""
+"""Tiny models of transformers, trained with ring attention over several ranks and in one process without packing."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ PLACEMENTS = (
     (Placement(3, 0, 2, reversed=True), Placement(4, 1, 1)),
     (Placement(5, 0, 1),),
 )
-"""Degrees 1 and 2 side by side, and a micro-batch in which rank 1 has no token."""
+"""Degrees 1 and 2 side by side, and a micro-batch without tokens on rank 1."""
 
 SIZE = {
     "vocab_size": 64,
@@ -52,12 +52,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
-"""What a model type has besides: scale of its own, sliding windows, soft-capping, sinks, head sizes that differ."""
+"""Special settings of model types: custom scale, sliding windows, soft caps, sinks, unequal head sizes."""
 
 
 def build_model(kind: str, attention: str, **settings: Any) -> PreTrainedModel:
-    """A model of this type, prepared if `attention` is "longctx"; its weights depend on the type alone and are large enough for
-    attention to matter."""
+    """Builds a model of a type, prepared if `attention` is "longctx". Its weights depend only on the type and are large enough
+    for attention to matter."""
     config = AutoConfig.for_model(kind, **{**SIZE, **SPECIAL.get(kind, {}), **settings})
     torch.manual_seed(0)
     plain = "eager" if attention == NAME else attention
@@ -76,7 +76,7 @@ def make_documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
 
 
 def unpacked(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, list[torch.Tensor]]:
-    """Loss and gradients of one process that takes one document after the other."""
+    """Returns loss and gradients of one process that trains one document at a time."""
     targets = sum(len(document) - 1 for document in documents)
     loss = torch.zeros(())
     for document in documents:
@@ -94,9 +94,9 @@ def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
 def ring_step(
     kind: str, recompute: bool = False, sharded: bool = False, settings: dict[str, Any] | None = None
 ) -> tuple[float, list[torch.Tensor]]:
-    """On each rank: loss and gradients of all micro-batches, summed over the ranks.
+    """Runs on each rank: returns loss and gradients of all micro-batches, summed over ranks.
 
-    `recompute`: all forwards come before the first backward, which runs the layers again. `sharded`: by FSDP2.
+    With `recompute`, all forward passes come before the first backward, which recomputes the layers. `sharded` uses FSDP2.
     """
     model = build_model(kind, "longctx", **settings or {}).train()
     if recompute:

@@ -35,13 +35,13 @@ Tensors = dict[str, torch.Tensor]
 
 
 def make_checkpoint(folder: Path, kind: str, **settings: Any) -> Path:
-    """A model with weights that depend on its type alone, and the vocabulary of a byte-level store."""
+    """Builds a model whose weights depend only on its type, with the vocabulary of a byte-level store."""
     build_model(kind, "eager", **{"vocab_size": 260, "num_hidden_layers": 3, **settings}).save_pretrained(folder / kind)
     return folder / kind
 
 
 def settings_of(checkpoint: Path, *others: str) -> list[str]:
-    """SMALL settings of the native model give way to those of the checkpoint."""
+    """Returns the settings for a checkpoint, without the SMALL ones of the native model."""
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     return [*(f"model.{name}=null" for name in sizes), f"model.from_pretrained={checkpoint}", *SETTINGS, *others]
 
@@ -51,14 +51,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(trainer: Trainer) -> tuple[Tensors, Tensors]:
-    """Trained and frozen weights, whole, by transformers' names."""
+    """Returns trained and frozen weights, whole, by the names of transformers."""
     named = [(name.removeprefix(OURS), weight) for name, weight in trainer.model.named_parameters()]
     trained, frozen = ({name: whole(w) for name, w in named if w.requires_grad is wanted} for wanted in (True, False))
     return trained, frozen
 
 
 def run(store: Path, folder: Path, settings: list[str], steps: int = STEPS, resume: bool = False) -> dict[str, Any]:
-    """On each rank: what a run of so many steps does."""
+    """Returns on each rank the results of a run of `steps` steps."""
     trainer = start(store, folder, settings, resume=resume)
     first, frozen = weights_of(trainer)
     split = empty = False
@@ -87,7 +87,7 @@ def run(store: Path, folder: Path, settings: list[str], steps: int = STEPS, resu
 
 
 def run_compiled(store: Path, folder: Path, settings: list[str], steps: int) -> tuple[list[float], int, int]:
-    """Losses with blocks compiled for a backend that only counts: with how many graphs, and how many breaks in them."""
+    """Returns losses with blocks compiled by a backend that counts, and the numbers of graphs and of graph breaks."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counter = CompileCounter()
@@ -100,7 +100,7 @@ def run_compiled(store: Path, folder: Path, settings: list[str], steps: int) -> 
 
 
 def run_with_checkpoints(store: Path, folder: Path, settings: list[str]) -> Tensors:
-    """The real loop to its end; what it has trained."""
+    """Runs the real loop to its end; returns the trained weights."""
     trainer = start(store, folder, settings)
     trainer.train()
     return weights_of(trainer)[0]
@@ -124,7 +124,7 @@ def resuming_fails(store: Path, folder: Path, settings: list[str]) -> str:
 def reference(
     checkpoint: Path, store: Path, settings: list[str], first: Tensors, target_modules: Any = "all-linear"
 ) -> tuple[list[float], Tensors]:
-    """Losses and adapters of one process that takes document after document, with peft alone and in eager attention."""
+    """Returns losses and adapters of one process on one document after another, with plain peft and eager attention."""
     config = load(None, [*SMALL, *settings, f"data.store={store}"])
     hf = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager", dtype=torch.float32)
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=target_modules, lora_dropout=0.0)
@@ -139,7 +139,7 @@ def reference(
 
 
 def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: Path) -> list[float]:
-    """Losses of STEPS steps of one process on document after document, by a model of transformers."""
+    """Returns losses of STEPS steps of one process on one document after another, by a model of transformers."""
     given = config.optimizer
     optimizer = torch.optim.AdamW(trained.values(), betas=given.betas, eps=given.eps, weight_decay=given.weight_decay)
     losses = []
@@ -159,7 +159,7 @@ def plain_loop(model: torch.nn.Module, trained: Tensors, config: Config, store: 
 
 
 def documents_of(config: Config, store: Path) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Tokens and shifted labels of every document of STEPS steps."""
+    """Yields tokens and shifted labels of every document of STEPS steps."""
     opened, given = Store.open(store), config.data
     assert given.max_length is not None
     sampler = Sampler(

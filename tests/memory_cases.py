@@ -1,4 +1,4 @@
-"""What a rank's allocator really holds while it trains, for the tests of the memory model."""
+"""Measures the peak memory of a rank's allocator in training, for the tests of the memory model."""
 
 import time
 from pathlib import Path
@@ -19,9 +19,9 @@ MODEL = [
 
 
 def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
-    """Most bytes of live tensors during the second step, counted from the start of the run, on this rank.
+    """Returns the peak bytes of live tensors on this rank during the second step, counted from the start of the run.
 
-    Torch's profiler tells of everything that the CPU's allocator gives and takes back, inside of operators too.
+    Torch's profiler reports every allocation and release of the CPU allocator, also inside operators.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         trainer = start(store, run, [*MODEL, *settings])

@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def step(folder: Path, settings: list[str]) -> tuple[float, Tensors, Tensors]:
-    """On each rank: the loss of a step, all gradients and all weights, by the names of transformers."""
+    """Returns on each rank the loss of a step, all gradients and all weights, by the names of transformers."""
     trainer = make_trainer(folder, settings)
     model = trainer.model
     assert isinstance(model, PretrainedDecoder)
@@ -46,7 +46,7 @@ def make_batch(trainer: Trainer) -> StepBatch:
 
 
 def everyones(model: PretrainedDecoder, tensors: Tensors) -> Tensors:
-    """The tensors of all ranks of a pipeline together, as transformers names them."""
+    """Returns the tensors of all ranks of a pipeline, by the names of transformers."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, model.to_checkpoint(tensors))
     found: Tensors = {}

@@ -26,7 +26,7 @@ PLACEMENTS_OF: dict[int, tuple[tuple[Placement, ...], ...]] = {
         (Placement(5, 2, 1),),
     ),
 }
-"""Degrees 1 to 3 side by side, and micro-batches in which a rank has no token, by the number of ranks."""
+"""By number of ranks: degrees 1 to 3 side by side, and micro-batches in which a rank has no tokens."""
 SETTINGS = [
     f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
     "batch.tokens_per_rank=300",
@@ -36,7 +36,7 @@ SETTINGS = [
 
 
 def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of a checkpoint in plain transformers: loss of the documents one by one, gradients, and all that its state holds."""
+    """Returns the loss over single documents, gradients and state of a checkpoint in plain transformers."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
     state = {name: value.clone() for name, value in model.eval().state_dict().items()}
     loss, _ = unpacked(model, make_documents())
@@ -44,7 +44,7 @@ def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, t
 
 
 def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The same on every rank, from the trainer: packed, split and sharded."""
+    """Returns the same from the trainer, on every rank: packed, split and sharded."""
     trainer = make_trainer(folder, settings)
     state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
     batch = make_batch(dist.get_world_size(), dist.get_rank())
@@ -76,7 +76,7 @@ def _gradient(weight: torch.Tensor) -> torch.Tensor:
 
 
 def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest relative error of a tensor; those below a thousandth of the largest count as that much."""
+    """Returns the largest relative error of a tensor; scales below a thousandth of the largest are raised to that."""
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(float(tensor.norm()) for tensor in expected.values())
     return max(float((found[name] - tensor).norm()) / max(float(tensor.norm()), floor) for name, tensor in expected.items())

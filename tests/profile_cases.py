@@ -1,4 +1,4 @@
-"""What the ranks of a test of `longctx profile` and of recalibration run."""
+"""Code that the ranks run in tests of `longctx profile` and of recalibration."""
 
 import re
 import time
@@ -36,7 +36,7 @@ TINY = [
 
 
 def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[str, Any], str]:
-    """The measured profile, with everything about it, and the file."""
+    """Returns the measured profile and the content of its file."""
     ranks = dist.get_world_size()
     config = load(None, [*TINY, *settings], world_size=ranks)
     assert config.model.vocab_size is not None
@@ -52,7 +52,7 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
 
 
 def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int | None], set[int], int, set[int]]:
-    """What measuring gave RingAttention as `ranks_per_node`, hops of its messages, the profile's exchange levels, and the
+    """Returns `ranks_per_node` as passed to RingAttention, the hops of its messages, the profile's exchange levels, and the
     degrees at which overlap was measured."""
     given, hops = set(), set()
 
@@ -76,7 +76,7 @@ def find_nodes(local_ranks: list[int]) -> str:
 
 
 def time_a_slow_rank(seconds: float) -> list[float]:
-    """Times work for which rank 1 needs so long, and work for which it lacks memory."""
+    """Times work that takes rank 1 a given time, and work that makes it run out of memory."""
     watch = Stopwatch(make_groups(torch.device("cpu")), longest_s=4 * seconds)
 
     def slow() -> None:
@@ -90,7 +90,7 @@ def time_a_slow_rank(seconds: float) -> list[float]:
 
 
 def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, int]]:
-    """(sent, received) bytes of every pass of one layer's attention over one document on all ranks, on this rank."""
+    """Returns this rank's (sent, received) bytes per pass, for one layer and one document on all ranks."""
     counted: list[tuple[int, int]] = []
 
     class Counting(Exchange):
@@ -111,7 +111,7 @@ def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, 
 def train_and_recalibrate(
     store: Path, run: Path, settings: list[str], steps: int
 ) -> tuple[list[StepMetrics], list[HardwareProfile], list[HardwareProfile]]:
-    """Metrics; the profile that every step was planned with; the profile that was refined after every step."""
+    """Returns the metrics, the profile that each step was planned with, and the refined profile after each step."""
     trainer = start(store, run, [*settings, "context.recalibrate=true"])
     planned, refined = [], []
     recalibrate = trainer._recalibrate

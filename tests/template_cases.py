@@ -1,6 +1,6 @@
-"""Chat templates in the style of five families, tiny tokenizers for them, and what they should render, written out in Python.
+"""Chat templates in the style of five families, tiny tokenizers for them, and the expected renderings, written in Python.
 
-The templates are our own texts: they treat turns, tools and reasoning as those of the families do, and no more.
+The templates are our own texts: they treat turns, tools and reasoning as the families do.
 """
 
 import json
@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as TokenizerJson
 
 Message = dict[str, Any]
 Pieces = list[tuple[str, bool]]
-"""Texts of a rendering in their order, and whether the assistant writes them."""
+"""Texts of a rendering, in order, and whether the assistant writes them."""
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}]
 
@@ -331,7 +331,7 @@ CORPUS = [
 
 
 def byte_level(special: Sequence[str], other: Sequence[str] = (), *, nfc: bool = False) -> TokenizerJson:
-    """Byte-level BPE, as Llama 3, Qwen and SmolLM2 have it. `other`: tokens that are added and not special."""
+    """Byte-level BPE, as in Llama 3, Qwen and SmolLM2. `other`: added tokens that are not special."""
     inner = TokenizerJson(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -345,7 +345,7 @@ def byte_level(special: Sequence[str], other: Sequence[str] = (), *, nfc: bool =
 
 
 def sentence_piece(special: Sequence[str], *, prefix: bool) -> TokenizerJson:
-    """BPE over characters with ▁ for a space and bytes for what is unknown, as Gemma and Mistral have it."""
+    """BPE over characters with ▁ for a space and byte fallback, as in Gemma and Mistral."""
     inner = TokenizerJson(models.BPE())
     space = normalizers.Replace(" ", "▁")
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
@@ -368,7 +368,7 @@ class Family:
     template: str
     tokenizer: Callable[[], TokenizerJson]
     named: dict[str, str]
-    """Special tokens by their roles."""
+    """Special tokens by role."""
     pieces: Callable[[Sequence[Message], list[Any] | None], Pieces]
     conversations: dict[str, list[Message]]
 

@@ -1,4 +1,4 @@
-"""Ring attention against dense float64 attention: any lengths, degrees, rings, GQA ratios and stages, forward and gradients."""
+"""Ring attention equals dense float64 attention for any lengths, degrees, rings, GQA ratios and stages, with gradients."""
 
 import os
 import time
@@ -65,7 +65,7 @@ MIXED = Case(
 
 
 def dense(case: Case, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """out, dq, dk, dv of dense attention in `dtype` over the same (already rounded) inputs."""
+    """Returns out, dq, dk, dv of dense attention in `dtype` on the same (already rounded) inputs."""
     q, k, v, dout = (tensor.to(dtype) for tensor in case.inputs())
     for tensor in (q, k, v):
         tensor.requires_grad_()
@@ -85,7 +85,7 @@ def relative_errors(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> list
 def test_equals_dense_float64(workers: Workers, case: Case) -> None:
     got = gather(case, workers.run(run_case, case.ranks, case))
     errors = relative_errors(got, dense(case))
-    # A single key gives gradients of q and k that are exactly 0 in float64: then compare with the size of the inputs.
+    # With a single key, gradients of q and k are exactly 0 in float64: compare with the size of the inputs instead.
     for error, part, reference in zip(errors, got, dense(case), strict=True):
         assert error <= 1e-5 or float((part.double() - reference).abs().max()) <= 1e-6
 
@@ -101,7 +101,7 @@ def masks(draw: st.DrawFn, lengths: tuple[int, ...]) -> Mask:
 
 @st.composite
 def swapped(draw: st.DrawFn, case: Case) -> Case:
-    """The case with Ulysses: some rings consist of whole groups, others do not."""
+    """Changes the case to Ulysses, where some rings consist of whole groups and others do not."""
     u = draw(st.integers(2, 3))
     ranks = -(-case.ranks // u) * u
     placements = []
@@ -119,7 +119,7 @@ def swapped(draw: st.DrawFn, case: Case) -> Case:
 @several_ranks
 @given(data=st.data(), case=cases(max_ranks=5))
 def test_head_exchange_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
-    """Groups of ranks that swap heads for tokens, beside plain rings, with every mask and two-level exchange."""
+    """Groups of ranks that swap heads for tokens, next to plain rings, with every mask and two-level exchange."""
     case = replace(
         data.draw(swapped(case)),
         mask=data.draw(masks(case.lengths)),
@@ -136,7 +136,7 @@ def test_head_exchange_equals_dense_float64(workers: Workers, data: st.DataObjec
 @several_ranks
 @given(data=st.data(), case=cases())
 def test_every_mask_equals_dense_float64(workers: Workers, data: st.DataObject, case: Case) -> None:
-    """Any mask over any degrees, with learned sinks, soft caps, kept keys and other head sizes of v."""
+    """Any mask and degrees, with learned sinks, soft caps, kept keys and different head sizes of v."""
     softcap = data.draw(st.sampled_from([0.0, 0.0, 1.5]))
     v_head_dim = data.draw(st.sampled_from([None, None, 6]))
     case = replace(
@@ -178,7 +178,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ways", WAYS)
 def test_every_way_keeps_the_precision_contract(workers: Workers, ways: str, dtype: torch.dtype, case: Case) -> None:
-    """Each mask and each exchange: at most twice the error of the single-device kernel with it, and the same bits again."""
+    """With every mask and exchange, the error is at most twice that of one device, and a second run is bitwise identical."""
     case = replace(case, **WAYS[ways], dtype=dtype, head_dim=32, heads=4, kv_heads=2)
     exact = dense(case)
     got = gather(case, workers.run(run_case, case.ranks, case))
@@ -191,9 +191,9 @@ def test_every_way_keeps_the_precision_contract(workers: Workers, ways: str, dty
 
 @st.composite
 def sizes(draw: st.DrawFn, case: Case) -> Case:
-    """The case with other heads, any exchange, and at least 16 tokens in every document: errors of a few numbers say nothing.
+    """Varies heads and exchange, with at least 16 tokens per document, as errors of a few numbers mean little.
 
-    Windows show at least 8 tokens: the output of a token that sees itself alone is exact.
+    Windows have at least 8 tokens, as the output of a token that sees only itself is exact.
     """
     window = draw(st.none() | st.integers(8, 150))
     mask = Mask(draw(st.booleans()), window, draw(st.integers(0, 10)) if window else 0)
@@ -209,24 +209,24 @@ def sizes(draw: st.DrawFn, case: Case) -> Case:
 
 
 def single_device(case: Case) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the same kernel on whole documents."""
+    """Returns out, dq, dk, dv of the same kernel on unsplit documents."""
     whole = tuple(Placement(document, 0, 1) for document in range(len(case.lengths)))
     alone = replace(case, ranks=1, placements=whole, padding=0, ranks_per_node=None, ulysses_degree=1)
     return gather(alone, [run_case(alone)])
 
 
 MOST = {"cpu": (2.0, 2.0, 2.0, 2.0), "reference": (1.01, 1.01, 2.0, 2.0)}
-"""Error of out, dq, dk and dv over that of the kernel on one device. `reference` rounds nothing that is merged or added up on a
-rank, so that only gradients which come from afar are rounded more than once."""
+"""Maximum ratio of the errors of out, dq, dk and dv to those of one device. `reference` rounds nothing that a rank merges or
+accumulates, so only gradients from other ranks are rounded more than once."""
 
 
 @settings(parent=several_ranks, max_examples=12)
 @given(data=st.data(), case=cases(max_ranks=5))
 @pytest.mark.parametrize("kernel", MOST)
 def test_precision_contract_at_any_size(workers: Workers, kernel: str, data: st.DataObject, case: Case) -> None:
-    """Norms of errors keep the contract; no single number is off by more than four units in the last place of the largest one.
+    """Norms of errors meet the contract, and no element is off by more than four units in the last place of the largest.
 
-    The largest error alone is no measure to compare by: of a few numbers it may happen to be very small on one device.
+    Maximum errors are not compared: for a few elements, the maximum on one device may be very small by chance.
     """
     case = replace(data.draw(sizes(case)), kernel=kernel)
     exact = dense(case)
@@ -241,7 +241,7 @@ PREFIX = Case(6, (700,), (Placement(0, 0, 6),), 4, 2, 32, dtype=torch.bfloat16, 
 
 
 def test_parts_of_a_gradient_are_rounded_once(workers: Workers) -> None:
-    """Several calls of a stage give parts of the same rows: 1.34 times the error on one device, 1.5 if each is rounded."""
+    """Several calls of a stage add to the same rows: 1.34 times the error of one device, 1.5 if every part is rounded."""
     schedules = [Schedule.build(PREFIX.layout(rank), mask=PREFIX.mask) for rank in range(PREFIX.ranks)]
     assert any(call.again for schedule in schedules for call in schedule.stages[0].calls)
     exact = dense(PREFIX)
@@ -252,7 +252,7 @@ def test_parts_of_a_gradient_are_rounded_once(workers: Workers) -> None:
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 def test_kernels_do_not_round_what_they_add_up(kernel: str) -> None:
-    """Keys that several blocks of queries see: their gradients are sums in float32, and go on as such."""
+    """Gradients of keys that several blocks of queries see are summed and returned in float32."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(600, 2, 16).bfloat16() for _ in range(4))
     window = [Segment(0, 600, 0, 600, -400, 0)]
@@ -266,7 +266,7 @@ def test_kernels_do_not_round_what_they_add_up(kernel: str) -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_precision_contract(workers: Workers, case: Case, dtype: torch.dtype) -> None:
-    """Error against float64 at most twice that of the single-device kernel on the same inputs, also after ten merges."""
+    """The error against float64 is at most twice that of one device on the same inputs, also after ten merges."""
     case = replace(case, dtype=dtype, head_dim=32, heads=4, kv_heads=2)
     exact = dense(case)
     ring = relative_errors(gather(case, workers.run(run_case, case.ranks, case)), exact)
@@ -280,7 +280,7 @@ def test_precision_contract(workers: Workers, case: Case, dtype: torch.dtype) ->
 
 
 def test_partial_results_are_merged_in_float32() -> None:
-    """Thirty-two merges of bfloat16 parts cost no more than rounding each part and the result once."""
+    """32 merges of bfloat16 parts add no more error than rounding each part and the result once."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(n, 2, 16, dtype=torch.float64).bfloat16() for n in (64, 64 * 32, 64 * 32))
     kernel = KERNELS["cpu"]
@@ -305,7 +305,7 @@ def test_two_runs_are_bit_identical(workers: Workers) -> None:
 
 @pytest.mark.parametrize("perturbed", range(len(MIXED.lengths)))
 def test_documents_do_not_see_each_other(workers: Workers, perturbed: int) -> None:
-    """Perturbing one document changes it, and leaves every bit of every other document as it was."""
+    """Perturbing one document changes that document and no bit of any other document."""
     inputs = MIXED.inputs()
     start = sum(MIXED.lengths[:perturbed])
     mine = torch.zeros(sum(MIXED.lengths), dtype=torch.bool)
@@ -327,7 +327,7 @@ def test_documents_do_not_see_each_other(workers: Workers, perturbed: int) -> No
 )
 @settings(max_examples=40, deadline=None)
 def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, stages: int, reverse: bool, start: int) -> None:
-    """What one rank sends another awaits, in the same stage; every chunk reaches exactly the ranks with queries that see it."""
+    """Sends match receives in the same stage, and every chunk reaches exactly the ranks with queries that see it."""
     case = Case(start + degree, (length,), (Placement(0, start, degree, reverse),), exchange_stages=stages)
     schedules = [Schedule.build(case.layout(rank)) for rank in range(case.ranks)]
     most = max(len(schedule.stages) for schedule in schedules)
@@ -351,7 +351,7 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
             received[rank] += rows
     for shard in (case.layout(rank).shards[0] for rank in range(case.ranks) if case.layout(rank).shards):
         rank = shard.rank_of(shard.ring_index)
-        # Keys before the last query of the head reach all queries; the tail needs all before its own end.
+        # Keys before the last query of the head reach all queries; the tail needs all keys before its end.
         end = shard.tail[1] if shard.tail_tokens else shard.head[1]
         held = shard.head_tokens + shard.tail_tokens
         assert received[rank] == end - held
@@ -360,7 +360,7 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
 @given(data=st.data(), length=st.integers(1, 150), degree=st.integers(2, 12), stages=st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
 def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degree: int, stages: int) -> None:
-    """A rank receives exactly the keys of others that one of its queries sees: no more than a window reaches."""
+    """A rank receives exactly the remote keys that one of its queries sees, and none outside the window."""
     case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
     mask = data.draw(masks(case.lengths))
     for rank in range(degree):
@@ -371,7 +371,7 @@ def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degr
 
 
 def test_causal_calls_are_few() -> None:
-    """One causal segment a document for local keys, and at most two calls of dense segments for a stage."""
+    """Local keys need one causal segment per document, and a stage at most two calls with dense segments."""
     for rank in range(MIXED.ranks):
         for stages in (1, 2, 3):
             schedule = Schedule.build(replace(MIXED, exchange_stages=stages).layout(rank))
@@ -383,7 +383,7 @@ def test_causal_calls_are_few() -> None:
 
 @given(length=st.integers(1, 100), degree=st.integers(1, 12), stages=st.integers(1, 3))
 def test_causal_calls_are_few_for_short_documents_too(length: int, degree: int, stages: int) -> None:
-    """One of a single token in a chunk costs the whole micro-batch no second call."""
+    """A document with a single token in a chunk does not add a call to the micro-batch."""
     case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
     for rank in range(degree):
         schedule = Schedule.build(case.layout(rank))
@@ -392,7 +392,7 @@ def test_causal_calls_are_few_for_short_documents_too(length: int, degree: int, 
 
 
 def test_bytes_sent_equal_the_formula() -> None:
-    """A divisible document at degree n: ring index r sends its head to the n-1-r higher ones and both chunks to the r lower."""
+    """Ring index r of n sends its head to n-1-r higher ring indices, and both chunks to r lower ones."""
     degree, length = 8, 1024
     case = Case(degree, (length,), (Placement(0, 0, degree),))
     for rank in range(degree):
@@ -413,14 +413,19 @@ ALONE = Case(1, (4,), (Placement(0, 0, 1),))
 @pytest.mark.parametrize(
     ("q", "k", "v", "says"),
     [
-        (torch.zeros(4, 3, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), "3 query heads are no multiple of 2"),
-        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), torch.zeros(4, 2, 8), "must agree"),
-        (torch.zeros(4, 2, 8), torch.zeros(5, 2, 8), torch.zeros(4, 2, 8), "must agree"),
+        (
+            torch.zeros(4, 3, 8),
+            torch.zeros(4, 2, 8),
+            torch.zeros(4, 2, 8),
+            "3 heads, which is not a multiple of the 2 kv heads",
+        ),
+        (torch.zeros(4, 2, 8), torch.zeros(4, 2, 4), torch.zeros(4, 2, 8), "the same number of tokens, .* same head size"),
+        (torch.zeros(4, 2, 8), torch.zeros(5, 2, 8), torch.zeros(4, 2, 8), "the same number of tokens, .* same head size"),
         (torch.zeros(1, 4, 2, 8), torch.zeros(4, 2, 8), torch.zeros(4, 2, 8), r"\[tokens, heads, head_dim\]"),
         (torch.zeros(4, 2, 8), torch.zeros(4, 2, 8).bfloat16(), torch.zeros(4, 2, 8), "share dtype and device"),
-        (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "holds 4 tokens, q only 3"),
+        (torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), torch.zeros(3, 2, 8), "q has 3 tokens, but the layout .* has 4"),
         (torch.zeros(4, 2, 8), torch.zeros(4, 8, 2).mT, torch.zeros(4, 2, 8), r"call \.contiguous\(\)"),
-        (torch.zeros(4, 2, 0), torch.zeros(4, 2, 0), torch.zeros(4, 2, 8), "at least one number"),
+        (torch.zeros(4, 2, 0), torch.zeros(4, 2, 0), torch.zeros(4, 2, 8), "a head size of 1 or more"),
         (*[torch.zeros(4, 2, 8, dtype=torch.int32)] * 3, "floating-point"),
     ],
 )
@@ -431,23 +436,23 @@ def test_inputs_that_do_not_fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 def test_tensors_on_another_device_than_the_schedule() -> None:
     x = torch.zeros(4, 2, 8, device="meta")
-    with pytest.raises(AttentionInputError, match=r"on meta, but this attention was made for cpu: make it with device"):
+    with pytest.raises(AttentionInputError, match=r"on meta, but this attention was built for cpu: build it with device"):
         RingAttention(ALONE.layout(0))(x, x, x)
     real = torch.zeros(4, 2, 8)
-    with pytest.raises(AttentionInputError, match=r"sink_logits .* 2 heads on cpu, not \[2\] on meta"):
+    with pytest.raises(AttentionInputError, match=r"sink_logits .* \[2\], .* on cpu, not \[2\] on meta"):
         RingAttention(ALONE.layout(0))(real, real, real, sink_logits=x[0, :, 0])
 
 
 def test_no_tokens_need_no_stride() -> None:
-    """A rank without tokens is not asked for .contiguous(), which leaves an empty tensor's strides as they are."""
+    """A rank without tokens may pass any strides, as .contiguous() does not change those of an empty tensor."""
     x = torch.zeros(0, 8, 2).mT.contiguous()
     assert ring_attention(x, x, x, Case(1, (), ()).layout(0)).shape == (0, 2, 8)
 
 
 def test_head_exchange_checks_the_whole_layout() -> None:
-    """Also where no ring is left, and for rows of documents that are swapped."""
+    """Also if no plain ring is left, and for rows of documents that are swapped."""
     case = Case(2, (64,), (Placement(0, 0, 2),), heads=2, kv_heads=2, ulysses_degree=2)
-    with pytest.raises(AttentionInputError, match="not initialised"):
+    with pytest.raises(AttentionInputError, match="not initialized"):
         case.attention(0)
     case = Case(2, (5, 64), (Placement(0, 0, 1), Placement(1, 0, 2)), heads=2, kv_heads=2, ulysses_degree=2)
     with pytest.MonkeyPatch.context() as patch:
@@ -455,7 +460,7 @@ def test_head_exchange_checks_the_whole_layout() -> None:
         patch.setattr(dist, "get_rank", lambda group: 0)
         attention = case.attention(0)
     x = torch.zeros(30, 2, 8)
-    with pytest.raises(AttentionInputError, match="holds 37 tokens, q only 30"):
+    with pytest.raises(AttentionInputError, match=r"q has 30 tokens, but the layout .* has 37"):
         attention(x, x, x)
 
 
@@ -467,9 +472,9 @@ def test_settings_that_do_not_fit() -> None:
         choose_kernel("cpu", Request("cpu", torch.float32, 8, 4))
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
         choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
-    with pytest.raises(ValueError, match="at least one stage"):
+    with pytest.raises(ValueError, match="stages is 0: must be at least 1"):
         ring_attention(x, x, x, replace(ALONE, exchange_stages=0).layout(0))
-    with pytest.raises(AttentionInputError, match="not initialised"):
+    with pytest.raises(AttentionInputError, match="not initialized"):
         RingAttention(MIXED.layout(0))
 
 
@@ -483,7 +488,7 @@ def of_the_wrong_rank(case: Case) -> str:
 
 def test_layout_of_another_rank(workers: Workers) -> None:
     answers = workers.run(of_the_wrong_rank, 2, replace(MIXED, ranks=2, placements=(Placement(0, 0, 2),), lengths=(9,)))
-    assert all("the layout is of rank" in answer for answer in answers)
+    assert all("the layout is for rank" in answer for answer in answers)
 
 
 def stay_away(case: Case) -> None:
@@ -494,7 +499,7 @@ def stay_away(case: Case) -> None:
 
 
 def die(case: Case) -> None:
-    dist.barrier()  # or the other rank may still be connecting
+    dist.barrier()  # otherwise the other rank may still be connecting
     if dist.get_rank() == 1:
         os._exit(9)
     run_case(case)
@@ -505,7 +510,7 @@ WHERE = "rank 0 of the domain: exchange with rank(s) 1 failed in micro-batch 0, 
 
 
 def test_a_message_that_never_comes(workers: Workers) -> None:
-    """The error names rank, peer, micro-batch, layer and pass, and comes with the timeout of the group."""
+    """The error names rank, peer, micro-batch, layer and pass, and is raised after the group's timeout."""
     start = time.monotonic()
     with pytest.raises(AssertionError) as caught:
         workers.run(stay_away, 2, PAIR, timeout_s=1.0)

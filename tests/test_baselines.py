@@ -77,7 +77,7 @@ def test_without_the_wheel_the_error_says_how_to_get_it(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_documents_that_fit_no_degree_are_named(name: str) -> None:
-    with pytest.raises(PlanError, match="document 1 has 99999 tokens: 4 ranks of 8192"):
+    with pytest.raises(PlanError, match="document 1 has 99999 tokens, but 4 ranks of 8192"):
         plan_baseline(name, [5, 99999], ranks=4, tokens_per_rank=8192, profile=H100)
 
 

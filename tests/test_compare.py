@@ -340,7 +340,7 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
         (["--measure", "run.yaml", "--model", "8b"], "--model does not go with --measure"),
         (
             ["--mix", "wlb_128k", "--ranks", "2", "--documents", "200", "--long-documents", "error"],
-            "2 ranks of 16384 hold at most 32768",
+            "2 ranks of 16384 tokens hold at most 32768",
         ),
     ],
 )
@@ -356,8 +356,8 @@ def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pyte
         ("5\n7.5\n", [], "line 2: '7.5' is not a length"),
         ("5\n", ["--documents", "1"], "--documents belongs to a mix, and this is a file"),
         ("5\n", ["--steps", "0"], "--steps is 0"),
-        ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens: 4 ranks of 16384 hold at most 65536"),
-        ("99999999\n", [], "raise tokens_per_rank to 97658, take 6104 ranks, or split the document"),
+        ("5\n999999\n", ["--ranks", "4"], "document 1 has 999999 tokens, but 4 ranks of 16384 tokens hold at most 65536"),
+        ("99999999\n", [], "raise tokens_per_rank to 97658, use 6104 ranks, or split the document"),
     ],
 )
 def test_bad_lengths_are_named(

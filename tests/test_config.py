@@ -131,7 +131,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("checkpoint.keep=0", "greater than or equal to 1"),
         ("log.tensorboard=1", "valid boolean"),
         ("model.preset=huge", "there is no such preset"),
-        ("model.num_attention_heads=3", "which num_key_value_heads 2 does not divide"),
+        ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
         ("data.tokenizer=nowhere/tokenizer.json", "there is no such file"),
@@ -150,7 +150,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
             "parallel.pipeline_parallel_size=3",
             "fix:  give 2 or fewer, or a model of more layers",
         ),
-        ("parallel.pipeline_chunks=2", "only a pipeline has stages"),
+        ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
         ("train.offload_activations=true", "inputs of blocks that recompute, and train.recompute is none"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
@@ -220,8 +220,8 @@ def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int,
 @pytest.mark.parametrize(
     ("overrides", "key", "rule"),
     [
-        (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage on every rank"),
-        (["pipeline_schedule=interleaved"], "pipeline_chunks", "2 chunks at least"),
+        (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage per rank"),
+        (["pipeline_schedule=interleaved"], "pipeline_chunks", "at least 2 chunks"),
         (["pipeline_schedule=zero-bubble"], "reshard_after", "choose step, or schedule 1f1b"),
         (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
         (

@@ -50,7 +50,7 @@ def test_a_checkpoint_takes_another_rope(workers: Workers, tmp_path: Path, kind:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_config_says_no_more_than_its_rope_has(tmp_path: Path, kind: str) -> None:
-    """As in transformers: what another type has would be warned of, or taken for a length that was trained."""
+    """As in transformers, which would warn of fields of other types, or take one for the trained length."""
     settings, rope = KINDS[kind]
     build_model("llama", "eager").save_pretrained(tmp_path)
     config = (
@@ -73,8 +73,8 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
     ("kind", "settings", "named"),
     [
         ("gpt2", ["rope_theta=1e5"], "gpt2 has no rotary position embedding"),
-        ("llama", ["rope_scaling=yarn"], "rope_factor 1.0: give a factor greater than 1"),
-        ("llama", ["rope_factor=4.0"], "there is no rope_scaling"),
+        ("llama", ["rope_scaling=yarn"], "rope_factor is 1.0: give a factor greater than 1"),
+        ("llama", ["rope_factor=4.0"], "rope_scaling is not set"),
         ("llama", ["hidden_size=64"], "the sizes are those of the checkpoint"),
     ],
 )
@@ -85,7 +85,7 @@ def test_what_a_checkpoint_cannot_take_is_refused(tmp_path: Path, kind: str, set
 
 
 def test_a_new_rope_works_on_the_device(tmp_path: Path) -> None:
-    """Frequencies are computed after the weights are there, by the changed config."""
+    """Frequencies are computed from the changed config, after the weights are read."""
     build_model("llama", "eager").save_pretrained(tmp_path)
     config = load(None, [f"model.from_pretrained={tmp_path}", "model.rope_scaling=linear", "model.rope_factor=2.0"])
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Sources become documents in a fixed order, and what cannot be read is named."""
+"""Sources become documents in a fixed order, and errors name what cannot be read."""
 
 import json
 import sysconfig
@@ -109,7 +109,9 @@ def test_parquet_of_conversations(tmp_path: Path) -> None:
 
 def test_parquet_without_the_column_or_damaged(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "t.parquet")
-    with pytest.raises(CorpusError, match=r"neither 'text' nor messages, .* only body: name the text's with --text-column"):
+    with pytest.raises(
+        CorpusError, match=r"neither 'text' nor messages, .* only body: name the text column with --text-column"
+    ):
         texts(tmp_path / "t.parquet")
     (tmp_path / "t.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(CorpusError, match="is not a Parquet file"):
@@ -161,7 +163,7 @@ def test_shares_of_the_source_add_up(tmp_path: Path) -> None:
 
 
 def test_a_list_of_records_is_not_one_text(tmp_path: Path) -> None:
-    """Its JSON would be learnt, as that of other files is."""
+    """It would otherwise be read as one text, like other files."""
     file = tmp_path / "chats.json"
     file.write_text(json.dumps([{"messages": CONVERSATION}] * 2), "utf-8")
     with pytest.raises(CorpusError, match=r"is a list of 2 records, .*: jq -c '.\[\]' "):

@@ -1,4 +1,4 @@
-"""Records of every format become the same conversations, and what is malformed is named."""
+"""Records of every format become the same conversations, and errors name what is malformed."""
 
 import json
 from pathlib import Path
@@ -123,8 +123,8 @@ def test_a_text_column_that_is_asked_for_goes_first(tmp_path: Path) -> None:
         ({"conversations": []}, "at least one message"),
         ({"messages": "[{"}, "`messages` is not JSON"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0 has a part of type 'image'"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "of the assistant's messages only"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "message 0, tool call 0 must be an object like"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{}]}]}, "must be a list, in a message of the assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "message 0, tool call 0 must be an object such as"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}, "tool call 0 is not JSON"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "arguments of type list"),
         ({"messages": [{"role": "assistant", "tool_calls": [call("f", a="\ud800")]}]}, "surrogate"),
@@ -159,7 +159,7 @@ def test_weights_are_stored(tmp_path: Path) -> None:
 
 
 def test_weights_reach_the_loss(tmp_path: Path) -> None:
-    """A weight counts like so many copies of the document."""
+    """A weight of n counts like n copies of the document."""
     from longctx.planning.layout import Placement
 
     def plan(lengths: Any) -> Any:
@@ -203,7 +203,7 @@ def test_the_command_shows_what_is_learnt(
     assert out.startswith("stores/my chats: made in")
     for line in (
         "formats    2 conversations, 3 instruction-output, 6 messages, 3 prompt-completion, 1 text",
-        "template   ChatML, as the tokenizer brings none",
+        "template   ChatML, as the tokenizer has no chat template",
         "learnt     the assistant's turns of conversations",
         "weights    0.25 to 1",
         "left out   1 conversations of more than 500 tokens",

@@ -1,4 +1,4 @@
-"""However a step is planned, its ranks hold every token once, with the labels and positions of one rank alone."""
+"""For every plan of a step, the ranks together hold every token once, with the labels and positions of a single rank."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def rows_of(micro_batch: MicroBatch) -> Rows:
-    """The rows of a buffer, each under the document that the layout says it belongs to."""
+    """Returns the rows of a buffer by document, according to the layout."""
     rows: Rows = Counter()
     for shard in micro_batch.layout.shards:
         for row in range(shard.offset, shard.offset + shard.tokens):
@@ -43,7 +43,7 @@ def rows_of(micro_batch: MicroBatch) -> Rows:
 
 
 def rows_of_one_rank(store: Store, pieces: Sequence[Piece]) -> Rows:
-    """The same of whole documents, straight from the store."""
+    """Returns the same rows for whole documents, read from the store directly."""
     rows: Rows = Counter()
     for document, piece in enumerate(pieces):
         tokens, labels = store.read(piece.document, piece.start, piece.stop, end=piece.stop)
@@ -92,7 +92,7 @@ def take(source: Loader, steps: int) -> list[StepBatch]:
 
 
 def step_rows(batches: Sequence[StepBatch]) -> Counter[tuple[str, int, int, int]]:
-    """Rows of one step over all ranks, under the documents' names."""
+    """Returns the rows of one step over all ranks, by the documents' names."""
     rows: Counter[tuple[str, int, int, int]] = Counter()
     for batch in batches:
         for micro_batch in batch.micro_batches:
@@ -102,7 +102,7 @@ def step_rows(batches: Sequence[StepBatch]) -> Counter[tuple[str, int, int, int]
 
 
 def same(left: StepBatch, right: StepBatch) -> bool:
-    """Whether two batches are equal in all but the time that they took."""
+    """Returns whether two batches are equal, except for the time that they took."""
     return (
         (left.step, left.plan.hash, left.documents, left.tokens, left.target_tokens)
         == (right.step, right.plan.hash, right.documents, right.tokens, right.target_tokens)
@@ -260,11 +260,11 @@ def test_waiting_is_measured(store: Store) -> None:
 
 
 def test_plans_of_something_else_are_refused(store: Store) -> None:
-    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, and the domain has 1"):
+    with loader(store, planner=planner(2)) as source, pytest.raises(PlanError, match="2 ranks, but the domain has 1"):
         next(source)
     with (
         loader(store, planner=lambda lengths: planner(1)(lengths[1:])) as source,
-        pytest.raises(PlanError, match="other lengths"),
+        pytest.raises(PlanError, match="for other lengths"),
     ):
         next(source)
 

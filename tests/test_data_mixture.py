@@ -1,4 +1,4 @@
-"""Several stores as one: the shares of their tokens hold at every moment, and a cursor says all."""
+"""Several stores as one: their shares of the tokens hold at every moment, and a cursor is enough to resume."""
 
 import json
 from collections import Counter
@@ -102,7 +102,7 @@ def test_epochs_pass_every_store_so_often(stores: list[Store]) -> None:
 
 
 def test_each_store_has_an_order_of_its_own(tmp_path: Path) -> None:
-    """Two stores of as many documents, and the same store in another mix."""
+    """Two stores with the same number of documents, and the same store in another mix."""
     stores = [byte_store(tmp_path, [10 + k] * 60, name=str(k)) for k in range(3)]
 
     def orders(chosen: list[Store]) -> list[list[int]]:
@@ -245,7 +245,7 @@ def test_documents_are_held_out_of_every_store(stores: list[Store]) -> None:
 
 
 def test_the_same_documents_twice_are_refused(stores: list[Store]) -> None:
-    with pytest.raises(StoreError, match="hold the same documents"):
+    with pytest.raises(StoreError, match="have the same documents"):
         Store.join([stores[0], stores[1], stores[0]], [1, 1, 1])
 
 
@@ -262,7 +262,7 @@ def test_other_tokenizers_are_refused(stores: list[Store], tmp_path: Path) -> No
     [
         ({"max_length": 6, "long_documents": "drop"}, "b: no document is left: all 12"),
         ({"max_length": 20, "long_documents": "error"}, r"a: document 'a\.jsonl:8' has 257 tokens"),
-        ({"global_tokens": 10**7}, "share of 50.00%: a step of 10,000,000 would go 1024 times"),
+        ({"global_tokens": 10**7}, "share of 50.00%: a step of 10,000,000 tokens would read them more than 1024 times"),
     ],
 )
 def test_what_a_store_cannot_give_is_refused_by_its_name(stores: list[Store], options: dict[str, object], says: str) -> None:

@@ -33,7 +33,7 @@ def test_documents_in_memory_give_the_buffers_of_a_store(tmp_path: Path, seed: i
 
 
 def test_labels_of_a_document_are_shifted_and_masked() -> None:
-    """Whatever the cut, every token that may be predicted is the label of the token before it, once over all ranks."""
+    """For every cut, each target is the label of the token before it, exactly once over all ranks."""
     documents = [list(range(1000 * i, 1000 * i + length)) for i, length in enumerate(LENGTHS)]
     labels = [torch.tensor([IGNORED_LABEL if token % 3 else token for token in document]) for document in documents]
     plan = random_plan(LENGTHS, 3, seed=4)
@@ -51,8 +51,8 @@ def test_labels_of_a_document_are_shifted_and_masked() -> None:
 @pytest.mark.parametrize(
     ("documents", "labels", "message"),
     [
-        ([[1, 2]], None, r"there are 1 documents, and the plan has 2"),
-        ([[1, 2], [3]], None, r"documents\[1\] has shape \[1\], and the plan's document 1 has 3 tokens"),
+        ([[1, 2]], None, r"there are 1 documents, but the plan has 2"),
+        ([[1, 2], [3]], None, r"documents\[1\] has shape \[1\], but the plan's document 1 has 3 tokens"),
         ([[1, 2], [[3, 4, 5]]], None, r"documents\[1\] has shape \[1, 3\]"),
         ([[1, 2], [3, 4, 5]], [[1, 2], np.zeros(4)], r"labels\[1\] has shape \[4\]"),
     ],

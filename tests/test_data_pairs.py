@@ -1,4 +1,4 @@
-"""Pairs of chosen and rejected completions: read from what people have, kept together from the record to the step."""
+"""Pairs of chosen and rejected completions: read from common formats, kept together from the record to the step."""
 
 import json
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_every_form_is_the_same_pair(tmp_path: Path, record: dict[str, Any], suf
 
 
 def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
-    """Also where the prompt has turns of the assistant, and completions have several of their own."""
+    """Also if the prompt has turns of the assistant, and completions have several."""
     before = [{"role": "system", "content": "S"}, ASKED, {"role": "assistant", "content": "shared"}, ASKED]
     records = [
         {"chosen": [*before, GOOD, ASKED, {"role": "assistant", "content": "more"}], "rejected": [*before, BAD], "weight": 2},
@@ -81,14 +81,14 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
     ("record", "says"),
     [
         ({"chosen": "a", "rejected": "b"}, "are texts without a `prompt`"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "answer no common prompt"),
-        ({"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [BAD]}, "answer no common prompt"),
-        ({"prompt": "Other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`prompt` is not among the messages"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "both must begin with the same prompt"),
+        ({"prompt": "Hello", "chosen": [ASKED, GOOD], "rejected": [BAD]}, "both must begin with the same prompt"),
+        ({"prompt": "Other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`prompt` is not among the common first"),
         ({"prompt": "Hello", "chosen": [], "rejected": [BAD]}, "`chosen` must be a list with at least one message"),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "`prompt` must be a list"),
         ({"chosen": [ASKED, GOOD], "rejected": [ASKED, {"role": "bot"}]}, "message 1 has role 'bot'"),
-        ({"prompt": "x", "chosen": "\ud800", "rejected": "b"}, "half of a surrogate pair"),
-        ({"text": "no pair"}, "is of format text, and the source has chosen-rejected and text"),
+        ({"prompt": "x", "chosen": "\ud800", "rejected": "b"}, "unpaired surrogate"),
+        ({"text": "no pair"}, "has format text, but the source has chosen-rejected and text"),
     ],
 )
 def test_what_is_no_pair_is_named(tmp_path: Path, record: dict[str, Any], says: str) -> None:
@@ -116,7 +116,7 @@ def test_pairs_with_nothing_to_prefer_are_left_out_and_counted(tmp_path: Path, c
     assert "3 pairs have equal or empty completions" in capsys.readouterr().err
     everything = ["--train-on", "all", "--out", str(tmp_path / "all")]
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", *everything]) == 2
-    assert "would learn the prompt" in capsys.readouterr().err
+    assert "would train on the prompt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("batch", [1, 3, 1024])
@@ -195,7 +195,9 @@ def test_nor_does_a_pass_in_order(lengths: list[int], tokens: int) -> None:
 
 def test_long_pairs_are_not_split() -> None:
     settings = {"global_tokens": 10, "seed": 0, "max_length": 10, "pairs": True}
-    with pytest.raises(SamplerError, match=r"1 documents have more than the 10 tokens .* set data\.long_documents to drop"):
+    with pytest.raises(
+        SamplerError, match=r"1 documents of preference pairs have more than the 10 tokens .* set data\.long_documents to drop"
+    ):
         Sampler(np.array([3, 4, 11, 2]), long_documents="split", **settings)
     assert {piece.document for piece in Sampler(np.array([3, 4, 10, 2]), **settings).in_order()} == {0, 1, 2, 3}
     dropping = Sampler(np.array([3, 4, 11, 2]), long_documents="drop", **settings)

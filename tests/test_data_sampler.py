@@ -1,4 +1,4 @@
-"""A step is a function of the cursor alone; an epoch holds every token once."""
+"""A step depends only on the cursor; an epoch has every token once."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Preparing is all or nothing, and what a store gives back is what went in."""
+"""Preparing is all or nothing, and a store returns the tokens that were put in."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def expected_labels(store: Store, document: int, end: int) -> list[int]:
-    """Labels of a document cut at `end`, from the definition: the next token if it may be a target, else -100."""
+    """Returns the labels of a document cut at `end`, by definition: the next token if it may be a target, else -100."""
     tokens = store.read(document, 0, int(store.lengths[document]))[0]
     if document < len(LENGTHS):
         targets = [True] * len(tokens)
@@ -106,7 +106,7 @@ def test_reading_a_store_needs_neither_torch_nor_datasets(store: Store) -> None:
 
 def test_second_call_does_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {file.name: file.stat().st_mtime_ns for file in store.path.iterdir()}
-    monkeypatch.setattr(Tokenizer, "encode_batch", None)  # tokenising would fail
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)  # tokenizing would fail
     again = prepare(open_corpus(str(store.path) + ".jsonl"), store.path, tokenizer="bytes")
     assert not again.made
     assert again.manifest == store.manifest
@@ -146,7 +146,7 @@ def test_what_is_not_a_store_is_never_replaced(tmp_path: Path) -> None:
 
 def test_store_inside_its_source_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])
-    with pytest.raises(StoreError, match="lies inside the source"):
+    with pytest.raises(StoreError, match="is inside the source"):
         prepare(open_corpus(str(tmp_path)), tmp_path / "stores" / "s", tokenizer="bytes")
 
 
@@ -159,7 +159,7 @@ def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
             prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
     (tmp_path / "none.jsonl").write_bytes(b"")
-    with pytest.raises(CorpusError, match="no document with text: it holds nothing"):
+    with pytest.raises(CorpusError, match="no document with text: it is empty"):
         prepare(open_corpus(str(tmp_path / "none.jsonl")), tmp_path / "out", tokenizer="bytes")
 
 
@@ -179,7 +179,9 @@ def test_truncated_store_is_refused(copy: Path) -> None:
     part = copy / "data-00000.arrow"
     size = part.stat().st_size
     os.truncate(part, size - 1)
-    with pytest.raises(StoreError, match=rf"data-00000\.arrow has {size - 1:,} bytes, and should have {size:,}.*--overwrite"):
+    with pytest.raises(
+        StoreError, match=rf"data-00000\.arrow has {size - 1:,} bytes, but should have {size:,} bytes.*--overwrite"
+    ):
         Store.open(copy)
     part.unlink()
     with pytest.raises(StoreError, match=r"data-00000\.arrow is missing"):
@@ -209,7 +211,7 @@ def test_wrong_format_is_refused(copy: Path, tmp_path: Path) -> None:
     manifest = copy / "manifest.json"
     content = json.loads(manifest.read_text("utf-8"))
     manifest.write_text(json.dumps({**content, "version": 99}), "utf-8")
-    with pytest.raises(StoreError, match="has format longctx-store 99, and this longctx reads longctx-store 1"):
+    with pytest.raises(StoreError, match="has format longctx-store 99, but this longctx reads longctx-store 1"):
         Store.open(copy)
     del content["fingerprint"]
     for text in (json.dumps(content), "{", "[]", "{}"):
@@ -257,7 +259,7 @@ def test_vocabularies_beyond_16_bits(tmp_path: Path) -> None:
 
 
 def letters(folder: Path, unknown: str | None) -> str:
-    """A tokenizer.json of the letters a to z alone."""
+    """Writes a tokenizer.json that has only the letters a to z."""
     from tokenizers import Tokenizer as TokenizerJson
     from tokenizers import models
 
@@ -288,7 +290,7 @@ def test_lost_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], u
 def test_text_that_is_mostly_lost_is_refused(tmp_path: Path, unknown: str | None) -> None:
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "日" * 980}, {"text": "plain words"}])))
     with pytest.raises(
-        TokenizerError, match=r"lacks 980 of 990 characters .*more than half of the text must be left: take one"
+        TokenizerError, match=r"lacks 980 of 990 characters .*more than half of the text must be kept: use a tokenizer"
     ):
         prepare(source, tmp_path / "out", tokenizer=letters(tmp_path, unknown))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["letters.json", "s.jsonl"]
@@ -316,7 +318,7 @@ prepare(open_corpus(source), Path(out), vocab_size=300, progress=progress)
 
 
 @pytest.mark.parametrize(
-    ("stage", "share", "finished"), [("training the tokenizer", 0.3, 0), ("tokenising", 0.6, 6), ("tokenising", 1.0, 10)]
+    ("stage", "share", "finished"), [("training the tokenizer", 0.3, 0), ("tokenizing", 0.6, 6), ("tokenizing", 1.0, 10)]
 )
 def test_killed_preparation_leaves_no_store_and_can_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, share: float, finished: int
@@ -342,7 +344,7 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
     monkeypatch.setattr(Tokenizer, "encode_batch", counting)
     settings: dict[str, Any] = {"vocab_size": 300}
     assert prepare(open_corpus(str(source)), out, **settings).made
-    assert 12 - len(encoded) == finished  # documents of finished parts are not tokenised again
+    assert 12 - len(encoded) == finished  # documents of finished parts are not tokenized again
     assert not (tmp_path / "out.partial").exists()
 
     prepare(open_corpus(str(source)), whole, **settings)  # in one go, for comparison
@@ -358,7 +360,7 @@ def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path:
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(4)])
 
     def stop(stage: str, share: float) -> None:
-        if stage == "tokenising":
+        if stage == "tokenizing":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -373,7 +375,7 @@ def test_two_preparations_of_one_store_do_not_meet(tmp_path: Path) -> None:
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [{"text": "text"}])))
 
     def meet(stage: str, share: float) -> None:
-        if stage == "tokenising":
+        if stage == "tokenizing":
             with pytest.raises(StoreError, match="another process is preparing"):
                 prepare(source, tmp_path / "out", tokenizer="bytes")
 

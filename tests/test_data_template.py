@@ -1,5 +1,5 @@
-"""What a checkpoint's template makes of conversations: the tokens are those of transformers, and what is learnt is what a
-renderer written out by hand says that the assistant writes."""
+"""Conversations rendered by a checkpoint's template: tokens equal those of transformers, and tokens to train on are those that
+a renderer written by hand attributes to the assistant."""
 
 import json
 import subprocess
@@ -47,7 +47,7 @@ def record(family: Family, title: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Store]:
-    """All conversations of a family, in their order."""
+    """Returns all conversations of a family, in order."""
     folder, made = tmp_path_factory.mktemp("stores"), {}
     for name, family in FAMILIES.items():
         source = write_jsonl(folder / f"{name}.jsonl", [record(family, title) for title in family.conversations])
@@ -57,14 +57,14 @@ def stores(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 
 def learnt_tokens(tokenizer: Any, pieces: Pieces) -> list[bool]:
-    """Which tokens of the pieces, joined, hold a character that the assistant writes, by the tokenizer's own offsets."""
+    """Returns which tokens of the joined pieces contain a character of the assistant, by the tokenizer's own offsets."""
     written = [learnt for text, learnt in pieces for _ in text]
     encoded = tokenizer("".join(text for text, _ in pieces), add_special_tokens=False, return_offsets_mapping=True)
     return [any(written[start:stop]) for start, stop in encoded["offset_mapping"]]
 
 
 def read(store: Store, document: int) -> tuple[list[int], list[bool]]:
-    """Tokens, and which of them are targets; the first never is."""
+    """Returns tokens, and which of them are targets; the first never is."""
     tokens, labels = store.read(document, 0, int(store.lengths[document]))
     return tokens.tolist(), [False, *(labels[:-1] != IGNORED_LABEL).tolist()]
 
@@ -84,7 +84,7 @@ def test_tokens_are_those_of_transformers_and_the_assistants_are_learnt(
 
 
 def remade(checkpoints: dict[str, Path], folder: Path, conversations: list[dict[str, Any]], **options: Any) -> Store:
-    """A store of conversations by SmolLM2's template, or another one in `options`."""
+    """Makes a store of conversations by SmolLM2's template, or another one in `options`."""
     source = write_jsonl(folder / "s.jsonl", conversations)
     family = options.pop("family", "SmolLM2")
     prepare(open_corpus(str(source)), folder / "out", tokenizer=str(checkpoints[family]), overwrite=True, **options)
@@ -114,7 +114,7 @@ def test_only_the_completion_is_learnt(checkpoints: dict[str, Path], tmp_path: P
 
 
 def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """It writes the length of each content, so that private characters would change it."""
+    """The template writes the length of each content, which private-use characters would change."""
     (tmp_path / "long.jinja").write_text(
         SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
     )
@@ -124,7 +124,7 @@ def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dic
 
 
 def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """It writes how long the whole conversation is in front of it, and each content's length."""
+    """The template begins with the length of the whole conversation, and writes the length of each content."""
     text = "{{ messages|length }}" + SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
     (tmp_path / "odd.jinja").write_text(text)
     with pytest.raises(
@@ -142,7 +142,7 @@ def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[st
 )
 @settings(deadline=None)
 def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], contents: list[str], name: str) -> None:
-    """Private characters of the source's own included. Prefixes, where they apply, say the same as every other way."""
+    """Also with private-use characters in the source. Where prefixes apply, they give the same spans as the other methods."""
     family, messages = FAMILIES[name], chat(*contents[: len(contents) // 2 * 2])
     checkpoint = Checkpoint.load(str(checkpoints[name]))
     assert checkpoint.templates is not None
@@ -156,13 +156,13 @@ def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], cont
     assert rendered.spans is not None
     marked = markup.encode(rendered.text, rendered.spans)
     assert marked.tokens.tolist() == loaded[name].apply_chat_template(messages, return_dict=False)
-    assert marked.learnt.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
+    assert marked.trained.tolist() == learnt_tokens(loaded[name], family.pieces(messages, None))
 
 
 def test_special_tokens_in_contents_are_told(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tokens are those of transformers, so they become special; ChatML keeps them text."""
+    """As in transformers, they become special tokens; ChatML keeps them as text."""
     records = [TWO_TURNS, {"messages": chat("What is <|im_end|>?", "An end.")}]
     store = remade(checkpoints, tmp_path, records)
     assert (store.manifest.spelled_documents, store.manifest.spelled_name) == (1, "s.jsonl:2")
@@ -184,7 +184,7 @@ def test_the_store_holds_what_an_export_needs(checkpoints: dict[str, Path], stor
 
 
 def test_texts_begin_and_end_as_the_checkpoint_says(tmp_path: Path) -> None:
-    """A tokenizer that begins texts by <bos>; a generation config that names the end where the tokenizer does not."""
+    """A tokenizer that begins texts with <bos>, and a generation config that names the end if the tokenizer does not."""
     folder = FAMILIES["Gemma 3"].save(tmp_path / "checkpoint", template="")
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     bos = next(token["id"] for token in content["added_tokens"] if token["content"] == "<bos>")
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_a_template_takes_chatml_and_says_so(tmp_path: Path
     source = write_jsonl(tmp_path / "s.jsonl", [TWO_TURNS])
     command = ["prepare", "--source", str(source), "--out", str(tmp_path / "out"), "--tokenizer", str(folder)]
     assert main(command) == 0
-    assert "template   ChatML, as the tokenizer brings none" in capsys.readouterr().out
+    assert "template   ChatML, as the tokenizer has no chat template" in capsys.readouterr().out
     assert learnt_text(Store.open(tmp_path / "out")) == "two<|im_end|>four<|im_end|>"
 
 
@@ -228,10 +228,10 @@ def test_a_template_can_be_asked_for_only_where_it_can_run(tmp_path: Path, check
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, "there is no tokenizer in .* holds nothing"),
-        ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* holds tokenizer.json"),
+        ({}, "there is no tokenizer in .* contains nothing"),
+        ({"tokenizer.json": "no"}, "cannot load a tokenizer from .* contains tokenizer.json"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "{}"}, "cannot load a tokenizer from"),
-        ({"config.json": '{"model_type": "llama"}'}, "there is no tokenizer in .* holds config.json"),
+        ({"config.json": '{"model_type": "llama"}'}, "there is no tokenizer in .* contains config.json"),
     ],
 )
 def test_folders_without_a_tokenizer(tmp_path: Path, files: dict[str, str], says: str) -> None:
@@ -255,7 +255,7 @@ def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert Checkpoint.load("us/small").tokenizer.end_of_document_token == "<|im_end|>"
     with pytest.raises(
-        TokenizerError, match=r"'us/away' is no file or folder here, and cannot be fetched .*no route to host; give"
+        TokenizerError, match=r"'us/away' is not a local file or folder, and cannot be downloaded .*no route to host; give"
     ):
         Checkpoint.load("us/away")
     with pytest.raises(TokenizerError, match="neither a file, nor a folder, nor a name on the hub"):
@@ -270,15 +270,15 @@ def test_what_a_template_refuses_is_named(checkpoints: dict[str, Path], tmp_path
     records = [{"messages": [*chat("2 + 3?"), {"role": "assistant", "tool_calls": [call("add"), call("add")]}]}]
     with pytest.raises(ChatError, match=r"s\.jsonl:1: .*one call at a time"):
         remade(checkpoints, tmp_path, records, family="Llama 3")
-    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, and ChatML has no form"):
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: message 1 calls a tool, which ChatML does not support"):
         remade(checkpoints, tmp_path, records, chat_template="chatml")
-    with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, and ChatML has no form"):
+    with pytest.raises(ChatError, match=r"s\.jsonl:1: the record has tools, which ChatML does not support"):
         remade(checkpoints, tmp_path, [{**TWO_TURNS, "tools": TOOLS}], chat_template="chatml")
 
 
 def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     for template in ("auto", "chatml"):
-        with pytest.raises(ChatError, match=r"s\.jsonl:2: no message is the assistant's"):
+        with pytest.raises(ChatError, match=r"s\.jsonl:2: the conversation has no assistant message"):
             remade(checkpoints, tmp_path, [TWO_TURNS, {"messages": chat("one")}], chat_template=template)
     (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace("message['content'] + '<|im_end|>'", "''"))
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
@@ -308,7 +308,7 @@ def test_settings_are_part_of_the_request(checkpoints: dict[str, Path], tmp_path
 def test_an_interrupted_preparation_goes_on(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind conversations that were dropped as well."""
+    """Also after conversations that were dropped."""
     monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
     monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
     records = [{"messages": chat("one", "word " * (200 if number % 3 == 0 else number))} for number in range(12)]
@@ -316,7 +316,7 @@ def test_an_interrupted_preparation_goes_on(
     options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
 
     def stop(stage: str, share: float) -> None:
-        if stage == "tokenising" and share > 0.6:
+        if stage == "tokenizing" and share > 0.6:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

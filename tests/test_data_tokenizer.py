@@ -1,4 +1,4 @@
-"""Every tokenizer gives the text back, and never takes text for a special token."""
+"""Every tokenizer restores the text, and never encodes text as a special token."""
 
 import json
 from pathlib import Path
@@ -153,12 +153,12 @@ def test_a_tokenizer_that_cannot_encode_a_text_says_so() -> None:
 
 @pytest.mark.parametrize("unknown", ["<unk>", None])
 def test_conversations_need_their_markers(unknown: str | None) -> None:
-    """Roles that come out as unknown tokens, or not at all, could not be told apart."""
+    """Roles encoded as unknown tokens, or not at all, could not be distinguished."""
     vocabulary = LETTERS | {letter: 20 + number for number, letter in enumerate("fghijklmnopqrstuvwxyzGAß.B_? ü\nI")}
     inner = TokenizerJson(models.BPE(vocabulary, [], unk_token=unknown))
     messages = parse_messages(CONVERSATION)
     contents = [np.zeros(1, np.uint16)] * len(messages)
-    with pytest.raises(TokenizerError, match=r"lacks characters of '<\|im_start\|>system.n', a mark of conversations"):
+    with pytest.raises(TokenizerError, match=r"lacks characters of the marker '<\|im_start\|>system.n': use a tokenizer"):
         ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     assert len(ChatML(Tokenizer(inner.to_str(), "</s>")).join(messages, contents, {2, 4})[0]) > len(messages)

@@ -1,4 +1,4 @@
-"""The native decoder with its options against the model of transformers that each is taken from, weights by name."""
+"""The native decoder with each option against the model of transformers that has it, with the same weights."""
 
 import re
 from typing import Any
@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH = 61
 FIRST = 16
-"""Tokens that rope scaling takes the model to have been trained with: fewer than LENGTH, so that it matters."""
+"""Original context length for RoPE scaling: shorter than LENGTH, so that scaling has an effect."""
 
 
 def scaled(kind: str, **more: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
 
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
-"""The type of model, its configuration beside SIZES, and the options of our shape."""
+"""Model type, its configuration besides SIZES, and the options of our shape."""
 CASES: dict[str, Case] = {
     "Llama 2": ("llama", {}, {}),
     "Llama 3": (
@@ -97,7 +97,7 @@ def theirs_and_ours(name: str) -> tuple[torch.nn.Module, Decoder]:
 
 
 def renamed(kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of transformers under our names."""
+    """Returns weights of transformers under our names."""
     found = {}
     for name, weight in weights.items():
         name = name.removeprefix("model.")
@@ -144,7 +144,7 @@ def test_logits_and_gradients_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_option_changes_the_logits(name: str) -> None:
-    """Or the test above would hold without it."""
+    """Otherwise the test above would pass without it."""
     _, _, options = CASES[name]
     _, ours = theirs_and_ours(name)
     tokens = torch.randint(0, 49, (LENGTH,), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
-"""The messages of all ranks, without sending any: they meet in the same order and size, and cross the network once a node.
+"""Messages of all ranks match in order and size, and cross the network once per node; checked without sending any.
 
-Every rank runs forward and backward alone, on an exchange that only writes down what it is asked to move.
+Every rank runs forward and backward alone, with an exchange that only records its messages.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from tests.test_attention import cases, masks, swapped
 
 @dataclass
 class Log:
-    """(peer, rows) of every message that one rank posts, in order."""
+    """Records (peer, rows) of every message that one rank posts, in order."""
 
     sent: list[tuple[int, int]] = field(default_factory=list)
     received: list[tuple[int, int]] = field(default_factory=list)
@@ -62,7 +62,7 @@ def logs(case: Case) -> list[Log]:
 @given(data=st.data(), case=cases(max_ranks=9))
 @settings(max_examples=60, deadline=None)
 def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
-    """What one rank sends another is, message by message, what the other awaits from it: else gloo aborts and NCCL hangs."""
+    """Each rank receives exactly the messages sent to it, in order; otherwise gloo aborts and NCCL hangs."""
     case = replace(
         case,
         mask=data.draw(masks(case.lengths)),
@@ -94,7 +94,7 @@ def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
 def test_rows_cross_the_network_once_a_node(
     data: st.DataObject, length: int, degree: int, first: int, reverse: bool, per_node: int, stages: int
 ) -> None:
-    """A node receives from others exactly the keys that its queries see and it does not hold, each once."""
+    """A node receives each remote key that its queries see exactly once."""
     placement = Placement(0, first, degree, reverse)
     case = Case(first + degree, (length,), (placement,), exchange_stages=stages, mask=data.draw(masks((length,))))
     rows = [case.rows(rank) for rank in range(case.ranks)]
@@ -111,7 +111,7 @@ def test_rows_cross_the_network_once_a_node(
 
 
 def test_two_levels_move_a_fraction_over_the_network() -> None:
-    """Degree 16 over two nodes of 8: each rank gets keys of 8 mates in the other node, against one copy for its node."""
+    """At degree 16 over two nodes of 8, each rank would fetch from 8 ranks of the other node, instead of one copy per node."""
     case = Case(16, (3200,), (Placement(0, 0, 16),))
 
     def crossing(ranks_per_node: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The flash kernel over every library, on the CPU: stand-ins with the libraries' own arguments and traps (`flash_fakes`)."""
+"""The flash kernel with every library, on the CPU: fakes have the libraries' arguments and pitfalls (`flash_fakes`)."""
 
 import logging
 import sys
@@ -43,7 +43,7 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 class Over(Flash):
-    """The kernel over one library, whatever the device."""
+    """The flash kernel with one library, on any device."""
 
     def _choose(self, request: Request) -> Library:
         return self.libraries[0]
@@ -51,7 +51,7 @@ class Over(Flash):
 
 @st.composite
 def segment_lists(draw: st.DrawFn) -> tuple[list[Segment], int, int]:
-    """Segments without common queries or keys, in any order of queries and keys, with gaps; and the rows of q and k."""
+    """Draws disjoint segments in any order of queries and keys, with gaps, and the numbers of rows of q and k."""
     shapes = draw(st.lists(st.tuples(*[st.integers(0, 3), st.integers(1, 9)] * 2), min_size=1, max_size=5))
     bands = draw(st.sampled_from(["causal", "dense", "any"]))
     key_order = draw(st.permutations(range(len(shapes))))
@@ -69,7 +69,7 @@ def segment_lists(draw: st.DrawFn) -> tuple[list[Segment], int, int]:
         )
         segment = Segment(q_stop + gap, q_stop + gap + count, *keys[index], lo, hi)
         whole = segment.cut((segment.q_start, segment.q_stop), (segment.k_start, segment.k_stop))
-        # The queries that see a key, with the keys that nobody sees and the limits that hide nothing left in.
+        # Queries that see a key, including keys that no query sees and limits that hide nothing.
         shift = whole.q_start - segment.q_start
         if not whole.empty:
             segments.append(
@@ -93,7 +93,7 @@ def check(
     heads: tuple[int, int] = (4, 2),
     cap: float = 0.0,
 ) -> None:
-    """Forward and backward, with a log-sum-exp that other calls have raised, are the reference's."""
+    """Checks forward and backward against the reference, with a log-sum-exp that includes other calls."""
     kernel = Over([library])
     generator = torch.Generator().manual_seed(seed)
     q, dout = (torch.randn(q_rows, heads[0], 8, generator=generator) for _ in range(2))
@@ -155,7 +155,7 @@ def calls_made(segments: list[Segment] | tuple[Segment, ...]) -> list[tuple[int 
 
 
 def test_one_call_for_each_call_of_a_ring() -> None:
-    """Whatever the degrees: packed documents of one token and more locally, the stages' calls, and a window that is longer than
+    """For any degrees: local calls with documents of one token and more, the stages' calls, and a window that is longer than
     some documents and shorter than others."""
     assert calls_made([Segment(a, b, a, b, hi=0) for a, b in pairwise((0, 1, 6, 7, 307))]) == [(None, 0)]
     lengths = (1, 40, 60, 90)
@@ -214,9 +214,9 @@ def test_the_best_library_is_chosen_and_named(
         (Request("cpu", torch.bfloat16, 64, 64), HOPPER, ["not on cpu"]),
         (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
         (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
-        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: takes head sizes"]),
+        (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
         (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: has no deterministic backward for head size 512"]),
-        (BF16, (7, 5), ["flash-attn 3: is for Hopper", "flash-attn 2: needs Ampere"]),
+        (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )
 def test_refusals_say_why(
@@ -230,10 +230,10 @@ def test_refusals_say_why(
 
 
 def test_refusals_of_torch() -> None:
-    """Its operators have no soft cap, and this machine's build may have none."""
+    """Torch's operators do not support a soft cap, and this machine's build may lack the operators."""
     library = LIBRARIES[NAMES.index("torch's flash operators")]
     assert library.refusal(BF16, AMPERE) is None
-    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "has no soft cap"
+    assert library.refusal(Request("cuda", torch.bfloat16, 64, 64, softcap=True), AMPERE) == "does not support a soft cap"
     missing = library.missing()
     assert (missing is None) == torch.backends.cuda.is_flash_attention_available()
 
@@ -242,7 +242,7 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     by_name = dict(zip(NAMES, LIBRARIES, strict=True))
     assert by_name["flash-attn 2"].missing() is None
     monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.5.9.post1")
-    assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: 2.8 or newer"
+    assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: install 2.8 or newer"
     flash_libraries._import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     why = by_name["flash-attn 4"].missing()

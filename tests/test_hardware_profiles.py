@@ -1,4 +1,4 @@
-"""Hardware profiles as files: what ships, and what is said about files that are wrong."""
+"""Hardware profiles as files: shipped profiles, and errors for invalid files."""
 
 import json
 import re
@@ -24,7 +24,7 @@ def test_a_shipped_profile_says_where_it_comes_from(name: str) -> None:
 def test_an_h200_differs_from_an_h100_in_what_memory_makes_faster() -> None:
     h200 = HardwareProfile.load("h200-nvlink-ib")
     assert {name for name, value in h200.to_dict().items() if value != H100.to_dict()[name]} == {"linear_s_per_token"}
-    moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)  # the bytes a token that `about` speaks of
+    moved = 3 * 32 * 2 * (2 * 2 * 4096 + 2 * 3 * 4096 + 2 * 5120 + 3 * 14336)  # bytes per token, as in `about`
     saved = moved / 3.35e12 - moved / 4.8e12
     assert h200.linear_s_per_token == pytest.approx(H100.linear_s_per_token - saved, rel=1e-3)
 
@@ -40,7 +40,7 @@ def test_help_lists_the_shipped_profiles(command: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump])
 def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
-    """JSON writes 2e-05 without a point, which YAML 1.1 takes for text."""
+    """JSON writes 2e-05 without a decimal point, which YAML 1.1 reads as text."""
     path = tmp_path / "profile"
     path.write_text(write({**H100.to_dict(), "linear_s_per_token": 2e-5, "step_s": 1e-3}))
     assert HardwareProfile.load(path) == HardwareProfile(**{**H100.__dict__, "linear_s_per_token": 2e-5, "step_s": 1e-3})
@@ -49,21 +49,24 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. A profile has exactly: attention_eff"),
+        ({"overlap": None, "launch_s": None}, "missing launch_s, overlap. The constants of a profile are: attention_eff"),
         ({"latency": 1}, "unknown latency"),
         (
             {"linear_s_per_token": 0, "inter_node_bytes_per_s": -1},
             "linear_s_per_token is 0: must be a positive number; inter_node_bytes_per_s is -1: must be a positive number",
         ),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
-        ({"overlap": "much"}, r"overlap is 'much': must lie in \[0, 1\]"),
+        ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
         ({"ranks_per_node": 2.5}, "ranks_per_node is 2.5: must be a whole number"),
         ({"attention_efficiency": 0.5}, "attention_efficiency is 0.5: must be a list"),
-        ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r"attention_efficiency tokens \[64, 32\] must be ≥ 1 and ascend"),
-        ({"attention_efficiency": [[64, 0.5], [128, 0.4]]}, ".* fall with length.*replace each value by the greatest so far"),
+        ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending"),
+        (
+            {"attention_efficiency": [[64, 0.5], [128, 0.4]]},
+            ".* fall as documents get longer.*replace each value with the maximum so far",
+        ),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_errors_name_the_file_and_the_constant(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "mine.yaml"
     values = {name: value for name, value in {**H100.to_dict(), **change}.items() if value is not None}
     path.write_text(yaml.safe_dump(values))
@@ -74,13 +77,13 @@ def test_what_is_wrong_in_a_file_is_named_with_the_file(tmp_path: Path, change: 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds nothing: must be a mapping of constants"),
-        ("- 1\n", "holds list: must be a mapping"),
+        ("", "is empty: must be a mapping of constants"),
+        ("- 1\n", "contains a list: must be a mapping"),
         ("a: [1\n", "is not valid YAML or JSON"),
         ("step_s: 1.0\nstep_s: 2.0\n", "key 'step_s' is given twice"),
     ],
 )
-def test_files_that_are_no_profile_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_are_not_profiles_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ProfileError, match=message):

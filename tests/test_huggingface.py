@@ -44,13 +44,13 @@ def test_soft_capping_and_sinks_equal_the_eager_model(workers: Workers, kind: st
     [("mistral", {"sliding_window": None}), ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"sliding_window": 4096})],
 )
 def test_the_special_settings_matter(kind: str, without: dict[str, Any]) -> None:
-    """Else a test of equality with them would pass if they were ignored."""
+    """Otherwise a test of equality would pass even if the settings were ignored."""
     with_it, without_it = (unpacked(build_model(kind, "eager", **settings), make_documents())[0] for settings in ({}, without))
     assert abs(with_it - without_it) > 100 * TOLERANCE
 
 
 def test_recomputation_takes_the_layout_of_its_own_micro_batch(workers: Workers) -> None:
-    """All forwards come before the first backward, which runs the layers again."""
+    """All forward passes come before the first backward, which recomputes the layers."""
     assert_equal_to_unpacked("llama", workers.run(ring_step, 2, "llama", True))
 
 
@@ -59,7 +59,7 @@ def test_a_sharded_model_equals_one_unpacked_process(workers: Workers) -> None:
 
 
 def test_autocast_reaches_the_attention() -> None:
-    """Rotated q and k are float32 then, and v is bfloat16."""
+    """Under autocast, rotated q and k are float32 and v is bfloat16."""
     model = build_model("llama", "longctx")
     with torch.autocast("cpu", torch.bfloat16):
         packed = model(**one_document(model)).loss
@@ -88,14 +88,14 @@ def test_a_model_can_change_to_it_and_back() -> None:
 
 
 def one_document(model: Any, length: int = 16) -> dict[str, Any]:
-    """The inputs of a prepared model for one document on one rank."""
+    """Returns the inputs of a prepared model for one document on one rank."""
     (batch,), targets = pack_documents(placed_plan([length], 1, [[Placement(0, 0, 1)]]), 0, make_documents((length,)))
     return model_inputs(model, batch, targets)
 
 
 @pytest.mark.parametrize("window", [None, 4096])
 def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
-    """A dense one of 131,072 tokens would take 16 GiB."""
+    """A dense mask of 131,072 tokens would take 16 GiB."""
     config = build_model("llama", "longctx", num_hidden_layers=1, sliding_window=window).config
     tokens = 131_072
     positions = torch.cat([torch.arange(100), torch.arange(tokens - 100)]).unsqueeze(0)
@@ -107,7 +107,7 @@ def test_no_mask_is_built_for_long_documents(window: int | None) -> None:
 
 def test_dropout_in_attention_is_refused() -> None:
     model = build_model("llama", "longctx", attention_dropout=0.1).train()
-    with pytest.raises(HuggingFaceError, match=r"asks for dropout of 0\.1 in attention"):
+    with pytest.raises(HuggingFaceError, match=r"uses attention dropout 0\.1"):
         model(**one_document(model))
 
 
@@ -128,19 +128,19 @@ def some_layer(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"dropout": 0.1}, "asks for dropout of 0.1 in attention"),
-        ({"position_bias": torch.zeros(1)}, "gives its attention position_bias, of which"),
-        ({"head_mask": torch.zeros(1)}, "gives its attention head_mask, of which"),
-        ({"output_attentions": True}, "gives its attention output_attentions, of which"),
-        ({"cu_seq_lens_q": torch.zeros(1)}, "gives its attention cu_seq_lens_q, of which"),
+        ({"dropout": 0.1}, "uses attention dropout 0.1"),
+        ({"position_bias": torch.zeros(1)}, "passes position_bias to its attention, which"),
+        ({"head_mask": torch.zeros(1)}, "passes head_mask to its attention, which"),
+        ({"output_attentions": True}, "passes output_attentions to its attention, which"),
+        ({"cu_seq_lens_q": torch.zeros(1)}, "passes cu_seq_lens_q to its attention, which"),
         ({"is_causal": False}, "is not causal"),
         ({"attention_mask": torch.zeros(1, 1, 16, 16)}, "a dense attention mask was given"),
-        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, and its mask one of 8"),
-        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, and its mask one of None"),
+        ({"attention_mask": CausalMask(8), "sliding_window": 4}, "window of 4, but its mask has a window of 8"),
+        ({"attention_mask": CausalMask(), "sliding_window": 4}, "window of 4, but its mask has a window of None"),
         ({"module": some_layer(is_causal=False)}, "is not causal"),
-        ({"output_router_logits": True}, "gives its attention output_router_logits, of which"),
+        ({"output_router_logits": True}, "passes output_router_logits to its attention, which"),
         ({"ring_attention": None}, "called without a layout"),
-        ({"batch": 2}, "input_ids have batch size 2"),
+        ({"batch": 2}, "input_ids has batch size 2"),
     ],
 )
 def test_what_would_change_the_result_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -198,7 +198,7 @@ def test_masks_are_described_by_what_they_are_made_of() -> None:
     ],
 )
 def test_other_masks_are_refused(mask_function: Any, what: str) -> None:
-    with pytest.raises(HuggingFaceError, match=f"the model wants a mask made of .*{what}.*: 'longctx' has causal"):
+    with pytest.raises(HuggingFaceError, match=f"the model uses a mask of .*{what}.*: 'longctx' supports only causal"):
         describe(mask_function)
 
 

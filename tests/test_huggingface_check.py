@@ -1,4 +1,4 @@
-"""What `prepare` and `model_inputs` refuse: whatever would make the result depend on how documents are packed and split."""
+"""`prepare` and `model_inputs` refuse everything that would make results depend on how documents are packed and split."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def one_document(model: Any, length: int = 16) -> dict[str, Any]:
     return model_inputs(model, batch, targets)
 
 
-OWN = "computes its attention by itself, not through transformers' attention interface"
+OWN = "computes attention itself, not through transformers' attention interface"
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ OWN = "computes its attention by itself, not through transformers' attention int
         ("doge", r"does not run on packed tokens with attention 'longctx' \(AttributeError: 'CausalMask'"),
         *((kind, "layers of type linear_attention") for kind in ("mamba", "falcon_mamba", "qwen3_next")),
         ("llama4_text", "layers of type chunked_attention"),
-        ("xlstm", "never calls the attention of transformers' attention interface"),
-        ("stablelm", "does not hand keyword arguments on"),
+        ("xlstm", "never calls transformers' attention interface"),
+        ("stablelm", "does not pass keyword arguments to its attention"),
         ("roberta", "does not count positions as 0, 1, 2, .."),
         ("whisper", "does not compute its loss as the sum over shift_labels"),
     ],
 )
-def test_families_that_it_cannot_serve_are_refused_with_the_reason(kind: str, message: str) -> None:
+def test_unsupported_families_are_refused_with_the_reason(kind: str, message: str) -> None:
     model = build(kind, "eager")
     with pytest.raises(HuggingFaceError, match=message):
         prepare(model)
@@ -53,28 +53,29 @@ def test_families_that_it_cannot_serve_are_refused_with_the_reason(kind: str, me
 def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(huggingface_check, "check_config", lambda config: None)
     monkeypatch.setattr("longctx.attention.huggingface.check_config", lambda config: None)
-    with pytest.raises(HuggingFaceError, match=r"mixes tokens outside|never calls|gives its attention|does not run on packed"):
+    expected = r"mixes tokens outside|never calls|passes .* to its attention|does not run on packed"
+    with pytest.raises(HuggingFaceError, match=expected):
         prepare(build(kind, "eager"))
 
 
 def test_a_sequence_to_sequence_model_is_refused() -> None:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    with pytest.raises(HuggingFaceError, match="wants a mask made of bidirectional_mask_function"):
+    with pytest.raises(HuggingFaceError, match="uses a mask of bidirectional_mask_function"):
         prepare(T5ForConditionalGeneration(T5Config(**sizes)))
 
 
 def test_a_model_without_head_is_refused() -> None:
-    with pytest.raises(HuggingFaceError, match="LlamaModel gives no logits for every token"):
+    with pytest.raises(HuggingFaceError, match="LlamaModel does not return logits for every token"):
         prepare(build_model("llama", "sdpa").model)
 
 
-def test_what_is_no_model_of_transformers_is_refused() -> None:
+def test_models_of_other_libraries_are_refused() -> None:
     with pytest.raises(HuggingFaceError, match="Linear is not a model of transformers"):
         prepare(nn.Linear(2, 2))
 
 
 def with_previous_token(_module: nn.Module, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
-    """A convolution whose second weight is still zero: only gradients would be wrong, in the first step."""
+    """Acts as a convolution whose second weight is still zero: in the first step only gradients would be wrong."""
     return out + 0.0 * out.roll(1, 1)
 
 
@@ -90,8 +91,8 @@ def with_mean_loss(_module: nn.Module, _inputs: Any, out: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "hook", "message"),
     [
-        ("model.layers.0.mlp", with_previous_token, "mixes tokens outside the attention"),
-        ("model.embed_tokens", with_row_number, "from where it lies in the row"),
+        ("model.layers.0.mlp", with_previous_token, "mixes tokens outside transformers' attention interface"),
+        ("model.embed_tokens", with_row_number, "derives positions from the index of a token in the row"),
         ("", with_mean_loss, "does not compute its loss as the sum"),
     ],
 )
@@ -118,7 +119,7 @@ def test_rounding_is_no_flaw(kind: str) -> None:
 def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = build_model("llama", "sdpa")
-    with pytest.raises(HuggingFaceError, match="lies on the device meta: load them first"):
+    with pytest.raises(HuggingFaceError, match="has no weights, as it is on the meta device: load them first"):
         prepare(model)
 
 
@@ -136,7 +137,7 @@ def test_a_sharded_model_can_be_prepared(workers: Workers) -> None:
 def test_a_model_that_left_ring_attention_is_refused() -> None:
     model = build_model("llama", "longctx")
     model.set_attn_implementation("sdpa")
-    with pytest.raises(HuggingFaceError, match=r"the attention of LlamaForCausalLM is 'sdpa' now, which would mix"):
+    with pytest.raises(HuggingFaceError, match=r"the attention of LlamaForCausalLM was changed to 'sdpa', which would mix"):
         one_document(model)
     prepare(model)
     assert one_document(nn.Sequential(model))["ring_attention"]
@@ -146,7 +147,7 @@ def test_a_model_that_left_ring_attention_is_refused() -> None:
 def test_the_auxiliary_loss_of_a_mixture_is_refused(kind: str) -> None:
     model = build(kind, "eager")
     prepare(model)
-    with pytest.raises(HuggingFaceError, match="gives its attention output_router_logits"):
+    with pytest.raises(HuggingFaceError, match="passes output_router_logits to its attention"):
         model(**one_document(model), output_router_logits=True)
     model.config.output_router_logits = True
     for ask in (prepare, one_document):
@@ -167,7 +168,7 @@ LONGEST = max(LENGTHS)
 
 
 def rope_settings(kind: str, limit: int) -> dict[str, Any]:
-    """RoPE of this type that is that of short documents up to `limit` tokens."""
+    """Returns settings of a RoPE type whose frequencies change above `limit` tokens."""
     if kind == "dynamic":
         return {"rope_parameters": DYNAMIC, "max_position_embeddings": limit}
     return {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": limit}, "max_position_embeddings": 4 * limit}
@@ -185,12 +186,13 @@ def test_rope_that_looks_at_the_row_is_exact_up_to_its_limit(workers: Workers, k
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_that_looks_at_the_row_is_refused_beyond_its_limit(kind: str) -> None:
-    """Also on a rank whose own positions are below it."""
+    """Also on a rank whose own positions are below the limit."""
     settings = rope_settings(kind, LONGEST - 1)
     model = build_model("llama", "longctx", **settings)
     micro_batches, _ = pack_documents(placed_plan(LENGTHS, 2, PLACEMENTS), 1, make_documents())
     message = (
-        f"a document has {LONGEST} tokens, and RoPE of type {kind} changes its frequencies for rows of more than {LONGEST - 1}"
+        f"a document has {LONGEST} tokens, but RoPE of type {kind} changes its frequencies for inputs of more than "
+        f"{LONGEST - 1} tokens"
     )
     assert model_inputs(model, micro_batches[0])
     with pytest.raises(HuggingFaceError, match=message):

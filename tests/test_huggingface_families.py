@@ -1,6 +1,6 @@
 """Every causal language model of the installed transformers is exact, refused with a reason, or not buildable when tiny.
 
-docs/families.md is what was found. Written anew, which takes minutes, by
+docs/families.md has the results. To write it again (takes minutes), run
 
     python -m tests.test_huggingface_families
 """
@@ -45,7 +45,7 @@ Written by `python -m tests.test_huggingface_families`, checked by `pytest -m sl
 
 
 def find_all(workers: Workers) -> dict[str, dict[str, Any]]:
-    """What becomes of each model type; a crash, or ranks that do not agree, is an outcome of its own."""
+    """Returns the outcome of each model type; a crash or a disagreement between ranks is a separate outcome."""
     findings = {}
     for kind in FAMILIES:
         try:
@@ -77,7 +77,7 @@ def render(findings: dict[str, dict[str, Any]]) -> str:
 
 
 def outcomes(table: str) -> dict[str, tuple[str, ...]]:
-    """Class, outcome and text by model type: all but the measured errors."""
+    """Returns class, outcome and text by model type: everything except the measured errors."""
     cells = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in table.splitlines() if line.startswith("| ")
     ]
@@ -90,14 +90,14 @@ def test_every_causal_model_is_exact_or_refused(workers: Workers) -> None:
     wrong = {kind: finding for kind, finding in findings.items() if finding["kind"] not in OUTCOMES}
     assert not wrong
     blind = {kind: finding["mixing"] for kind, finding in findings.items() if finding["kind"] == "exact"}
-    assert min(blind.values()) > MIXING, "a tiny model that does not notice other documents proves nothing"
+    assert min(blind.values()) > MIXING, "a tiny model that is not affected by other documents proves nothing"
     written = TABLE.read_text("utf-8")
     if f"transformers {transformers.__version__} " in written:
-        assert outcomes(render(findings)) == outcomes(written), "write it anew: python -m tests.test_huggingface_families"
+        assert outcomes(render(findings)) == outcomes(written), "write it again: python -m tests.test_huggingface_families"
 
 
 def test_the_table_lists_every_model_type() -> None:
-    """Of its own version of transformers; and nothing wrong was ever committed."""
+    """The table covers all types of its version of transformers and has no unexpected outcome."""
     written = TABLE.read_text("utf-8")
     rows = outcomes(written)
     assert {outcome for _, outcome, _ in rows.values()} == set(OUTCOMES)

@@ -1,4 +1,4 @@
-"""Kernels against autograd (reference) and against the reference kernel (cpu), for any band."""
+"""Compares the reference kernel with autograd, and the CPU kernel with the reference kernel, for any band."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def bands() -> st.SearchStrategy[tuple[int | None, int | None]]:
 def test_reference_kernel_bands_and_gradients(
     band: tuple[int | None, int | None], queries: int, keys: int, softcap: float, seed: int
 ) -> None:
-    """The reference kernel's hand-written backward against autograd, for any band and unequal head sizes of k and v."""
+    """The reference kernel's backward equals autograd, for any band and unequal head sizes of k and v."""
     torch.manual_seed(seed)
     q = torch.randn(queries + 2, 4, 3, dtype=torch.float64, requires_grad=True)
     k = torch.randn(keys + 1, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -69,7 +69,7 @@ def test_cpu_kernel_skips_empty_segments() -> None:
 )
 @settings(deadline=None)
 def test_cpu_kernel_bands(band: tuple[int | None, int | None], queries: int, keys: int, block: int, seed: int) -> None:
-    """Blocks of queries with masks give what the reference gives, also where the final log-sum-exp is more than this call's."""
+    """Blocks of queries with masks equal the reference, also if the final log-sum-exp is larger than that of this call."""
     segments = [Segment(1, 1 + queries, 2, 2 + keys, *band), Segment(1 + queries, 4 + queries, 2 + keys, 5 + keys, hi=0)]
     assume(visible(segments[0], torch.device("cpu")).any(dim=1).all())
     generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The loads of plans against the schedules that their ranks make."""
+"""Compares the loads of plans with the schedules that their ranks build."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,7 +22,7 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 
 
 class Rows(NamedTuple):
-    """Rows of a rank, all of its heads wide."""
+    """Rows of a rank, counted at full width (all heads)."""
 
     tokens: int
     remote: float
@@ -33,9 +33,9 @@ class Rows(NamedTuple):
 
 
 def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_node: int | None) -> Rows:
-    """What this rank's attention really exchanges."""
+    """Returns the rows that this rank's attention really exchanges."""
     layout = plan.layout(micro_batch, rank)
-    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):  # no ranks join here
+    with mock.patch("longctx.attention.inputs.CheckedAttention.__init__", return_value=None):  # there is no process group here
         attention = packed_attention(layout, ulysses_degree, ranks_per_node=per_node)
     swapped = 0
     if isinstance(attention, HybridAttention):
@@ -70,7 +70,7 @@ def test_loads_are_those_of_the_schedules(
     profile = replace(H100, ranks_per_node=per_node)
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, max_remote_tokens=most, mode=mode)
     config = load(None, [f"context.ulysses_degree={ulysses_degree}", f"context.two_level_exchange={str(two_levels).lower()}"])
-    cut = len(lengths) * ranks  # chunks are whole tokens, one more or fewer from each rank
+    cut = len(lengths) * ranks  # chunks are whole tokens: up to one token of difference per rank
     for micro_batch in range(len(plan.micro_batches)):
         found = list(micro_batch_loads(plan, micro_batch, config))
         real = [scheduled(plan, micro_batch, rank, ulysses_degree, per_node if two_levels else None) for rank in range(ranks)]
@@ -80,7 +80,7 @@ def test_loads_are_those_of_the_schedules(
 
 
 def test_two_levels_hold_more_than_is_planned() -> None:
-    """A million tokens on 64 ranks in nodes of 8, planned in 63 stages: a stage receives what a whole node sends."""
+    """With a million tokens on 64 ranks in nodes of 8, planned in 63 stages, each stage receives the rows of a whole node."""
     long = ["batch.tokens_per_rank=16384", "context.max_remote_tokens=16384", "context.profile=h100-nvlink-ib"]
     held = {
         value: max(found.held for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64))
@@ -90,7 +90,7 @@ def test_two_levels_hold_more_than_is_planned() -> None:
 
 
 def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
-    """Where keys go straight to ranks of several nodes, the cost model swaps heads: fewer keys are received."""
+    """If keys go directly to ranks of several nodes, the cost model chooses to swap heads, and ranks receive fewer keys."""
     straight = ["context.profile=h100-nvlink-ib", "context.two_level_exchange=false"]
     wide = ["model.preset=8b", "batch.tokens_per_rank=4096", *straight]
     auto, plain = (
@@ -102,7 +102,7 @@ def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
 
 
 def stages_at_once() -> int:
-    """Buffers of received rows that are alive at a time in a forward pass of five stages."""
+    """Returns the number of buffers of received rows that are alive at once in a forward pass of five stages."""
     case = replace(RING, ranks_per_node=1)
     rank = dist.get_rank()
     Watching.buffers, Watching.most = [], 0

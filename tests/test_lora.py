@@ -1,4 +1,4 @@
-"""LoRA: the run of plain peft and transformers, however it is split over ranks; what checkpoints hold; what peft loads."""
+"""LoRA: equal to plain peft and transformers for every split over ranks; contents of checkpoints; loading by peft."""
 
 import json
 import re
@@ -47,7 +47,7 @@ MODES = {
     "auto": ["context.mode=auto", "batch.tokens_per_rank=200"],
     "degree 1": ["context.mode=static", "context.degree=1", "batch.tokens_per_rank=300"],
 }
-"""In the first two a rank holds less than the longest document has, so that some are split."""
+"""In the first two, a rank holds fewer tokens than the longest document has, so that some documents are split."""
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ MOST = ["context.mode=auto", "batch.tokens_per_rank=200"]
 def test_a_checkpoint_holds_adapters_alone_and_resumes(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Bit by bit on as many ranks; the same adapters on another number of them, where sums have another order."""
+    """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
     settings = settings_of(checkpoints["llama"], *MOST)
     ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
     again = workers.run(run_with_checkpoints, 2, store, tmp_path / "again", settings)[0]
@@ -161,8 +161,8 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
         (["lora.rank=8"], "lora.rank is 8, was 4"),
         (["lora.alpha=8"], r"lora.alpha is 8.0, was 12.0"),
         (["lora.target_modules=[q_proj]"], r"lora.target_modules is \['q_proj'\], was 'all-linear'"),
-        (["lora.rank=null", "lora.alpha=null"], "it holds adapters of LoRA: give lora.rank 4"),
-        ([f"model.from_pretrained={other}"], f"the weights of {other} are not those of {checkpoints['llama']}"),
+        (["lora.rank=null", "lora.alpha=null"], "it has LoRA adapters: set lora.rank to 4"),
+        ([f"model.from_pretrained={other}"], f"the weights of {other} differ from those of {checkpoints['llama']}"),
     ):
         said = workers.run(resuming_fails, 1, store, tmp_path / "run", [*settings, *change])
         assert re.search(message, said[0]), said[0]
@@ -215,7 +215,7 @@ def test_the_frozen_base_is_bfloat16_and_adapters_float32(
 def test_without_lora_every_weight_is_trained(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Those too that were gathered when the optimizer was made: embedding, last norm and head."""
+    """Also weights that were gathered when the optimizer was made: embedding, last norm and head."""
     settings = settings_of(checkpoints["llama"], *MOST, "lora.rank=null", "lora.alpha=null")
     for result in workers.run(run, 2, store, tmp_path, settings, 2):
         assert not result["frozen"]
@@ -223,7 +223,7 @@ def test_without_lora_every_weight_is_trained(
 
 
 def draw(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Values for every parameter and persistent buffer of a model with adapters: the checkpoint's, and adapters that matter."""
+    """Returns values of every parameter and persistent buffer: the checkpoint's, and adapters with visible effect."""
     values = {name: model.initial_value(name, weight.detach(), 3) for name, weight in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     return {
@@ -298,8 +298,8 @@ def test_incomplete_adapters_are_refused(checkpoints: dict[str, Path], tmp_path:
             "no layer is called wq: .*the linear layers down_proj, gate_proj, k_proj, o_proj",
         ),
         ("llama", ["lora.target_modules=[q_proj, lm_head]"], "lm_head is the output head"),
-        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is no linear layer"),
-        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is no linear layer"),
+        ("llama", ["lora.target_modules=[embed_tokens]"], "embed_tokens is a Embedding, which is not a linear layer"),
+        ("mixtral", ["lora.target_modules=[experts]"], "experts is a MixtralExperts, which is not a linear layer"),
         ("llama", ["lora.dropout=0.1"], "it would draw other numbers where a document is split"),
         ("llama", ["lora.rank=null"], "lora.rank is null, so that there are no adapters"),
         ("llama", ["model.implementation=native"], "not into the native decoder"),
@@ -314,7 +314,7 @@ def test_what_cannot_be_is_refused(checkpoints: dict[str, Path], kind: str, sett
 
 
 def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
-    """And not of the checkpoint as well."""
+    """The error must not blame the checkpoint too."""
     with pytest.raises(ConfigError) as raised:
         load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.target_modules=[wq]"))
     assert str(raised.value).count("no layer is called wq") == 1 and "give another checkpoint" not in str(raised.value)
@@ -322,7 +322,7 @@ def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
 
 def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="adapters need peft, which is not there"):
+    with pytest.raises(ConfigError, match="adapters need peft, which is not installed"):
         load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.rank=7"))  # of no other test
 
 
@@ -356,7 +356,7 @@ def test_the_first_line_counts_what_is_trained(
 def test_the_memory_estimate_is_within_10_percent(
     workers: Workers, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, ranks: int, others: list[str]
 ) -> None:
-    """Frozen weights are counted without gradients and moments, which would be three quarters of them."""
+    """Frozen weights are counted without gradients and optimizer state, which would be three quarters of the total."""
     store = make_store(tmp_path)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("larger"), "llama", **sizes)

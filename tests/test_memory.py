@@ -1,4 +1,4 @@
-"""The memory model against the allocator, its choices, and runs that are refused because they cannot fit."""
+"""Compares the memory model with the allocator; checks its choices, and that runs that cannot fit are refused."""
 
 import itertools
 import json
@@ -24,6 +24,7 @@ from longctx.memory.advisor import (
 )
 from longctx.memory.loads import loads
 from longctx.memory.model import Load, Memory, estimate
+from longctx.memory.units import format_bytes
 from longctx.model.presets import ModelShape
 from longctx.training.first_steps import plan_steps
 from tests.memory_cases import MODEL, peak_of_step_2
@@ -80,7 +81,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     workers: Workers, store: Path, tmp_path: Path, name: str
 ) -> None:
     ranks, settings = MEASURED[name]
-    # The lower of two: on a loaded machine messages wait for slower ranks, and their buffers with them.
+    # The lower of two runs: on a loaded machine, buffers of messages to slower ranks live longer.
     measured = min(max(workers.run(peak_of_step_2, ranks, store, tmp_path / run, settings)) for run in "ab")
     config = load(None, [*SMALL, f"data.store={store}", *MODEL, *settings], world_size=ranks)
     opened = Store.open(store)
@@ -130,7 +131,7 @@ RUNS = {
 
 
 def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]:
-    """Every set of savings with the bytes of a rank, whether the rules allow it or not."""
+    """Returns every set of savings with its bytes per rank, whether the rules allow it or not."""
     values: dict[str, list[tuple[str, object] | None]] = {}
     for change in savings(config):
         values.setdefault(change[0], [None]).append(change)
@@ -200,7 +201,7 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
     assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, configured, fused=True), Memory)
     with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=selective\. `longctx estimate`"):
         refuse_too_large(SPEC, CONFIG, None, 8, 90 << 30, fused=True)
-    with pytest.raises(DoesNotFit, match=r"no setting for memory is enough: lower batch\.tokens_per_rank"):
+    with pytest.raises(DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"):
         refuse_too_large(SPEC, CONFIG, None, 8, 1 << 30, fused=True)
 
 
@@ -209,7 +210,7 @@ def test_training_is_refused_before_it_starts(
 ) -> None:
     monkeypatch.setattr(advisor, "available_bytes", lambda device, ranks: 1 << 20)
     assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
-    assert "has 0.00 GiB: no setting for memory is enough" in capsys.readouterr().err
+    assert "only 1.00 MiB is available: no memory setting saves enough" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -236,6 +237,10 @@ def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int)
         check(changed(config, [(name, value) for name, value in row.items() if name != "ranks"]), world_size=8)
 
 
+def test_small_sizes_are_in_mebibytes() -> None:
+    assert [format_bytes(size) for size in (0, 5 << 20, 6 << 20, 3 << 30)] == ["0.00 MiB", "5.00 MiB", "0.01 GiB", "3.00 GiB"]
+
+
 def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["estimate", f"--data.store={store}", "--ranks", "2", "--train.recompute=full", "--context.profile=cpu-2core"]
     assert main([*arguments, "--json"]) == 0
@@ -246,7 +251,8 @@ def test_command(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [row["total"] for row in found["choices"] if same.items() <= row.items()] == [configured["total"]]
     assert main(arguments) == 0
     said = capsys.readouterr().out
-    assert "fullest moment" in said and "8 ranks" in said
+    assert "peak memory, at:" in said and "8 ranks" in said
+    assert "MiB" in said and "0.00 GiB" not in said
     assert main(["estimate", f"--data.store={tmp_path / 'none'}"]) == 2
     assert "--model.vocab_size" in capsys.readouterr().err
     assert main(["estimate", f"--data.store={tmp_path / 'none'}", "--model.vocab_size=1000", "--json"]) == 0

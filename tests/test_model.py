@@ -44,7 +44,7 @@ def test_packed_documents_equal_each_alone(tied: bool) -> None:
 
 
 def test_block_equals_a_plain_llama() -> None:
-    """Written out once more with F.scaled_dot_product_attention and complex rotations, from the weights by name."""
+    """A second implementation with F.scaled_dot_product_attention and complex rotations, using the weights by name."""
     made = model()
     tokens, positions = packed([23])
     weight = dict(made.named_parameters())
@@ -80,7 +80,7 @@ def test_block_equals_a_plain_llama() -> None:
 
 
 def test_rope_is_exact_far_out() -> None:
-    """At position 2,000,000 the angles of the fast pairs keep float32 accuracy, and scores depend on distance alone."""
+    """At position 2,000,000 the angles of fast pairs keep float32 accuracy, and scores depend only on distance."""
     q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
     near, far = [
         (rotate(q, *Rope(16, 5e5).tables(torch.tensor([p + 5]))) * rotate(k, *Rope(16, 5e5).tables(torch.tensor([p])))).sum()
@@ -194,7 +194,7 @@ def test_norms_do_not_decay() -> None:
 
 
 def test_gradient_of_frequent_entries_in_bfloat16() -> None:
-    """An entry that stands 4,000 times in a text gets the sum of 4,000 gradients, which bfloat16 cannot add up one by one."""
+    """An entry that occurs 4,000 times in a text gets the sum of 4,000 gradients, too many to add one by one in bfloat16."""
     embedding = Embedding(5, 8).to(torch.bfloat16)
     tokens = torch.arange(16_000) % 4
     gradient = torch.rand(16_000, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a run keeps beside its weights: the tokenizer, and the chat template that the conversations of its store had."""
+"""Files that a run keeps beside its weights: the tokenizer, and the chat template of its store's conversations."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ MULTI = {"messages": chat("Grüße, 日本 🦊?", "x = {'a': 1}\n", "And?", "No
 @pytest.mark.parametrize("train_on", ["assistant", "all"])
 @pytest.mark.parametrize("how", ["no template", "chatml", "tokenizer.json"])
 def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: str, train_on: str) -> None:
-    """Whether the checkpoint brings none, ChatML was asked for, or only its tokenizer.json was given; texts stand before it."""
+    """If the checkpoint has no template, ChatML was requested, or only a tokenizer.json was given; texts come first."""
     bare = tmp_path / "bare"
     FAMILIES["SmolLM2"].save(bare)
     if how == "no template":
@@ -45,15 +45,15 @@ def test_what_became_chatml_is_exported_with_its_template(tmp_path: Path, how: s
     assert tokenizer.apply_chat_template(MULTI["messages"], return_dict=False) == tokens[:-1]
     question = tokenizer.apply_chat_template(MULTI["messages"][:-1], add_generation_prompt=True, return_dict=False)
     assert question == tokens[: len(question)] and tokenizer.decode(question).endswith("<|im_start|>assistant\n")
-    assert store.manifest.template.startswith("ChatML") and "other tokens" not in store.manifest.template
+    assert store.manifest.template.startswith("ChatML") and "differently" not in store.manifest.template
 
 
 def test_a_tokenizer_whose_chatml_transformers_cannot_write_is_named(tmp_path: Path) -> None:
-    """One that begins every text with a space."""
+    """The tokenizer begins every text with a space."""
     checkpoint = FAMILIES["Mistral"].save(tmp_path / "checkpoint")
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", [MULTI])))
     store = prepare(source, tmp_path / "store", tokenizer=str(checkpoint), chat_template="chatml")
-    assert store.manifest.template.endswith("transformers gives its marks other tokens with this tokenizer")
+    assert store.manifest.template.endswith("transformers encodes its markers differently with this tokenizer")
 
 
 def test_texts_alone_get_no_template(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of transformers in the native decoder: weights, loss and gradients, however split, and what is refused."""
+"""Checkpoints of transformers in the native decoder: weights, loss and gradients for every split, and refused checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ SPLITS = {
     "pipeline 2": (2, [PP]),
 }
 ROPES = ("Llama 3", "linear", "YaRN")
-"""These differ from Llama 2 in tables alone."""
+"""These differ from Llama 2 only in their RoPE tables."""
 
 
 STEPS = [(name, split) for name in CASES if name not in ROPES for split in SPLITS]
@@ -83,8 +83,8 @@ def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str,
 
 
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden_act": ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and it has silu, swish, gelu_pytorch_tanh"),
-    "attention_bias": ("llama", {"attention_bias": True}, "config.json has attention_bias True, of which it knows nothing"),
+    "hidden_act": ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and only silu, swish, gelu_pytorch_tanh are"),
+    "attention_bias": ("llama", {"attention_bias": True}, "config.json has attention_bias True, which is not supported"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias True"),
     "bias of qwen3": ("qwen3", {"attention_bias": True}, "attention_bias True"),
     "dropout": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
@@ -92,17 +92,17 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "quantised": ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
     "softcap of gemma3": ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping 5.0"),
-    "type": ("olmo2", {}, "model_type is olmo2, and it runs llama, mistral"),
+    "type": ("olmo2", {}, "model_type is olmo2, and only llama, mistral"),
     "pattern": (
         "gemma2",
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
-        "layer_types has full_attention in other layers than every so many-th",
+        "layer_types has full_attention in layers other than every n-th",
     ),
     "kind of layer": ("qwen3", {"layer_types": ["linear_attention"] * 4}, "layer_types has linear_attention"),
     "dynamic": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
-        "rope_parameters is of type dynamic",
+        "rope_parameters has type dynamic",
     ),
     "attention_factor": (
         "llama",
@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "partial": (
         "llama",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "partial_rotary_factor 0.5, of which llama makes nothing",
+        "partial_rotary_factor 0.5, which llama does not use",
     ),
     "scaled windows": (
         "gemma3_text",
@@ -130,7 +130,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
                 "sliding_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
             }
         },
-        "rope_parameters of sliding_attention is of type linear",
+        "rope_parameters of sliding_attention has type linear",
     ),
 }
 
@@ -148,7 +148,7 @@ def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, change: str) -
 
 
 def test_every_field_of_a_config_is_known_or_refused() -> None:
-    """A field that a later version of transformers adds is refused, unless it has its default."""
+    """A field added by a later version of transformers is refused, unless it has its default."""
     for kind, family in FAMILIES.items():
         config = transformers.AutoConfig.for_model(kind)
         shape = family.shape(config)
@@ -185,9 +185,9 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         load_all(rewrite(tmp_path, {name: tensor for name, tensor in tensors.items() if name != some}))
     with pytest.raises(PretrainedError, match=rf"{some} has shape \(47, 32\), not \(48, 32\); give the config"):
         load_all(rewrite(tmp_path, {**tensors, some: tensors[some][:47].clone()}))
-    with pytest.raises(PretrainedError, match=r"holds model\.layers\.0\.self_attn\.q_norm\.weight, of which Qwen2"):
+    with pytest.raises(PretrainedError, match=r"has model\.layers\.0\.self_attn\.q_norm\.weight, which Qwen2"):
         load_all(rewrite(tmp_path, {**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
-    with pytest.raises(PretrainedError, match=r"has tie_word_embeddings, and lm_head\.weight is not its embedding"):
+    with pytest.raises(PretrainedError, match=r"has tie_word_embeddings, but its lm_head\.weight differs from its embedding"):
         load_all(rewrite(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
     load_all(rewrite(tmp_path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}))
     file = tmp_path / "model.safetensors"
@@ -198,7 +198,7 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_shape_finds_its_family(name: str) -> None:
-    """What a config of transformers says comes back from the shape alone."""
+    """A shape made from a config of transformers gives the same family, with a config of the same shape."""
     kind = CASES[name][0]
     wanted = FAMILIES[kind].shape(build(name).config)
     family, config = expressed(wanted, longest=64)
@@ -227,5 +227,5 @@ def test_families_of_new_models(options: dict[str, Any], kind: str) -> None:
 
 def test_a_shape_of_no_family_is_refused() -> None:
     shape = ModelShape.model_validate({**PRESETS["tiny"].model_dump(), "vocab_size": 300, "qkv_bias": True, "qk_norm": True})
-    with pytest.raises(NoNativeModel, match=r"no family .* has models of this shape \(qwen2 lacks qk_norm True\)"):
+    with pytest.raises(NoNativeModel, match=r"no supported family .* has models of this shape \(qwen2 lacks qk_norm True\)"):
         expressed(shape, longest=64)

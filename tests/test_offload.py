@@ -1,4 +1,4 @@
-"""Block inputs that lie in host memory change nothing but where they lie."""
+"""Keeping block inputs in host memory does not change results."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The operator as torch sees it: compiled without graph breaks or recompiling, and kept by selective recomputation."""
+"""The operator compiles without graph breaks or recompilation, and selective recomputation keeps its outputs."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ SINGLE = Case(2, (40, 1), (Placement(0, 0, 1), Placement(1, 1, 1)), heads=4, kv_
 
 
 class Block(torch.nn.Module):
-    """Projections around attention, as in a transformer."""
+    """Attention between projections, as in a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(torch.nn.Module):
 
 
 class Counting(Exchange):
-    """Counts how often this rank starts to exchange."""
+    """Counts the exchanges that this rank starts."""
 
     starts = 0
 
@@ -56,9 +56,9 @@ class Counting(Exchange):
 
 
 def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Tensor, ...]], int, int, list[int]]:
-    """Of plain and then compiled blocks, for each micro-batch: out, dx and dweight.
+    """Returns out, dx and dweight of plain and of compiled blocks, for each micro-batch.
 
-    Then graphs, graph breaks, and how often this rank started to exchange, without and with compilation.
+    Then the numbers of graphs and graph breaks, and of exchanges started without and with compilation.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -90,20 +90,20 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
 
 
 @pytest.mark.parametrize("recompute", MODES)
-def test_blocks_compile_without_breaks_and_not_again_for_another_layer_or_micro_batch(workers: Workers, recompute: str) -> None:
-    """Whatever the number of documents, and of tokens: torch takes 0 and 1 for constants."""
+def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, recompute: str) -> None:
+    """For any number of documents and tokens, although torch treats 0 and 1 as constants."""
     cases = [EMPTY, CASE, SINGLE, OTHER, MANY]
     for results, graphs, breaks, (plain_starts, compiled_starts) in workers.run(run_compiled, 2, cases, recompute):
         for plain, compiled in zip(results[: len(cases)], results[len(cases) :], strict=True):
             for a, b in zip(plain, compiled, strict=True):
                 torch.testing.assert_close(a, b)
-        assert compiled_starts == plain_starts, "what is kept and what is repeated stays"
+        assert compiled_starts == plain_starts, "compilation must not change what is kept and recomputed"
         assert breaks == 0
         assert 1 <= graphs <= 2  # of six layers and five layouts
 
 
 def run_head_exchange_compiled(cases: list[Case]) -> int:
-    """Compares a plain block with the compiled one; returns how many graphs were made."""
+    """Compares a plain block with the compiled one; returns the number of graphs."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     block = Block()
@@ -118,13 +118,13 @@ def run_head_exchange_compiled(cases: list[Case]) -> int:
 
 
 def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
-    """Once for micro-batches with plain rings beside, and once (MANY on rank 1) without; fullgraph=True raises at a break."""
+    """Compiles once with additional plain rings and once without (MANY on rank 1); fullgraph=True raises at a graph break."""
     cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]
     assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
 
 
 def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:
-    """Gradients of a block, and how often this rank started to exchange."""
+    """Returns the gradients of a block and the number of exchanges that this rank started."""
     torch.manual_seed(0)
     block = Block()
     rank = dist.get_rank()
@@ -143,7 +143,7 @@ def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]
 
 
 def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) -> None:
-    """One exchange forward, one to fetch again unless kept, one to return gradients; full recomputation does one more."""
+    """One exchange in forward, one to fetch again unless kept, one to return gradients; full recomputation adds one."""
     starts = {}
     wanted = None
     for keep_kv in (False, True):

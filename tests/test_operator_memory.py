@@ -1,4 +1,4 @@
-"""What the operator returns is what it tells torch.compile, and what it holds is what it needs."""
+"""The operator's outputs match what torch.compile is told, and it holds no more memory than it needs."""
 
 from typing import Any, ClassVar
 
@@ -18,7 +18,7 @@ RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_stages=5, head_dim=16)
 
 
 class Watching(Exchange):
-    """Counts the buffers of messages that are alive at a time, those just posted included."""
+    """Counts the message buffers that are alive at once, including those just posted."""
 
     buffers: ClassVar[list[StorageWeakRef]] = []
     most = 0
@@ -31,7 +31,7 @@ class Watching(Exchange):
 
 
 def run_watched() -> tuple[int, int]:
-    """The most buffers alive in forward, and in backward."""
+    """Returns the maximum number of live buffers in forward and in backward."""
     rank = dist.get_rank()
     attention = RingAttention(RING.layout(rank), exchange=Watching)
     q, k, v, dout = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
@@ -43,13 +43,13 @@ def run_watched() -> tuple[int, int]:
 
 
 def test_few_stages_are_held_at_once(workers: Workers) -> None:
-    """Keys of the stage that is computed and of the next one; in backward also the gradients of two stages, on their way."""
+    """Holds keys of the current and the next stage; in backward also gradients of two stages in flight."""
     results = workers.run(run_watched, 6)
     assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
 
 
 class Zeros(TorchDispatchMode):
-    """Notes the sizes of what autograd fills with zeros because there is no gradient of it."""
+    """Records the sizes of tensors that autograd fills with zeros for missing gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Zeros(TorchDispatchMode):
 
 
 def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The size of what is kept, and of the zeros made in backward."""
+    """Returns the size of the kept K and V, and of the zeros created in backward."""
     rank = dist.get_rank()
     attention = RingAttention(RING.layout(rank), keep_kv=True)
     q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
@@ -85,7 +85,7 @@ ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_he
 @pytest.mark.parametrize("case", [ALONE, Case(1, (), ())])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_first: bool) -> None:
-    """Compiled code relies on them; inputs are split projections, or come with heads before tokens."""
+    """Compiled code relies on sizes and strides; inputs are split projections, or have heads before tokens."""
     attention = RingAttention(case.layout(0))
     tensors = [torch.randn(7 * bool(case.lengths), heads, 8) for heads in (4, 2, 2)]
     if heads_first:
@@ -104,5 +104,5 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
 def test_an_attention_that_nobody_holds_is_named() -> None:
     number = RingAttention(ALONE.layout(0)).number
     q = torch.zeros(7, 4, 8)
-    with pytest.raises(RuntimeError, match="hold it until backward is done"):
+    with pytest.raises(RuntimeError, match="keep a reference to it until backward is done"):
         operator.forward(q, q, q, None, number, operator.NO_LAYER)

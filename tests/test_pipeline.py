@@ -1,4 +1,4 @@
-"""Pipelines give the losses of one process, whatever the schedule, the domain and the number of micro-batches."""
+"""Pipelines give the losses of one process for every schedule, domain and number of micro-batches."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    """Ten steps of one process."""
+    """Results of ten steps of one process."""
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [LAYERS])[0]
 
 
@@ -63,7 +63,7 @@ MORE = {
 
 
 def check(workers: Workers, store: Path, alone: list[StepMetrics], run: Path, ranks: int, settings: list[str]) -> None:
-    """Five steps are enough where many processes share few cores."""
+    """Only five steps, as many processes share few cores."""
     expected = alone[: 10 if ranks == 2 else 5]
     split = workers.run(train, ranks, store, run, settings, len(expected))[0]
     for name in ("tokens", "target_tokens"):
@@ -92,7 +92,7 @@ def test_more_pipelines(
 
 
 def test_resume_under_another_layout(workers: Workers, store: Path, tmp_path: Path, alone: list[StepMetrics]) -> None:
-    """A checkpoint of one process goes on in a pipeline, one of a pipeline in another and in one process."""
+    """A checkpoint of one process continues in a pipeline, one of a pipeline in another pipeline and in one process."""
     layouts = {
         "one process": (1, [LAYERS]),
         "pipeline": (4, [*pipeline(2, "1f1b"), HALF]),
@@ -110,7 +110,7 @@ def test_resume_under_another_layout(workers: Workers, store: Path, tmp_path: Pa
 
 
 def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """Not for all micro-batches of a step: hidden states and gradients of two, and one whose message is still going out."""
+    """Not for all micro-batches of a step: hidden states and gradients of two, and one message that is still being sent."""
     settings = [*pipeline(2, "1f1b"), "batch.tokens_per_rank=1500", "batch.global_tokens=20000"]
     for micro_batches, most in workers.run(training_cases.buffers_of_a_pipeline, 2, store, tmp_path, settings):
         assert micro_batches > 8
@@ -121,7 +121,7 @@ def test_buffers_exist_for_micro_batches_under_way(workers: Workers, store: Path
 def test_blocks_are_resharded_after_their_backward(
     workers: Workers, store: Path, tmp_path: Path, schedule: str, chunks: int
 ) -> None:
-    """As without a pipeline, if settings say so; else all that a rank has stay gathered for the step."""
+    """As without a pipeline, if the settings say so; otherwise all weights of a rank stay gathered for the step."""
     for when, expected in (("block", 0), ("step", 2)):
         settings = [*pipeline(2, schedule, chunks), HALF, *STATIC, f"parallel.reshard_after={when}"]
         for gathered in workers.run(training_cases.gathered_blocks_in_a_pipeline, 4, store, tmp_path / when, settings):
@@ -149,7 +149,7 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
 
 
 def test_stages_by_cost() -> None:
-    """The last stage has the head, which counts as several blocks where blocks are small; long attention outweighs it."""
+    """The last stage has the head, which costs as much as several small blocks; attention over long documents outweighs it."""
     shape = PRESETS["1b"].model_copy(update={"vocab_size": 128_256})
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=0)] == [5, 5, 5, 1]
     assert [len(layers) for layers in split_layers(shape.spec, 4, keys=10_000_000)] == [4, 4, 4, 4]
@@ -165,7 +165,7 @@ def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[Ste
 
 
 def test_a_rank_that_fails(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """The others end with an error that names step, micro-batch, stage and layer, within the timeout."""
+    """The other ranks end within the timeout, with an error that names step, micro-batch, stage and layer."""
     settings = [*pipeline(2, "1f1b"), HALF, *STATIC]
     with pytest.raises(AssertionError) as caught:
         workers.run(training_cases.with_rank_1_failing, 4, store, tmp_path, "dies", settings)

@@ -1,4 +1,4 @@
-"""The checker catches every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
+"""The checker rejects every kind of broken plan and names document, micro-batch and rank; impossible requests are refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,9 +30,9 @@ def test_a_sound_plan_passes(plan: Plan) -> None:
     [
         (
             [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2), Placement(1, 0, 1)]],
-            "document 1 stands 2 times.*0, 1",
+            "document 1 is placed 2 times.*0, 1",
         ),
-        ([[Placement(0, 0, 4)], [Placement(2, 2, 2)]], "document 1 stands in no micro-batch"),
+        ([[Placement(0, 0, 4)], [Placement(2, 2, 2)]], "document 1 is in no micro-batch"),
         ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 3, 2)]], "document 2 in micro-batch 1 .*ranks 3 to 4.*has 4"),
         ([[Placement(0, 0, 4), Placement(1, 4, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 .*ranks 4 to 4"),
         ([[Placement(0, 0, 4), Placement(1, -1, 1)], [Placement(2, 2, 2)]], "document 1 in micro-batch 0 is malformed.*-1"),
@@ -46,7 +46,7 @@ def test_a_sound_plan_passes(plan: Plan) -> None:
             r"rank 0 holds 120 tokens in micro-batch 0 .*\[0, 1\].*100",
         ),
         ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
-        ([[Placement(0, 0, 4), Placement(1, 0, 1)], []], "micro-batch 1 holds no document"),
+        ([[Placement(0, 0, 4), Placement(1, 0, 1)], []], "micro-batch 1 has no document"),
     ],
 )
 def test_each_broken_plan_is_caught(plan: Plan, micro_batches: list[list[Placement]], message: str) -> None:
@@ -70,7 +70,7 @@ def test_each_malformed_plan_is_caught(plan: Plan, change: dict[str, Any], messa
 
 
 def test_one_token_over_the_budget_is_caught() -> None:
-    """Odd cuts: 7 tokens on two ranks are 3 and 4; a budget of 3 is one too few, on the rank that has the fourth."""
+    """7 tokens on two ranks are split into 3 and 4, so a budget of 3 is one too small on one of the ranks."""
     plan = Plan("auto", "search", 2, 3, (7,), ((Placement(0, 0, 2),),), (1,), H100)
     with pytest.raises(PlanError, match="rank 1 holds 4 tokens in micro-batch 0"):
         check_plan(plan)
@@ -86,7 +86,7 @@ def request(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": []}, "no documents"),
+        ({"lengths": []}, "lengths are empty"),
         ({"lengths": [5, 0]}, "document 1 has length 0"),
         ({"lengths": [5, -3]}, "document 1 has length -3"),
         ({"lengths": [5, 2.0]}, "document 1 has length 2.0"),
@@ -95,21 +95,21 @@ def request(**change: Any) -> dict[str, Any]:
         ({"lengths": [5, 1 << 70]}, "document 1"),
         (
             {"lengths": [5, 900, 600]},
-            r"document 1 has 900 tokens: 4 ranks of 128 .*512.*tokens_per_rank to 225, take 8 ranks.*1 more",
+            r"document 1 has 900 tokens, but 4 ranks of 128 .*512.*1 more.*tokens_per_rank to 225, use 8 ranks",
         ),
         ({"ranks": 0}, "ranks is 0"),
         ({"ranks": 2.5}, "ranks is 2.5"),
         ({"tokens_per_rank": 0}, "tokens_per_rank is 0"),
         ({"tokens_per_rank": None}, "tokens_per_rank is None"),
         ({"mode": "dynamic"}, "mode is 'dynamic'.*auto, static, bins"),
-        ({"degree": 2}, "degree is 2 with mode auto"),
+        ({"degree": 2}, "degree is 2, but mode is auto"),
         ({"mode": "static", "degree": 5}, "degree is 5.*1..4"),
-        ({"mode": "static", "degree": 1}, "document 1 has 200 tokens: 1 ranks of 128.*degree 2"),
-        ({"mode": "static", "bins": {200: 2}}, "bins are given with mode static"),
-        ({"mode": "bins", "bins": {150: 1}}, "document 1 has 200 tokens: the bins end at 150"),
+        ({"mode": "static", "degree": 1}, "document 1 has 200 tokens, but 1 ranks of 128.*degree 2"),
+        ({"mode": "static", "bins": {200: 2}}, "bins are given, but mode is static"),
+        ({"mode": "bins", "bins": {150: 1}}, "document 1 has 200 tokens, but the bins end at 150"),
         (
             {"mode": "bins", "bins": {200: 1}},
-            "document 1 has 200 tokens, and its bin's degree 1 holds 128: raise .* to 2, or tokens_per_rank to 200",
+            "document 1 has 200 tokens, but degree 1 of its bin holds at most 128: raise .* to 2, or tokens_per_rank to 200",
         ),
         ({"mode": "bins", "bins": {200: 5}}, "bin 200: 5 .*1..4"),
         ({"mode": "bins", "bins": {}}, "bins are empty"),
@@ -123,7 +123,7 @@ def test_impossible_requests_say_what_would_do(change: dict[str, Any], message: 
 
 def test_the_way_out_of_a_document_that_does_not_fit_is_true() -> None:
     lengths = [100, 901]
-    with pytest.raises(PlanError, match="tokens_per_rank to 226, take 9 ranks"):
+    with pytest.raises(PlanError, match="tokens_per_rank to 226, use 9 ranks"):
         make_plan(**request(lengths=lengths, tokens_per_rank=113))
     make_plan(**request(lengths=lengths, tokens_per_rank=226))
     make_plan(**request(lengths=lengths, tokens_per_rank=113, ranks=9))

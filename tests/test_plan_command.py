@@ -91,7 +91,7 @@ def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, cap
         ("5\n\n7.5\n", "line 3: '7.5'"),
         ("0\n", "line 1: '0'"),
         ("-4\n", "line 1: '-4'"),
-        ("99999\n", "document 0 has 99999 tokens: 4 ranks of 8192"),
+        ("99999\n", "document 0 has 99999 tokens, but 4 ranks of 8192"),
     ],
 )
 def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: 
     ("more", "message"),
     [
         (["--profile", "h900"], "no hardware profile 'h900'"),
-        (["--degree", "2"], "degree is 2 with mode auto"),
+        (["--degree", "2"], "degree is 2, but mode is auto"),
         (["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
         (["--global-tokens", "100"], "--global-tokens belongs to a store"),
     ],
@@ -177,7 +177,7 @@ def test_a_plan_in_a_pipeline(lengths: Path, capsys: pytest.CaptureFixture[str])
     assert made["pipeline"] == asdict(Pipeline(4, 2, "interleaved"))
     assert made["bubble_share"] > 0
     assert plan(lengths, "--pipeline-ranks", "4", "--pipeline-chunks", "2") == 2
-    assert "schedule 1f1b runs one stage on every rank; give 1, or choose schedule" in capsys.readouterr().err
+    assert "schedule 1f1b runs one stage per rank; use 1 chunk, or choose schedule" in capsys.readouterr().err
 
 
 def test_bins_are_parsed() -> None:

@@ -1,4 +1,4 @@
-"""The vectorised cost is the written one: compared with a slow, plain-Python reading of the formulas, rank by rank."""
+"""Compares the vectorized cost model with a slow plain-Python version of the formulas, rank by rank."""
 
 import itertools
 import math
@@ -36,7 +36,7 @@ def plain_attention_s(profile: HardwareProfile, length: int, degree: int) -> flo
 def plain_time_s(
     profile: HardwareProfile, lengths: list[int], rings: list[tuple[int, int, int, bool]], rank: int
 ) -> tuple[float, float]:
-    """(time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
+    """Returns (time, exposed) of one rank that holds shards of `rings`: (document, first rank, degree, reversed)."""
     tokens, attention, intra, inter, mates = 0, 0.0, 0.0, 0.0, False
     node = rank // profile.ranks_per_node
     for document, first, degree, reverse in rings:
@@ -49,7 +49,7 @@ def plain_time_s(
             mates |= bool(others)
             far = len(others) - near
             size = lengths[document] / degree * profile.kv_bytes_per_token
-            if profile.exchange_levels == 2:  # what comes for the node is shared out, and each passes on its share
+            if profile.exchange_levels == 2:  # ranks of the node share the received rows and pass them on
                 passed_on = far * near / (near + 1)
                 near, far = near + passed_on, far / (near + 1)
             intra += size * near / profile.intra_node_bytes_per_s
@@ -84,7 +84,7 @@ def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment
             if a.micro_batch[i] == k
         ]
         plain = [plain_time_s(profile, lengths, rings, rank) for rank in range(ranks)]
-        rounding = 1e-9 * (4 + 2 * ranks * len(lengths))  # each document and each mate is rounded up to a nanosecond
+        rounding = 1e-9 * (4 + 2 * ranks * len(lengths))  # each document and each peer is rounded up to a nanosecond
         for rank, (time, exposed) in enumerate(plain):
             assert result.time[k, rank] / 1e9 == pytest.approx(time, rel=1e-9, abs=rounding)
             assert result.exposed[k, rank] / 1e9 == pytest.approx(exposed, rel=1e-6, abs=rounding + 1e-9 * time)
@@ -106,8 +106,8 @@ def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget
 
 
 def test_a_worked_example() -> None:
-    """Two ranks, one document of 8192 on both: 4096 each; as efficient as a whole one of 8192 / 1.3, between the points of
-    2048 (85 %) and 8192 (100 %); the exchange hides behind attention."""
+    """One document of 8192 tokens on two ranks, 4096 each: as efficient as an unsplit document of 8192 / 1.3 tokens, between
+    the points at 2048 (85 %) and 8192 (100 %). Attention hides the exchange."""
     a = Assignment(np.array([0]), np.array([0]), np.array([2]), np.array([False]))
     result = score(H100, np.array([8192]), a, 2)
     attention = 2.04e-9 * 8192**2 / 2 / (1 - 0.15 * math.log2(1.3) / 2)
@@ -116,7 +116,7 @@ def test_a_worked_example() -> None:
 
 
 def test_a_ring_across_nodes_pays_the_slow_network() -> None:
-    """Ranks 7 and 8 are on different nodes: 1000 tokens of K and V to one mate at 40 GB/s, not 300."""
+    """Ranks 7 and 8 are on different nodes: K and V of 1000 tokens go to one peer at 40 GB/s instead of 300 GB/s."""
     slow = HardwareProfile(**{**H100.__dict__, "overlap": 0.0})
     times = []
     for first in (6, 7):
@@ -149,7 +149,7 @@ def test_attention_does_not_fall_when_a_document_is_split_further() -> None:
 @settings(max_examples=100, deadline=None)
 @given(assignments(), profiles())
 def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
-    """Any assignment, even one of overfull ranks, is a plan under the budget of its fullest rank."""
+    """Any assignment is a valid plan if the budget is that of its fullest rank."""
     lengths, ranks, a = case
     _, row = np.unique(a.micro_batch, return_inverse=True)
     a = Assignment(row, a.first_rank, a.degree, a.reversed)
@@ -160,7 +160,7 @@ def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignm
 
 
 def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:
-    """131072 tokens on 64 ranks: the bound knows that no degree is as fast as even work at full efficiency."""
+    """For 131072 tokens on 64 ranks, the bound accounts for every degree being slower than even work at full efficiency."""
     straight, length, degrees = replace(H100, exchange_levels=1), np.array([131072]), np.arange(1, 65)
     best = min(
         score(straight, length, Assignment(np.array([0]), np.array([0]), np.array([d]), np.array([False])), 64).makespan_ns

@@ -1,4 +1,4 @@
-"""Plans for pipelines: more and smaller micro-batches, a bubble that is counted, and schedules that can run them."""
+"""Plans for pipelines: more and smaller micro-batches, the bubble in the cost, and schedules that can run the plans."""
 
 import json
 from dataclasses import asdict
@@ -36,7 +36,7 @@ def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
 
 
 def simulated_1f1b(times: list[float], ranks: int) -> float:
-    """When the last rank is done: a third of a micro-batch's time is its forward pass, and messages take none."""
+    """Returns the time when the last rank finishes: forward is a third of a micro-batch's time, messages take no time."""
     passes = []
     for rank in range(ranks):
         ahead = min(len(times), ranks - rank)
@@ -107,7 +107,7 @@ def test_plans_in_pipelines(lengths: list[int], pipeline: Pipeline) -> None:
 
 @given(real=st.integers(1, 200), ranks=st.integers(1, 16), schedule=st.sampled_from(SCHEDULES))
 def test_empty_micro_batches(real: int, ranks: int, schedule: str) -> None:
-    """As few as can be, so that 1f1b has one for each stage and chunks have rounds of one size."""
+    """As few as possible, so that 1f1b has one micro-batch per stage and schedules with chunks have equal rounds."""
     runs = Pipeline(ranks, 2, schedule).runs(real)
     assert real <= runs < real + ranks
     if schedule == "1f1b" and ranks > 1:

@@ -1,4 +1,4 @@
-"""Every plan keeps its guarantees, whatever the lengths, ranks, budget and profile; auto is never worse than the others."""
+"""Every plan keeps its guarantees for any lengths, ranks, budget and profile; auto is never worse than the other modes."""
 
 import json
 
@@ -42,7 +42,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, object]:
-    """Lengths, ranks and budget: some fit, some do not; short, long and exactly full documents among them."""
+    """Draws lengths, ranks and a budget that fit or do not fit, with short, long and exactly full documents."""
     ranks = draw(st.one_of(st.integers(1, 9), st.sampled_from([12, 24, 48, 64])))
     budget = draw(st.one_of(st.integers(1, 40), st.integers(41, 5000)))
     length = st.one_of(
@@ -79,7 +79,7 @@ def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object]
 
 
 def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
-    """Reversing documents moves single tokens between ranks; candidates must be scored as they will run."""
+    """Reversing documents moves single tokens between ranks, so candidates must be scored as they will run."""
     flat = HardwareProfile(**{**H100.__dict__, "attention_efficiency": ((1, 1.0),), "ranks_per_node": 1, "overlap": 0.0})
     plans = [
         make_plan([1, 1, 1, 1745], ranks=24, tokens_per_rank=77, profile=flat, mode=mode) for mode in ("auto", "static", "bins")

@@ -1,4 +1,4 @@
-"""The parts of mode auto's search: evening out keeps the budget, groups share ranks or keep apart, paths are short."""
+"""The parts of mode auto's search: balancing keeps the budget, groups do not overlap partially, paths are shortest."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ H100 = HardwareProfile.load("h100-nvlink-ib")
 
 @st.composite
 def standing(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
-    """Slots, times and tokens of documents on some micro-batches of some ranks."""
+    """Draws slots, times and tokens of documents for a number of micro-batches and ranks."""
     ranks, micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     number = draw(st.integers(1, 30))
     whole = [
@@ -66,7 +66,7 @@ def test_evening_out_finds_even_heights(slots: list[int], time: list[int], heigh
 
 
 def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() -> None:
-    """Micro-batch 0 takes 90 because of one document; what is too much for micro-batch 1 fits beside it, though beyond 40."""
+    """Micro-batch 0 takes 90 because of one document, so its other rank may take the excess of micro-batch 1, above 40."""
     slots, time = np.array([0, 1, 2, 2, 3, 3]), np.array([90, 30, 30, 30, 30, 30])
     room, free = np.array([40, 40, 40, 40]), np.full(4, 100)
     after = balance(slots, time, np.ones(6, dtype=np.int64), room, free, 2, 40)
@@ -95,7 +95,7 @@ def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int
 
 @pytest.mark.parametrize(("mix", "ranks", "seed"), [("wikipedia", 64, 2), ("wlb_128k", 24, 0), ("wlb_128k", 24, 1)])
 def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ranks: int, seed: int) -> None:
-    """One document a rank: sharing groups of ranks once was up to 2 % faster here."""
+    """With one document per rank, sharing groups of ranks was up to 2 % faster before auto tried it."""
     lengths = load_mix(mix).draw(ranks, seed)
     auto = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
     flexsp = plan_baseline("flexsp", lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
@@ -105,7 +105,7 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(100, 5000), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 300))
 def test_shortest_paths_are_as_short_as_any_cut_into_micro_batches(work: list[int], ranks: int, launch_ns: int) -> None:
-    """Where room is worth nothing. A document of w takes w/d on d ranks; limits are those of the graph, at most 5 % apart."""
+    """At price 0. A document of time w takes w/d on d ranks; limits of the graph are at most 5 % apart."""
     sizes = np.array(sorted(work, reverse=True))
     degree = np.arange(1, ranks + 1)
     cost = -(-sizes[:, None] // degree)
@@ -135,7 +135,7 @@ def _possible(cost: np.ndarray, degree: np.ndarray, run: range, ranks: int) -> b
 
 
 def test_shortest_paths_leave_room_where_it_is_worth_something() -> None:
-    """Two documents on four ranks: on two each they are done first, on one each they leave half of the ranks."""
+    """Two documents on four ranks: two ranks each finish first; one rank each leaves half of the ranks free."""
     cost = np.array([[8000, 6000, 5000, 4500]] * 2)
     graph = LimitGraph.of(cost, np.ones_like(cost), np.arange(1, 5), 4, 10**9, 1.0, 0)
     assert graph.shortest_path(0)[0].tolist() == [1, 1]
@@ -144,14 +144,14 @@ def test_shortest_paths_leave_room_where_it_is_worth_something() -> None:
 
 @pytest.mark.parametrize(("mix", "most"), [("magi_192k", 0.12), ("wlb_128k", 0.10)])
 def test_documents_of_a_million_tokens_have_micro_batches_as_long_as_they_need(mix: str, most: float) -> None:
-    """With one limit for all but two micro-batches, plans were 14 and 11 % above the bound."""
+    """With one limit for all but two micro-batches, plans were 14 % and 11 % above the lower bound."""
     lengths = load_mix(mix).draw(128, 0)
     lengths = [max(1, length * (1 << 20) // max(lengths)) for length in lengths]
     assert make_plan(lengths, ranks=128, tokens_per_rank=16384, profile=H100).gap < most
 
 
 def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
-    """4,096 tokens a rank, where most documents of this mix take two: auto once was 1.3 % behind."""
+    """With 4,096 tokens per rank most documents of this mix need two ranks; auto was once 1.3 % slower than minimum degrees."""
     lengths = load_mix("wlb_128k").draw(256, 0)
     auto = make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100)
     bytescale = plan_baseline("bytescale", lengths, ranks=64, tokens_per_rank=4096, profile=H100)
@@ -159,7 +159,7 @@ def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
 
 
 def test_groups_of_next_to_no_time_end() -> None:
-    """A bisection over whole nanoseconds ends where there are fewer of them than it has steps."""
+    """A bisection over whole nanoseconds ends even if the interval is shorter than its number of steps."""
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
         assert grouped_rings(Step(H100, lengths, 24, 41), height, 1) is None

@@ -1,4 +1,4 @@
-"""The timeline says what the cost says: blocks and waits fill each rank up to its modelled time, and never overlap."""
+"""The timeline agrees with the cost model: blocks and waits fill each rank up to its modelled time and never overlap."""
 
 import numpy as np
 import pytest

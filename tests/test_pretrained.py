@@ -72,8 +72,8 @@ def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path],
 
 
 def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
-    """How often this rank runs, in a step's passes through the first block: a projection of attention and one of the MLP,
-    attention itself, and swaps of heads."""
+    """Counts how often this rank runs, in a step's passes through the first block, a projection of attention and one of the
+    MLP, attention itself, and swaps of heads."""
     trainer = make_trainer(folder, settings)
     block, done = trainer.model.layers[0], Counter[str]()
     block.self_attn.q_proj.register_forward_hook(lambda *_: done.update(["projection"]))
@@ -101,7 +101,7 @@ def works(folder: Path, settings: list[list[str]]) -> list[Counter[str]]:
 
 
 def test_settings_take_effect_on_the_blocks_of_transformers(workers: Workers, checkpoints: dict[str, Path]) -> None:
-    """Or that they change nothing would prove nothing."""
+    """Otherwise equal results would prove nothing."""
 
     settings = ([], *(["train." + each] for each in ("recompute=full", "recompute=selective", "mlp_tile_tokens=7")), ULYSSES)
     by_rank = workers.run(works, 2, checkpoints["llama"], settings)
@@ -115,7 +115,7 @@ def test_settings_take_effect_on_the_blocks_of_transformers(workers: Workers, ch
 
 
 def exact_families() -> list[str]:
-    """Those that docs/families.md calls exact, but for what AutoModel does not load alone, and what is refused here."""
+    """Families that docs/families.md calls exact, except those that AutoModel cannot load alone or that are refused here."""
     rows = (line.split(" | ") for line in (ROOT / "docs" / "families.md").read_text("utf-8").splitlines())
     exact = [row[0].removeprefix("| ") for row in rows if len(row) > 2 and row[2] == "exact"]
     return [kind for kind in exact if kind not in ("emu3", "mllama", "longcat_flash")]
@@ -135,7 +135,7 @@ def test_every_exact_family_trains_from_its_checkpoint(workers: Workers, tmp_pat
 
 
 def trained_weights(folder: Path) -> tuple[bool, dict[str, float]]:
-    """Whether the optimizer has the shards, and by how much a step moves every weight."""
+    """Returns whether the optimizer has the shards, and by how much a step changes every weight."""
     trainer = make_trainer(folder, [])
     sharded = all(isinstance(weight, DTensor) for group in trainer.optimizer.param_groups for weight in group["params"])
     before = {name: whole(weight).clone() for name, weight in trainer.model.named_parameters()}
@@ -146,13 +146,13 @@ def trained_weights(folder: Path) -> tuple[bool, dict[str, float]]:
 
 
 def test_every_weight_is_trained(workers: Workers, checkpoints: dict[str, Path]) -> None:
-    """Also those beside the blocks, which the check of the model gathers before the optimizer is made."""
+    """Also weights outside the blocks, which the check of the model gathers before the optimizer is made."""
     for sharded, moved in workers.run(trained_weights, 2, checkpoints["llama"]):
         assert sharded and min(moved.values()) > 0, moved
 
 
 def settings_of_a_run(folder: Path) -> list[str]:
-    """Of a new checkpoint and a new store."""
+    """Returns the settings of a run with a new checkpoint and a new store."""
     build_model("llama", "eager", vocab_size=260).save_pretrained(folder / "model")
     settings = [*SETTINGS, f"model.from_pretrained={folder / 'model'}", f"data.store={make_store(folder, (250,))}"]
     settings += ["batch.global_tokens=1000", f"train.run_dir={folder / 'run'}", "log.tensorboard=false"]
@@ -161,14 +161,17 @@ def settings_of_a_run(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("last", [["--dry-run"], []])
 def test_tensors_without_a_place_are_told(tmp_path: Path, last: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """As transformers does when it loads; what it computes anew is no loss."""
+    """As transformers does on loading; buffers that it recomputes are not reported."""
     settings = settings_of_a_run(tmp_path)
     file = tmp_path / "model" / "model.safetensors"
     others = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file({**load_file(file), **others}, file, metadata={"format": "pt"})
     assert main(["train", *settings, *last]) == 0
     told = capsys.readouterr().out
-    assert "no place for 1 tensor of this checkpoint, and exports will lack them: model.layers.2.eh_proj.weight\n" in told
+    assert (
+        "the model does not use 1 tensor of this checkpoint, and exports will lack them: model.layers.2.eh_proj.weight\n"
+        in told
+    )
     assert "transformers' own code runs it" in told
 
 
@@ -176,7 +179,7 @@ def test_tensors_without_a_place_are_told(tmp_path: Path, last: list[str], capsy
 def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     tmp_path: Path, rank: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And does: an export stands in for the checkpoint, as all weights are in those of the run. Adapters are not enough."""
+    """And resumes with an export, as the run's checkpoints have all weights; adapters alone are not enough."""
     settings, run, out = settings_of_a_run(tmp_path), tmp_path / "run", tmp_path / "out"
     settings += [f"--lora.rank={rank}"] * (rank is not None)
     assert main(["train", *settings, "--train.steps=2"]) == 0

@@ -1,4 +1,4 @@
-"""Profiles measured: fits find the constants behind the times, the command writes what planning reads, training refines it."""
+"""Measured profiles: fits recover known constants, the command writes a profile that planning reads, training refines it."""
 
 import json
 import math
@@ -55,7 +55,7 @@ amounts = st.floats(1e-3, 1e3)
     st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(amounts, min_size=n, max_size=n), min_size=4, max_size=8)), st.data()
 )
 def test_least_squares_are_least_and_not_negative(rows: list[list[float]], data: st.DataObject) -> None:
-    """The conditions of Karush, Kuhn and Tucker: no step that is allowed makes the sum of squares smaller."""
+    """Karush-Kuhn-Tucker conditions: no allowed step makes the sum of squares smaller."""
     targets = data.draw(st.lists(st.floats(-100, 100), min_size=len(rows), max_size=len(rows)))
     weights = data.draw(st.lists(st.floats(0.1, 1), min_size=len(rows), max_size=len(rows)))
     found = nonnegative_least_squares(rows, targets, weights)
@@ -96,12 +96,12 @@ def test_a_line_of_noise_still_rises() -> None:
 @settings(max_examples=60)
 @given(profiles(), st.integers(4, 9), st.integers(0, 300))
 def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) -> None:
-    """Times by the cost model give its efficiencies and its split penalty back."""
-    # So slow that whole nanoseconds do not matter.
+    """Times from the cost model give back its efficiencies and its split penalty."""
+    # Slow enough that rounding to nanoseconds does not matter.
     profile = replace(profile, attention_split_penalty=penalty / 100, attention_s_per_token2=1e-3)
     lengths = [1 << (4 + i) for i in range(sizes)]
-    # A table of these lengths alone, since between its points a finer one would bend.
-    # Where it is flat, what lies between its points may be above them by a rounding.
+    # A table of these lengths only, as a finer one would bend between its points.
+    # Where the table is flat, rounding may lift interpolated values above its points.
     rates = np.maximum.accumulate(efficiency(profile.attention_efficiency, np.array(lengths, dtype=np.float64)))
     profile = replace(profile, attention_efficiency=tuple(zip(lengths, rates.tolist(), strict=True)))
     times = []
@@ -121,12 +121,12 @@ def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) 
         assert modelled == pytest.approx(time.seconds, rel=1e-5)
     assert fit.efficiency[-1] == (lengths[-1], 1.0)
     assert max(fit.residual, fit.split_residual) < 1e-2
-    if rates[0] < rates[-1] / 2:  # else splitting hardly shows
+    if rates[0] < rates[-1] / 2:  # otherwise splitting hardly matters
         assert fit.split_penalty == pytest.approx(penalty / 100, abs=0.02)
 
 
 def test_split_documents_leave_whole_ones_alone() -> None:
-    """They were averaged with whole documents as long as their chunks: short whole documents came out 15 to 25 % too cheap."""
+    """Averaging split documents with unsplit ones as long as their chunks made short unsplit documents 15 to 25 % too cheap."""
     whole = [AttentionTime(256, 1, 2e-3), AttentionTime(1024, 1, 8e-3), AttentionTime(4096, 1, 64e-3)]
     split = [AttentionTime(2048, 4, 1e-3 * share) for share in (4, 6)]
     fit, alone = fit_attention([*whole, *split]), fit_attention(whole)
@@ -143,7 +143,7 @@ def test_a_document_measured_faster_than_longer_ones_counts_as_equally_fast() ->
 
 @given(st.integers(0, 100), st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.5, 3)), min_size=1, max_size=4))
 def test_overlap_is_found(percent: int, cases: list[tuple[float, float]]) -> None:
-    """Where some exchange stays exposed; else the least overlap that hides all of it."""
+    """Finds overlap if some exchange stays exposed; otherwise the smallest overlap that hides all of it."""
     times = [
         OverlapTime(attention, ratio * attention, attention * (1 + max(0.0, ratio - percent / 100)))
         for attention, ratio in cases
@@ -158,7 +158,7 @@ def test_overlap_is_found(percent: int, cases: list[tuple[float, float]]) -> Non
     ("ranks", "recompute", "keep_kv"), [(2, False, False), (3, False, False), (3, True, False), (3, False, True)]
 )
 def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool, keep_kv: bool) -> None:
-    """What the cost model counts is what crosses the wire where most does, pass by pass."""
+    """The cost model counts the bytes of the rank that moves most, pass by pass."""
     length = 2 * ranks * 10
     by_rank = workers.run(profile_cases.count_bytes, ranks, length, recompute, keep_kv)
     passes = zip(*by_rank, strict=True)
@@ -172,16 +172,16 @@ def test_bytes_of_an_8b_model() -> None:
 
 
 def measured_seconds(plan: Plan, truth: HardwareProfile) -> float:
-    """What the plan takes on a machine that is `truth`."""
+    """Returns the time of a plan on a machine with the constants `truth`."""
     return score(truth, np.array(plan.lengths), Assignment.of(plan), plan.ranks).makespan_ns / NANOSECONDS
 
 
 GIVEN = replace(H100, step_s=0.01)
-"""Steps of a few seconds are mostly work."""
+"""Constants for steps of a few seconds that are mostly work."""
 
 
 def steps_of(given: HardwareProfile, seed: int, count: int) -> list[Plan]:
-    """Plans of steps of very different lengths, short and long ones in turn."""
+    """Returns plans of steps with very different lengths, alternating between short and long documents."""
     random = np.random.default_rng(seed)
     plans = []
     for i in range(count):
@@ -195,7 +195,7 @@ def steps_of(given: HardwareProfile, seed: int, count: int) -> list[Plan]:
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_refining_finds_the_constants(seed: int, linear: float, attention: float, launch: float) -> None:
-    """From steps planned by wrong constants, among them one that stalled, to those of the machine."""
+    """Finds the machine's constants from steps planned with wrong ones, including one stalled step."""
     truth = replace(
         GIVEN,
         linear_s_per_token=GIVEN.linear_s_per_token * linear,
@@ -217,7 +217,7 @@ def test_refining_keeps_what_is_right_or_cannot_be_told() -> None:
     found = refine(GIVEN, [Observation.of(plan, measured_seconds(plan, GIVEN)) for plan in plans])
     for name in ("linear_s_per_token", "attention_s_per_token2", "launch_s"):
         assert getattr(found, name) == pytest.approx(getattr(GIVEN, name), rel=1e-6)
-    # One plan again and again, twice as slow as thought: its parts cannot be told apart, and the whole is met.
+    # The same plan every time, twice as slow as modelled: its parts cannot be distinguished, but the total fits.
     seconds = 2 * plans[0].makespan_s
     found = refine(GIVEN, [Observation.of(plans[0], seconds)] * 20)
     assert measured_seconds(plans[0], found) == pytest.approx(seconds, rel=0.05)
@@ -225,7 +225,7 @@ def test_refining_keeps_what_is_right_or_cannot_be_told() -> None:
 
 
 def test_refining_meets_the_middle_of_uneven_times() -> None:
-    """Times that scatter by factors, as on a busy machine, are met in their geometric middle, not at the quick or slow end."""
+    """Times that vary by factors, as on a busy machine, are fitted at their geometric mean, not at either end."""
     plans = steps_of(GIVEN, 3, 31)
     factors = 2.0 ** np.tile([-1.0, 0.0, 1.0], 11)[:31]
     found = refine(
@@ -256,7 +256,7 @@ def test_nothing_is_refined_by_the_first_steps() -> None:
 
 @given(st.integers(1, 10), st.integers(1, 10))
 def test_neighbours_and_counterparts(per_node: int, count: int) -> None:
-    """Every rank sends to distinct other ranks of the right kind, and these expect it to, in the same turn."""
+    """Every rank sends to distinct other ranks of the right kind, which receive from it in the same turn."""
     nodes = Nodes(per_node * count, per_node)
     for peers, others, same_node in ((nodes.neighbours, per_node - 1, True), (nodes.counterparts, count - 1, False)):
         for rank in range(nodes.ranks):
@@ -298,7 +298,7 @@ def test_nodes_are_found(workers: Workers) -> None:
     found = workers.run(profile_cases.find_nodes, 3, [0, 1, 2])
     assert found == ["Nodes(ranks=3, per_node=3)"] * 3
     for said in workers.run(profile_cases.find_nodes, 3, [0, 1, 0]):
-        assert "nodes hold 1, 2 ranks" in said
+        assert "nodes have 1, 2 ranks" in said
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def profile_arguments(out: Path, *more: str) -> list[str]:
 
 @pytest.mark.usefixtures("no_group_left")
 def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It needs no store, writes a profile that `plan` takes, and says what it did not measure."""
+    """The command needs no store, writes a profile that `plan` reads, and reports what it did not measure."""
     out = tmp_path / "my.yaml"
     assert main(profile_arguments(out, "--base=h100-nvlink-ib", "--data.store=nowhere")) == 0
     said = capsys.readouterr().out
@@ -323,16 +323,16 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert set(content["measured"]["not_measured"]) == not_measured
     for name in not_measured:
         assert getattr(found, name) == getattr(H100, name)
-        assert content["measured"]["not_measured"][name] == "one process: taken over from h100-nvlink-ib"
-    given = {"kv_bytes_per_token", "exchange_levels"}  # by the model and by the settings
+        assert content["measured"]["not_measured"][name] == "one process: taken from h100-nvlink-ib"
+    given = {"kv_bytes_per_token", "exchange_levels"}  # given by the model and the settings
     assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - given
     assert found.exchange_levels == 2
     assert found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
     assert content["measured"]["ranks"] == 1
     assert content["measured"]["model"]["vocab_size"] == 300
     check = content["measured"]["check"]
-    assert 64 <= check["tokens"] <= 1024  # a step that would take long is halved
-    # How near they are is the machine's business: a busy one would make this test fail at random.
+    assert 64 <= check["tokens"] <= 1024  # a step that would take too long is halved
+    # The error is not tested: on a busy machine, that would fail at random.
     assert check["error"] == pytest.approx(check["predicted_s"] / check["measured_s"] - 1, abs=2e-3)
     assert all(name in said for name in found.to_dict())
     assert "predicted" in said and str(out) in said
@@ -344,7 +344,7 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_two_ranks(workers: Workers, nodes: int) -> None:
-    """On one node or on two, both get one profile, and only the link that is not there is taken over."""
+    """On one node or two, both ranks get the same profile, and only the missing link is taken from the base profile."""
     more = ["train.recompute=full", "context.max_remote_tokens=64", "train.dtype=bfloat16"] if nodes == 2 else []
     answers = workers.run(profile_cases.measure_profile, 2, [0, 1] if nodes == 1 else [0, 0], more)
     assert answers[0][1] == answers[1][1]
@@ -355,7 +355,7 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     assert found["measured"]["nodes"] == nodes
     assert found["ranks_per_node"] == (8 if nodes == 1 else 1)
     assert found["kv_bytes_per_token"] == 1 * 2 * 2 * 8 * (4 * 3 if nodes == 1 else 2 * 4)
-    assert "shared out to 1 ranks" in found["sources"][f"int{'ra' if nodes == 1 else 'er'}_node_bytes_per_s"]
+    assert "split over 1 peers" in found["sources"][f"int{'ra' if nodes == 1 else 'er'}_node_bytes_per_s"]
     assert "tokens at degree 2" in found["sources"]["overlap"]
     assert min(found["measured"]["check"]["predicted_s"], found["measured"]["check"]["measured_s"]) > 0
 
@@ -366,8 +366,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_exchange_that_is_measured_is_the_one_that_is_predicted(workers: Workers) -> None:
-    """Two nodes of two ranks: rows cross the network once a node and go on inside it, or straight if the settings say so.
-    Overlap is measured on rings inside a node and across both."""
+    """Two nodes of two ranks: rows cross the network once per node, or go directly to every rank if the settings say so.
+    Overlap is measured on rings inside a node and across both nodes."""
     answers = workers.run(profile_cases.nodes_of_rings, 4, [0, 1, 0, 1], [])
     given, hops, levels, degrees = map(list, zip(*answers, strict=True))
     assert given == [{2}] * 4 and levels == [2] * 4 and degrees == [{2, 4}] * 4
@@ -387,7 +387,7 @@ def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pyt
 
 
 def test_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It crashed on every rank but the first: they have no embedding."""
+    """It used to crash on every rank except the first, as the others have no embedding."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(capsys, "--parallel.pipeline_parallel_size=2")
     assert "parallel.pipeline_parallel_size is 2: a profile is measured without a pipeline, and training scales it" in said
@@ -401,14 +401,14 @@ def test_too_few_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_settings_may_name_the_profile_that_is_to_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only `train` needs the profile to be there; what comes next is refused for another reason."""
+    """Only `train` needs an existing profile; the command is then refused for another reason."""
     run = tmp_path / "run.yaml"
     run.write_text(f"context: {{profile: {tmp_path / 'mine.yaml'}}}\n")
     assert "a folder" in refusal(capsys, str(run), "--out", str(tmp_path))
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    """Both ranks together, the JSON printed once."""
+    """Both ranks run the command together, and the JSON is printed once."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx"]
     process = subprocess.run(
         [*launcher, *profile_arguments(tmp_path / "my.yaml", "--json")],
@@ -428,8 +428,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """All ranks refine alike, step n + 2 is planned with what was known after step n, and the losses stay those of the run."""
-    as_given = tmp_path / "given.yaml"  # names no model, so nothing is scaled
+    """All ranks refine equally, step n + 2 is planned with the profile after step n, and losses do not change."""
+    as_given = tmp_path / "given.yaml"  # describes no model, so nothing is scaled
     as_given.write_text(yaml.safe_dump(H100.to_dict()))
     settings = ["batch.tokens_per_rank=750", f"context.profile={as_given}"]
     answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)

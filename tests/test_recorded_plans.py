@@ -1,6 +1,6 @@
-"""Plans of 200 drawn cases are those that were recorded: moving and renaming code must not move a document.
+"""Plans of 200 random cases equal the recorded ones: refactoring must not move a document.
 
-A change of the cost model or the search that is meant to plan otherwise records anew, and says so in the changelog:
+After an intended change of the cost model, the search or an error text, record again and mention it in the changelog:
 
     python -m tests.test_recorded_plans
 """
@@ -31,7 +31,7 @@ PROFILES = ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib")
 
 
 def draw(case: int) -> dict[str, Any]:
-    """The arguments of `make_plan` in one case."""
+    """Returns the arguments of `make_plan` for one case."""
     rng = random.Random(f"plan {case}")
     ranks, budget = rng.choice([1, 2, 3, 5, 8, 13, 16, 24, 40, 64]), rng.choice([257, 1024, 4099, 16384])
     longest = rng.randint(1 + budget // 8, 1 + ranks * (budget - 1) * 9 // 10)
@@ -53,7 +53,7 @@ def draw(case: int) -> dict[str, Any]:
 
 
 def outcome(case: int) -> list[Any]:
-    """What came of a case: winner, a digest of placements and stages, makespan and bound, or why it was refused."""
+    """Returns the result of a case: winner, digest of placements and stages, makespan and bounds, or a digest of the error."""
     try:
         plan: Plan = make_plan(**draw(case))
     except PlanError as error:
@@ -69,7 +69,7 @@ def test_plans_are_those_that_were_recorded() -> None:
     assert len(recorded) == CASES
     assert {row[0].partition(":")[0] for row in recorded} >= {"search", "bins", "static"}
     different = [case for case, row in enumerate(recorded) if outcome(case) != row]
-    assert not different, f"cases {different} are planned otherwise: see the head of this file"
+    assert not different, f"cases {different} are planned differently: see the top of this file"
 
 
 if __name__ == "__main__":

@@ -171,8 +171,8 @@ def test_what_is_done_is_said() -> None:
     same, smaller = (run_profile(load(None, [*TINY, *more]), 1, 4096).lines for more in ([], ["model.num_hidden_layers=1"]))
     assert same == ("profile cpu-2core, of 0.918M parameters in float32 on AMD EPYC; taken as it is for this run",)
     (line,) = smaller
-    assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed for a token); attention × 0.5 (" in line
-    assert "K and V × 0.5 (3,072 → 1,536 bytes a token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
+    assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed per token); attention × 0.5 (" in line
+    assert "K and V × 0.5 (3,072 → 1,536 bytes per token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism do not change the result, whatever the domain, and go through checkpoints both ways."""
+"""Tensor and sequence parallelism do not change results in any domain; checkpoints continue with and without them."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    """Ten steps of one process."""
+    """Results of ten steps of one process."""
     return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
 
 
@@ -42,7 +42,7 @@ def alone_untied(workers: Workers, store: Path, tmp_path_factory: pytest.TempPat
 
 
 def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
-    """The steps of a split run are those of one process."""
+    """The steps of a split run equal those of one process."""
     alone = alone[: len(split)]
     assert [m.tokens for m in split] == [m.tokens for m in alone]
     assert [m.target_tokens for m in split] == [m.target_tokens for m in alone]
@@ -86,12 +86,12 @@ def test_the_split_does_not_change_the_result(
 def test_untied_embeddings(
     workers: Workers, store: Path, alone_untied: list[StepMetrics], tmp_path: Path, ranks: int, settings: list[str]
 ) -> None:
-    """Also sharded in other ways: there a weight is on three axes of the mesh."""
+    """Also with hybrid sharding, where a weight is split over three axes of the mesh."""
     assert_equal(workers.run(train, ranks, store, tmp_path, [TWO, UNTIED, *settings], 3)[0], alone_untied)
 
 
 ODD = ["model.vocab_size=271", "model.intermediate_size=67", "model.hidden_size=37", "model.num_key_value_heads=4"]
-"""Nothing but the heads can be shared out evenly, nor what a tensor rank has of it over the domain."""
+"""Only the heads are divisible by the tensor ranks; no other size is, nor a tensor rank's part by the domain."""
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def test_resume_under_another_layout(
     saved: tuple[int, list[str]],
     resumed: list[tuple[int, list[str]]],
 ) -> None:
-    """Documents and losses are those of one process that never stopped."""
+    """Documents and losses equal those of one process that never stopped."""
     workers.run(train_then_save, saved[0], store, tmp_path / "saved", saved[1], 3)
     for ranks, settings in resumed:
         run = shutil.copytree(tmp_path / "saved", tmp_path / f"on-{ranks}")
@@ -161,7 +161,7 @@ def test_resume_under_another_layout(
 
 
 def first_weights(store: Path, run: Path, settings: list[str]) -> tuple[float, int]:
-    """How much of the model is on this rank, and the length of the longest document."""
+    """Returns the share of the model's parameters on this rank, and the maximum length of documents."""
     trainer = start(store, run, [TWO, UNTIED, "data.max_length=null", "batch.tokens_per_rank=700", *settings])
     trainer.loader.close()
     whole = Decoder(trainer.model.shape)

@@ -476,7 +476,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
-    assert "go 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
+    assert "more than 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
     assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
     assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
 

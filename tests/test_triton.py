@@ -1,4 +1,4 @@
-"""Kernel triton against the float64 reference kernel: on a GPU if there is one, else under Triton's interpreter."""
+"""Compares the Triton kernel with the float64 reference kernel, on a GPU if available, else under Triton's interpreter."""
 
 import csv
 import os
@@ -31,7 +31,7 @@ DEVICE_CODE = "longctx.attention.kernels.triton_device"
 
 @pytest.fixture(autouse=True)
 def nan_in_new_memory() -> Iterator[None]:
-    """So that what a kernel forgets to write is seen."""
+    """Fills new tensors, so that rows that a kernel does not write are noticed."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -39,7 +39,7 @@ def nan_in_new_memory() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random tensors for some segments; rows that no segment covers are NaN."""
+    """Random tensors for a set of segments; rows outside all segments are NaN."""
 
     segments: tuple[Segment, ...]
     heads: int = 2
@@ -68,7 +68,7 @@ class Inputs:
 
 
 def run(kernel: str, inputs: Inputs, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """out, lse, dq, dk, dv; backward as if other calls had seen more keys, so that the final log-sum-exp is greater."""
+    """Returns out, lse, dq, dk, dv; backward gets a larger log-sum-exp, as if other calls had seen more keys."""
     dout, q, k, v = (x.double() if kernel == "reference" else x.to(DEVICE) for x in tensors)
     out, lse = KERNELS[kernel].forward(q, k, v, inputs.segments, inputs.scale, inputs.softcap)
     merged = (out * 0.6).to(out.dtype), lse + 0.5
@@ -142,7 +142,7 @@ def test_random_segments_equal_reference(inputs: Inputs) -> None:
 @given(inputs=random_inputs(), rows=st.integers(1, 40), columns=st.integers(1, 40), by_keys=st.booleans())
 @settings(max_examples=60)
 def test_tiles_hold_what_segments_show(inputs: Inputs, rows: int, columns: int, by_keys: bool) -> None:
-    """Every row is in one tile, its columns hold all that is visible, and what is to be computed unmasked is all visible."""
+    """Every row is in one tile, its columns cover everything visible, and unmasked blocks are fully visible."""
     table, covered = triton.tile_table(inputs.segments, by_keys, rows, columns)
     size = max(max(s.q_stop, s.k_stop) for s in inputs.segments)
     wanted = torch.zeros(size, size, dtype=torch.bool)
@@ -167,7 +167,7 @@ def test_tiles_hold_what_segments_show(inputs: Inputs, rows: int, columns: int, 
 
 
 def test_most_blocks_need_no_mask() -> None:
-    """Of a causal document, only the blocks on the diagonal are masked; of a window, only those at its two edges."""
+    """In a causal document only the blocks on the diagonal are masked; with a window, only those at its two edges."""
     (document,), _ = triton.tile_table([Segment(0, 1000, 0, 1000, hi=0)], False, 1000, 100)
     assert document.tolist()[:6] == [0, 1000, 0, 1000, 0, 0]
     table, _ = triton.tile_table([Segment(0, 1024, 0, 1024, hi=0)], False, 128, 64)
@@ -185,7 +185,7 @@ def test_two_runs_are_bit_identical() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Views into larger rows, heads before tokens, and a gradient that is one expanded number give the same."""
+    """Views into larger rows, heads before tokens, and an expanded gradient give the same results."""
     inputs = Inputs(CAUSAL, heads=4, kv_heads=2, dim=16, v_dim=32)
     dout, q, k, v = inputs.tensors()
     dout = torch.ones(()).expand(dout.shape)
@@ -200,14 +200,14 @@ def test_strided_inputs() -> None:
 
 
 def run_case_anywhere(case: Case) -> tuple[torch.Tensor, ...]:
-    """Also on a CPU, since the test interprets the kernel there."""
+    """Allows the kernel on a CPU, where the test interprets it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "refusal", lambda request: None)
         return run_case(case)
 
 
 def test_ring_over_the_kernel(workers: Workers) -> None:
-    """Two ranks, merged partial results and all."""
+    """Runs on two ranks, including the merge of partial results."""
     placements = (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 0, 2, True))
     case = Case(2, (70, 9, 33), placements, heads=2, kv_heads=1, head_dim=16, padding=2, kernel="triton")
     ours = gather(case, workers.run(run_case_anywhere, 2, case))
@@ -219,7 +219,7 @@ def test_ring_over_the_kernel(workers: Workers) -> None:
 
 @pytest.mark.parametrize(("dtype", "dim"), [(torch.float16, 16), (torch.bfloat16, 24), (torch.float32, 5)])
 def test_fused_merge_equals_the_plain_one(dtype: torch.dtype, dim: int) -> None:
-    """Also for parts that are views; rows that no segment covers stay as they are, NaN or not."""
+    """Also for parts that are views; rows outside all segments stay unchanged, even NaN."""
     segments = (Segment(2, 50, 0, 9), Segment(50, 51, 9, 10), Segment(53, 90, 10, 11), Segment(91, 91, 11, 12))
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(92, 3, dim, generator=generator).to(DEVICE)
@@ -265,7 +265,7 @@ def test_attention_is_imported_without_triton() -> None:
     ],
 )
 def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> None:
-    """In the blocks that are chosen for them: within shared memory, and with at most a few numbers kept outside registers."""
+    """With the blocks chosen for each GPU, programs fit into shared memory and spill at most a few registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(repository / "tests" / "triton_resources.py"), *options]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)

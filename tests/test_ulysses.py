@@ -1,4 +1,4 @@
-"""How many ranks exchange heads: never slower by the cost model, and by the bytes that each way moves."""
+"""The choice of the Ulysses degree: never slower by the cost model, and consistent with the bytes moved."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def plan_of(length: int, ranks: int, profile: HardwareProfile = H100) -> Plan:
 
 
 def test_wide_rings_across_nodes_exchange_heads() -> None:
-    """One document over 4 nodes, nothing hidden: 24 mates' keys come over the network, or those of 3."""
+    """One document over 4 nodes, nothing hidden: keys of 24 ranks cross the network without Ulysses, of 3 with it."""
     plan = plan_of(32 * 4096, 32, replace(H100, overlap=0.0, exchange_levels=1))
     assert choose_ulysses_degree(plan, 0, 32, 8) == 8
     assert micro_batch_ns(plan, 0, 8, 32, 8) < micro_batch_ns(plan, 0, 1, 32, 8)
@@ -35,7 +35,7 @@ def test_documents_on_one_rank_exchange_nothing() -> None:
 
 
 def test_exposed_time_is_what_the_bytes_take() -> None:
-    """Without overlap, efficiency or latency, on one node: u=1 moves d-1 shards of K and V, u=4 fewer, and q and out beside."""
+    """Without overlap, efficiency or latency, on one node: u=1 moves d-1 shards of K and V; u=4 moves fewer, plus q and out."""
     flat = replace(H100, overlap=0.0, latency_s=0.0, attention_efficiency=((1, 1.0),), ranks_per_node=8)
     plan = plan_of(8 * 1024, 8, flat)
     shard_s = 1024 * flat.kv_bytes_per_token / flat.intra_node_bytes_per_s
@@ -62,4 +62,4 @@ def test_who_exchanges() -> None:
     assert swaps_heads(100, 4, 8, 4)
     assert not swaps_heads(100, 4, 8, 1)
     assert not swaps_heads(100, 2, 8, 4) and not swaps_heads(100, 4, 6, 4)
-    assert not swaps_heads(15, 4, 8, 4)  # some rank would hold nothing of it
+    assert not swaps_heads(15, 4, 8, 4)  # a rank would have no tokens of it

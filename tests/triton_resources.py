@@ -1,9 +1,9 @@
-"""What the programs of kernel `triton` take of a GPU, which may be absent: Triton compiles for any GPU on any Linux machine.
+"""Resources of the Triton kernel's programs. Needs no GPU: Triton compiles for any GPU on any Linux machine.
 
     python tests/triton_resources.py --heads 64:64 128:128 256:256    # Hopper; --gpus 80 89 for others, --softcap for soft caps
 
-Writes a line of CSV for each program in bfloat16: registers a thread, bytes a thread keeps in memory since registers do not
-hold them (`spilled`), and bytes of shared memory. It is a script, since a process in which Triton interprets cannot compile.
+Writes a line of CSV per program in bfloat16: registers per thread, bytes per thread spilled to memory (`spilled`), and bytes of
+shared memory. It is a script, because a process in which Triton interprets cannot compile.
 """
 
 import argparse
@@ -17,17 +17,17 @@ from pathlib import Path
 import torch
 
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-"""Bytes that a program can have, by compute capability · 10 (CUDA C++ programming guide, table of technical specifications)."""
+"""Shared memory per program in bytes, by compute capability · 10 (CUDA C++ programming guide, technical specifications)."""
 
 ARGUMENT_TYPES = dict.fromkeys(("dout", "q", "k", "v", "out", "dq", "dk", "dv"), "*bf16")
 ARGUMENT_TYPES |= dict.fromkeys(("lse", "statistics"), "*fp32") | {"tiles": "*i32"}
 ARGUMENT_TYPES |= dict.fromkeys(("scale", "score_scale", "cap"), "fp32")
-"""Of a program's arguments that are not sizes."""
+"""Types of a program's arguments that are not sizes."""
 COLUMNS = "gpu,program,head_dim,v_head_dim,rows,columns,warps,stages,registers,spilled,shared,shared_limit"
 
 
 def compile_program(gpu: int, program: str, dim: int, v_dim: int, capped: bool) -> tuple[int, ...]:
-    """Blocks, registers, spilled and shared bytes: compiles one program as a call with contiguous tensors would."""
+    """Compiles one program as for contiguous tensors; returns its blocks, registers, and spilled and shared bytes."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -50,7 +50,7 @@ def compile_program(gpu: int, program: str, dim: int, v_dim: int, capped: bool) 
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers, and bytes of stack, of a thread of a compiled program."""
+    """Returns the registers and stack bytes per thread of a compiled program."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

@@ -1,4 +1,4 @@
-"""Attention kernels behind one signature over segments (`contract`), and the choice among them."""
+"""Attention kernels with one signature over segments (`contract`), and their selection."""
 
 import logging
 from functools import cache
@@ -13,14 +13,14 @@ __all__ = ["KERNELS", "Kernel", "KernelError", "Request", "choose_kernel"]
 log = logging.getLogger(__name__)
 
 KERNELS: dict[str, Kernel] = {"flash": Flash(), "cpu": cpu, "triton": triton, "reference": reference}
-"""In the order in which `auto` asks them."""
+"""Kernels by name, in the order in which `auto` tries them."""
 
 
 @cache
 def choose_kernel(name: str, request: Request) -> Kernel:
-    """The kernel called `name`, or for `auto` the first that does what is asked; the log says which, and why, once.
+    """Returns the kernel called `name`, or for `auto` the first one that supports the request; logs the choice once.
 
-    Raises KernelError if there is no such kernel, or if it cannot do it.
+    Raises KernelError if the kernel does not exist or does not support the request.
     """
     if name not in ("auto", *KERNELS):
         raise KernelError(f"kernel is {name!r}: choose auto, {', '.join(KERNELS)}")
@@ -32,8 +32,8 @@ def choose_kernel(name: str, request: Request) -> Kernel:
             log.info("attention of %s on %s: kernel %s%s", request.dtype, request.device, candidate, passed_over)
             return kernel
         refusals.append(f"{candidate} {why}")
-    raise KernelError(f"no attention kernel for this: {'; '.join(refusals)}")
+    raise KernelError(f"no attention kernel supports these tensors: {'; '.join(refusals)}")
 
 
 class KernelError(UserError):
-    """A kernel that does not exist or does not take the given tensors."""
+    """A kernel that does not exist or does not support the given tensors."""

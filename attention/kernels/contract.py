@@ -1,16 +1,16 @@
-"""What every attention kernel promises.
+"""The interface of every attention kernel.
 
     forward(q, k, v, segments, scale, softcap) -> out, lse
     backward(dout, q, k, v, out, lse, segments, scale, softcap) -> dq, dk, dv
-    refusal(request) -> why this kernel cannot do it, or None
+    refusal(request) -> reason why the kernel does not support the request, or None
 
 q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
-the gradients have the dtype of q, or that of lse where the kernel has them in it anyway: the caller adds them up in that one.
+the gradients have the dtype of q, or that of lse if the kernel computes them in it; the caller accumulates in the dtype of lse.
 lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for float64 inputs). Scores are scale · q·k, or
 softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every query
-of a segment sees at least one of its keys; empty segments are skipped. Queries that no segment covers get out = 0 and
-lse = -inf, and gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse of all calls merged, as
-ring attention needs. The last dimension of every tensor is contiguous, the others may be strided.
+of a segment sees at least one of its keys; empty segments are skipped. Queries outside all segments get out = 0 and lse = -inf;
+gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse, merged over all calls, as ring attention
+needs. The last dimension of every tensor is contiguous; the others may be strided.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from longctx.attention.segments import Segments
 
 @dataclass(frozen=True)
 class Request:
-    """What a kernel is asked to do. `bands`: some segments are neither dense nor plain causal."""
+    """The properties of a call that a kernel must support. `bands`: some segments are neither dense nor plain causal."""
 
     device: str
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class Request:
 
 
 class Kernel(Protocol):
-    """The signature above, as a module."""
+    """The interface above, as implemented by a module."""
 
     def refusal(self, request: Request) -> str | None: ...
 

@@ -1,8 +1,8 @@
-"""CPU kernel: torch's fused attention for the CPU, one call per segment. It returns and accepts log-sum-exps and knows GQA.
+"""CPU kernel: torch's fused CPU attention, one call per segment. It returns and accepts log-sum-exp and supports GQA.
 
-The op's causal mask is top-left aligned and the op ends the process on empty keys, so only equal lengths are given as causal
-and empty segments are dropped. It knows no bands: a banded segment is cut into blocks of queries, each with the keys that any
-of them sees and a mask.
+The op's causal mask is aligned to the top left, and the op crashes on empty keys: only segments with equal numbers of queries
+and keys are passed as causal, and empty segments are dropped. The op does not support bands: a banded segment is cut into
+blocks of queries, each with a mask and the keys that its queries see.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from longctx.attention.kernels.contract import Request
 from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
-"""Queries of a banded segment that are masked at once."""
+"""Number of queries per block of a banded segment."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -25,7 +25,7 @@ def refusal(request: Request) -> str | None:
         return f"runs on the CPU, not on {request.device}"
     if request.head_dim != request.v_head_dim:
         return f"needs equal head sizes of k and v, not {request.head_dim} and {request.v_head_dim}"
-    return "has no soft cap" if request.softcap else None
+    return "does not support a soft cap" if request.softcap else None
 
 
 def forward(
@@ -75,7 +75,7 @@ def backward(
 
 
 def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, slice, bool, torch.Tensor | None]]:
-    """Queries and keys of every call of the op, whether it is causal over as many of each, and an additive mask, if any."""
+    """Yields queries, keys, whether the call is causal, and an additive mask or None, for every call of the op."""
     for segment in segments:
         if segment.empty:
             continue
@@ -91,5 +91,5 @@ def _blocks(segments: Segments, like: torch.Tensor) -> Iterator[tuple[slice, sli
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] → [1, heads, T, dim], a view."""
+    """Returns a view [1, heads, T, dim] of [T, heads, dim]."""
     return x.transpose(0, 1).unsqueeze(0)

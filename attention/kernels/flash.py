@@ -1,16 +1,16 @@
-"""Flash kernel: the best installed library of variable-length flash attention (`flash_libraries`), driven by segments.
+"""Flash kernel: runs segments with the best installed library of variable-length flash attention (`flash_libraries`).
 
-Such a library takes sequences that lie without gaps in one buffer, `cu_seqlens` being their edges, and for all of a call one
-window aligned to the bottom right corner. So the segments of a call are laid out as follows, once for each tuple of segments:
+These libraries take contiguous sequences with boundaries `cu_seqlens`, and one window per call, aligned to the bottom right.
+Segments are mapped to sequences as follows, once per tuple of segments:
 
-- Where the segments leave rows of q out, a sequence without keys stands; for rows of k, one without queries. Nothing is copied.
-  Libraries differ in what they write for such rows, so the results there are set to 0 (log-sum-exp: -inf) afterwards.
-  Some load whole tiles and multiply by 0 what is not theirs: rows outside all segments must be finite.
-- If the keys do not lie in the order of the queries, k and v are gathered.
-- Segments of different windows go to different calls, where one does not fit another; every band of the contract is a window
-  once the keys that nobody sees are cut off, because each query sees a key.
+- Rows of q outside all segments become a sequence without keys, rows of k a sequence without queries. Nothing is copied.
+  Libraries write different results for such rows, so these are set to 0 (log-sum-exp: -inf) afterwards. Some libraries load
+  whole tiles and multiply foreign rows by 0: rows outside all segments must be finite.
+- If the keys are not in the order of the queries, k and v are gathered.
+- Segments with incompatible windows go to different calls. Every band becomes a window once keys that no query sees are cut
+  off, because each query sees at least one key.
 
-Backward goes to each library's own backward function, which takes the merged out and log-sum-exp, in its deterministic mode.
+Backward uses the deterministic backward function of each library with the merged out and log-sum-exp.
 """
 
 import logging
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class Flash:
-    """The kernel over given libraries: the first that does what is asked is taken."""
+    """A kernel that uses the first of several libraries that supports the request."""
 
     def __init__(self, libraries: Sequence[Library] = LIBRARIES) -> None:
         self.libraries = libraries
         self.library = cache(self._choose)
-        """The library for a request, logged once, or why there is none."""
+        """Returns the library for a request and logs it once, or the reason why none supports it."""
 
     def refusal(self, request: Request) -> str | None:
         """See `contract`."""
@@ -54,7 +54,7 @@ class Flash:
             part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, scale, softcap)
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
-            # Calls cover different queries and leave 0 and -inf elsewhere, so that this changes no digit.
+            # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are exact.
             out = part if out is None else out.add_(part)
             lse = part_lse if lse is None else torch.maximum(lse, part_lse, out=lse)
         if out is None or lse is None:
@@ -84,7 +84,7 @@ class Flash:
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
             part = dq, plan.scatter(dk, k), plan.scatter(dv, v)
-            # As in forward: calls cover different queries and different keys.
+            # Exact as in forward: calls cover disjoint queries and keys.
             total = tuple(a.add_(b) for a, b in zip(total, part, strict=True)) if total else part
         dq, dk, dv = total or (torch.zeros_like(x) for x in (q, k, v))
         return dq, dk, dv
@@ -93,7 +93,7 @@ class Flash:
         if request.device != "cuda":
             return f"runs on CUDA devices, not on {request.device}"
         if request.dtype not in (torch.bfloat16, torch.float16):
-            return f"takes bfloat16 and float16, not {request.dtype}"
+            return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.v_head_dim % 8:
             return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
         capability = torch.cuda.get_device_capability()
@@ -107,19 +107,24 @@ class Flash:
                 )
                 return library
             refusals.append(f"{library.name}: {why}")
-        return f"finds no library for this: {'; '.join(refusals)}"
+        return f"has no library that supports these tensors: {'; '.join(refusals)}"
 
     def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float) -> Library:
         found = self.library(Request(q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap)))
         if isinstance(found, str):
-            raise UserError(f"kernel flash {found}; take kernel=auto")
+            raise UserError(f"kernel flash {found}; use kernel=auto")
         return found
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """One call of a library: its sequences, the rows that it leaves out (None: none), and the rows of k and v that it takes
-    (None: all, where they lie); `k_gaps` counts in the rows taken."""
+    """One library call.
+
+    Attributes:
+        sequences: its sequences.
+        q_gaps, k_gaps: rows outside all segments, or None; `k_gaps` index the gathered rows.
+        k_rows: rows of k and v to gather; None: all rows, in place.
+    """
 
     sequences: Sequences
     q_gaps: torch.Tensor | None
@@ -144,21 +149,21 @@ def _plans_for(q: torch.Tensor, k: torch.Tensor, segments: Segments) -> tuple[_P
     return _plans(tuple(segments), len(q), len(k), q.device, stream)
 
 
-# All layers and both passes repeat the segments of a micro-batch, of which a classic ring of 64 has up to 127 tuples.
+# All layers and both passes use the same segments; a classic ring of 64 has up to 127 tuples of them.
 @lru_cache(maxsize=256)
 def _plans(
     segments: tuple[Segment, ...], q_rows: int, k_rows: int, device: torch.device, stream: int | None
 ) -> tuple[_Plan, ...]:
-    """The calls that compute these segments, with their tables on `device`, to be used on the stream that made them."""
+    """Returns the calls for `segments`, with tables on `device`; use them only on `stream`, which copies the tables."""
     return tuple(_plan(group, window, q_rows, k_rows, device) for window, group in _groups(segments))
 
 
 Window = tuple[int | None, int | None]
-"""How many keys before and after its own a query sees, its own being the one as far from the end; None: all."""
+"""Number of keys before and after its diagonal key that a query sees (bottom-right alignment); None: all."""
 
 
 def _groups(segments: Sequence[Segment]) -> list[tuple[Window, list[Segment]]]:
-    """Segments by window. One that a limit does not bind goes where it is in nobody's way: short documents to the long ones."""
+    """Groups segments by window. A segment that a limit does not affect joins a group where it fits, to save calls."""
     groups: list[tuple[Window, list[Segment]]] = []
     cut = [s.cut((s.q_start, s.q_stop), (s.k_start, s.k_stop)) for s in segments]
     for segment in sorted((s for s in cut if not s.empty), key=lambda s: (s.lo is None) + (s.hi is None)):

@@ -1,15 +1,15 @@
-"""The libraries of flash attention that the flash kernel knows, best first, each behind the same two functions.
+"""The flash attention libraries of the flash kernel, best first, with the same forward and backward signatures.
 
-Read from flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), flash-attn 3 (the operators of hopper/flash_api.cpp, the same in
-its 2.8.3 and 2026 sources), flash-attn 2.8.3, and the operators of torch 2.13. All take q [Tq, heads, dim], k [Tk, kv_heads,
-dim] and v [Tk, kv_heads, v_dim] with the edges of sequences in int32, align windows to the bottom right, return the log-sum-exp
-as [heads, Tq] in float32, and have a backward that takes out and log-sum-exp as they are given.
+Based on flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py), flash-attn 3 (the operators of hopper/flash_api.cpp, identical in
+the 2.8.3 and 2026 sources), flash-attn 2.8.3, and the operators of torch 2.13. All take q [Tq, heads, dim], k [Tk, kv_heads,
+dim] and v [Tk, kv_heads, v_dim] with int32 sequence boundaries, align windows to the bottom right, return log-sum-exp as
+[heads, Tq] in float32, and have a backward that uses the given out and log-sum-exp.
 
-The deterministic backward costs memory: flash-attn 2 and torch hold dQ in float32 once for every split of the keys, and for
-grouped heads dK and dV of every query head (heads / kv_heads times their size), so bound the keys of a call by the number of
-exchange stages. Flash-attn 3 and 4 add into float32 accumulators of the true size, in an order kept by semaphores.
+The deterministic backward costs memory: flash-attn 2 and torch hold dQ in float32 once per split of the keys, and with GQA dK
+and dV per query head (heads / kv_heads times their size); use more exchange stages to bound the keys per call. Flash-attn 3 and
+4 add into float32 accumulators of normal size, in an order enforced by semaphores.
 
-There is no path of one dense call per segment (SDPA): a CUDA build of torch with flash attention has it for variable lengths.
+One dense SDPA call per segment is not offered: a CUDA build of torch with flash attention supports variable lengths as well.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,10 +29,13 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of a call: edges of their queries and keys (int32, on the device, as many of each), and the longest of each.
+    """Sequences of a call.
 
-    Window: how many keys before (left) and after (right) its own a query sees, its own being the one as far from the end as it
-    is itself (alignment to the bottom right); None: all.
+    Attributes:
+        edges_q, edges_k: boundaries of their queries and keys (int32, on the device, same length).
+        longest_q, longest_k: largest number of queries and of keys.
+        left, right: window: number of keys before and after its diagonal key that a query sees (aligned to the bottom right);
+            None: all.
     """
 
     edges_q: Tensor
@@ -48,33 +51,37 @@ class Sequences:
 
     @property
     def limits(self) -> tuple[int, int]:
-        """The window as flash-attn 2, 3 and torch take it: -1 for all."""
+        """Window in the format of flash-attn 2, 3 and torch: -1 means no limit."""
         return -1 if self.left is None else self.left, -1 if self.right is None else self.right
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Longest queries and keys, raised where flash-attn 2 (and its copy in torch) would misread the true ones.
+        """Longest queries and keys, increased where flash-attn 2 (and its copy in torch) would misinterpret the true ones.
 
-        One query a sequence and grouped heads is taken for decoding, where every sequence must have exactly one. And a window
-        is taken for unlimited if it reaches the longest keys, and an unlimited side for one that does, both wrong on the right
-        if there are more queries than keys.
+        It treats one query per sequence with GQA as decoding, where every sequence must have exactly one query. It also treats
+        a window that reaches the longest keys as unlimited, and an unlimited side as such a window; both are wrong on the right
+        side if there are more queries than keys.
         """
         windowed = not self.causal and (self.left, self.right) != (None, None)
         return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
 
 
 Forward = Callable[[Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor]]
-"""(q, k, v, sequences, scale, softcap) → out, lse [heads, Tq]."""
+"""Signature (q, k, v, sequences, scale, softcap) → out, lse [heads, Tq]."""
 
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor, Tensor]]
-"""(dout, q, k, v, out, lse [heads, Tq], sequences, scale, softcap) → dq, dk, dv."""
+"""Signature (dout, q, k, v, out, lse [heads, Tq], sequences, scale, softcap) → dq, dk, dv."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library: why it is not here (`missing`), why it does not do something although it is (`refusal`), and its functions.
+    """A flash attention library.
 
-    What it writes for queries without keys and keys without queries does not matter.
+    Attributes:
+        name: name for messages.
+        missing: returns why the library is not available, or None.
+        refusal: returns why it does not support a request on a GPU of some capability, or None.
+        forward, backward: its functions. Results for queries without keys and keys without queries may be arbitrary.
     """
 
     name: str
@@ -86,7 +93,7 @@ class Library:
 
 @cache
 def _import_error(module: str) -> str | None:
-    """Why a module cannot be imported; an installed library of the wrong torch or CUDA raises all kinds of errors."""
+    """Returns why a module cannot be imported, or None; a build for another torch or CUDA may raise any error."""
     try:
         import_module(module)
     except ModuleNotFoundError as error:
@@ -104,13 +111,13 @@ def _unequal(request: Request) -> str | None:
 
 def _too_large(request: Request, largest: int) -> str | None:
     size = max(request.head_dim, request.v_head_dim)
-    return f"has no deterministic backward for head size {size}, over {largest}" if size > largest else None
+    return f"has no deterministic backward for head size {size}, only up to {largest}" if size > largest else None
 
 
 def _options(
     sequences: Sequences, scale: float, softcap: float, longest: tuple[int, int], window: tuple[int | None, int | None]
 ) -> dict[str, Any]:
-    """What all versions of flash-attn call by the same names."""
+    """Returns the keyword arguments that all versions of flash-attn share."""
     return {
         "cu_seqlens_q": sequences.edges_q,
         "cu_seqlens_k": sequences.edges_k,
@@ -133,8 +140,8 @@ def _missing_4() -> str | None:
 
 def _refusal_4(request: Request, capability: Capability) -> str | None:
     if capability[0] not in (9, 10, 11):
-        return f"has a deterministic backward on Hopper and data-centre Blackwell, not on capability {capability}"
-    # Its own tests check backward up to 128, and unequal sizes (192 and 128) only without grouped heads.
+        return f"has a deterministic backward only on Hopper and data-center Blackwell, not on capability {capability}"
+    # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without GQA.
     return _unequal(request) or _too_large(request, 128)
 
 
@@ -159,7 +166,7 @@ def _options_4(sequences: Sequences, scale: float, softcap: float) -> dict[str, 
     return {"causal": sequences.causal, **_options(sequences, scale, softcap, longest, window)}
 
 
-# flash-attn 3: its operators, because the Python functions around them changed their arguments and they did not
+# flash-attn 3: its operators, because their arguments are stable and those of the Python functions are not
 
 
 def _missing_3() -> str | None:
@@ -168,15 +175,15 @@ def _missing_3() -> str | None:
 
 def _refusal_3(request: Request, capability: Capability) -> str | None:
     if capability[0] != 9:
-        return f"is for Hopper, not for capability {capability}"
+        return f"supports only Hopper, not capability {capability}"
     sizes = request.head_dim, request.v_head_dim
     if sizes[0] != sizes[1] and not (128 < sizes[0] <= 192 and 96 < sizes[1] <= 128):
-        return f"takes head sizes of k and v that are equal or about 192 and 128, not {sizes[0]} and {sizes[1]}"
+        return f"supports head sizes of k and v that are equal or about 192 and 128, not {sizes[0]} and {sizes[1]}"
     return _too_large(request, 192)
 
 
 def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    # The default number of splits depends on the other sequences of the call; one keeps results the same.
+    # The default number of splits depends on the other sequences of the call; 1 makes results independent of them.
     out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scale, softcap))
     return out, lse
 
@@ -202,7 +209,7 @@ def _missing_2() -> str | None:
         return why
     version: str = import_module("flash_attn").__version__
     major, minor = version.split(".")[:2]
-    return None if (int(major), int(minor)) >= (2, 8) else f"{version} is too old: 2.8 or newer"
+    return None if (int(major), int(minor)) >= (2, 8) else f"{version} is too old: install 2.8 or newer"
 
 
 def _refusal_2(request: Request, capability: Capability) -> str | None:
@@ -239,12 +246,12 @@ def _options_2(sequences: Sequences, scale: float, softcap: float) -> dict[str, 
 
 def _missing_torch() -> str | None:
     if torch.version.hip:
-        return "has other operators on ROCm"
+        return "not supported on ROCm, where torch has other operators"
     return None if torch.backends.cuda.is_flash_attention_available() else "this build of torch has no flash attention"
 
 
 def _refusal_torch(request: Request, capability: Capability) -> str | None:
-    return "has no soft cap" if request.softcap else _refusal_2(request, capability)
+    return "does not support a soft cap" if request.softcap else _refusal_2(request, capability)
 
 
 def _forward_torch(
@@ -285,7 +292,7 @@ def _backward_torch(
             *bounds,
             0.0,
             sequences.causal,
-            q.new_zeros(2, dtype=torch.uint64),  # state of the dropout that there is not
+            q.new_zeros(2, dtype=torch.uint64),  # random state of dropout, unused
             q.new_empty(0),
             scale=scale,
             window_size_left=left,
@@ -296,8 +303,8 @@ def _backward_torch(
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """torch's switch for the whole process, which is where its flash operator looks; without filling fresh memory by NaN."""
-    memory: Any = torch.utils.deterministic  # its attribute is a property of a class that type checkers do not see
+    """Sets torch's process-wide deterministic mode, which its flash operator reads, without filling new memory with NaN."""
+    memory: Any = torch.utils.deterministic  # type checkers do not see its properties
     was, filled = torch.get_deterministic_debug_mode(), memory.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
     memory.fill_uninitialized_memory = False

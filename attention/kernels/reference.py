@@ -1,4 +1,4 @@
-"""Reference kernel: dense scores per segment in float64, to check others by. Any mask, head size, device; slow and large."""
+"""Reference kernel: dense float64 scores per segment, to check other kernels. Any mask, head size and device; slow."""
 
 import torch
 
@@ -62,7 +62,7 @@ def backward(
 def _scores(
     q: torch.Tensor, k: torch.Tensor, segment: Segment, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Masked scores [heads, queries, keys], and how fast they rise with q·k; k is already repeated to all heads."""
+    """Returns masked scores [heads, queries, keys] and their derivative by q·k; k is already expanded to all heads."""
     scores = torch.einsum("qhd,khd->hqk", q[segment.queries], k[segment.keys]) * scale
     slope: torch.Tensor | float = scale
     if softcap:
@@ -76,5 +76,5 @@ def _expand(x: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _reduce(gradient: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Sums the query heads that shared a kv head: [T, heads, dim] → [T, kv_heads, dim]."""
+    """Sums over the query heads of each kv head: [T, heads, dim] → [T, kv_heads, dim]."""
     return gradient.view(gradient.shape[0], like.shape[1], -1, gradient.shape[2]).sum(2)

@@ -1,12 +1,12 @@
-"""Kernel `triton`: our own attention for GPUs: any head size up to 256, any band, soft caps; one launch for all segments.
+"""Triton kernel: attention for GPUs with any head size up to 256, any band and soft caps, one launch for all segments.
 
-This is the host side, and imports nothing of Triton until it is used. It cuts segments into tiles and puts their table on the
-device, longest first, so that short and long documents of one call fill the GPU evenly; the programs are in
-`longctx.attention.kernels.triton_device`. Two runs give the same bits: backward computes the scores twice, for dQ and for dK
-and dV, which is 7 products of blocks instead of 5, but needs no atomics, nor dK and dV for every query head.
+This is the host side; it imports Triton only when used. It cuts segments into tiles and copies their table to the device,
+longest first, so that short and long documents of one call fill the GPU evenly. The device code is in
+`longctx.attention.kernels.triton_device`. Results are bitwise reproducible: backward computes the scores twice, for dQ and for
+dK and dV, which takes 7 block products instead of 5 but needs neither atomics nor dK and dV per query head.
 
-For tests on a machine without a GPU, `forward` and `backward` also run under Triton's interpreter (TRITON_INTERPRET=1 in the
-environment before Triton is imported). It is very slow, and cannot multiply bfloat16, which is then computed in float32.
+For tests without a GPU, `forward` and `backward` also run under Triton's interpreter (set TRITON_INTERPRET=1 before Triton is
+imported). It is very slow, and computes bfloat16 in float32, as it cannot multiply bfloat16.
 """
 
 from functools import lru_cache
@@ -29,7 +29,7 @@ _UNLIMITED = 1 << 30
 
 
 class Blocks(NamedTuple):
-    """Rows and columns of the blocks of scores that a program computes, and how Triton compiles its loops."""
+    """Rows and columns of the score blocks of a program, and Triton's compile options for its loops."""
 
     rows: int
     columns: int
@@ -37,18 +37,18 @@ class Blocks(NamedTuple):
     stages: int
 
     def sides(self, program: str) -> dict[str, int]:
-        """The constants of `program` that say how large they are; rows are queries, in dkv keys."""
+        """Returns the block sizes as constants of `program`; rows are queries, but keys in dkv."""
         queries, keys = (self.columns, self.rows) if program == "dkv" else (self.rows, self.columns)
         return {"BLOCK_Q": queries, "BLOCK_K": keys}
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton's compiler is told."""
+        """Options of Triton's compiler."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 ROOMY = 227 << 10
-"""Bytes of shared memory that a program can have on Hopper, and on Blackwell in data centres."""
+"""Shared memory in bytes per program on Hopper and data-center Blackwell."""
 
 BLOCKS = {
     ("forward", 64): Blocks(128, 128, 8, 3),
@@ -61,18 +61,18 @@ BLOCKS = {
     ("dkv", 128): Blocks(128, 64, 8, 2),
     ("dkv", 256): Blocks(64, 32, 8, 2),
 }
-"""For bfloat16 and float16 where shared memory is roomy, by program and head size rounded up.
+"""Blocks for bfloat16 and float16 on GPUs with at least ROOMY shared memory, by program and head size rounded up.
 
-Chosen by what Triton compiles for Hopper (`tests/triton_resources.py`), not by timing: the largest blocks whose accumulators
-stay in registers, with as many stages as shared memory holds. They are fixed, since timing them anew would end determinism.
+Chosen by Triton's resource usage for Hopper (`tests/triton_resources.py`), not by timing: the largest blocks with accumulators
+in registers, with as many stages as shared memory holds. They are fixed because autotuning would break reproducibility.
 """
 
 SMALL_BLOCKS = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)}
-"""The same elsewhere, for all programs: they fit in 99 KiB."""
+"""Blocks for other GPUs, by head size, for all programs: they fit in 99 KiB."""
 
 FLOAT32_BLOCKS = Blocks(32, 16, 4, 1)
 INTERPRETED_BLOCKS = Blocks(32, 16, 1, 1)
-"""Small, so that small tests meet blocks of every kind."""
+"""Small, so that small tests cover blocks of every kind."""
 
 
 def refusal(request: Request) -> str | None:
@@ -84,7 +84,7 @@ def refusal(request: Request) -> str | None:
     if request.dtype not in DTYPES:
         return f"computes in bfloat16, float16 and float32, not in {request.dtype}"
     if max(request.head_dim, request.v_head_dim) > LARGEST_HEAD:
-        return f"takes head sizes up to {LARGEST_HEAD}, not {request.head_dim} and {request.v_head_dim}"
+        return f"supports head sizes up to {LARGEST_HEAD}, not {request.head_dim} and {request.v_head_dim}"
     return None
 
 
@@ -136,20 +136,20 @@ def backward(
 
 
 class Tiles(NamedTuple):
-    """The programs of a launch: their table on the device, one row each, and how many rows of the tensors they cover."""
+    """The programs of a launch: their table on the device, one row per program, and the number of tensor rows covered."""
 
     table: torch.Tensor
     rows: int
 
 
 class _Run:
-    """What the launches of one call have in common."""
+    """State shared by the launches of one call."""
 
     def __init__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float
     ) -> None:
         if scale <= 0:
-            raise UserError(f"scale is {scale}: kernel triton needs a positive one; negate q instead")
+            raise UserError(f"scale is {scale}: kernel triton needs a positive scale; negate q instead")
         self.device_code = import_module("longctx.attention.kernels.triton_device")
         self.interpreted = not isinstance(self.device_code.forward_kernel, self.device_code.triton.JITFunction)
         self.device, self.segments = q.device, tuple(segments)
@@ -159,7 +159,7 @@ class _Run:
         self.constants = constants(q.shape[2], v.shape[2], q.dtype, softcap != 0)
 
     def readable(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` if the kernels can read it as it is, with contiguous heads; else a copy."""
+        """Returns `x` if the kernels can read it directly (contiguous last dimension), else a copy."""
         if self.interpreted and x.dtype == torch.bfloat16:
             x = x.float()
         return x if x.stride(2) == 1 else x.contiguous()
@@ -185,7 +185,7 @@ class _Run:
 
 
 def choose_blocks(program: str, element_size: int, widest: int, shared_memory: int) -> Blocks:
-    """For heads of up to `widest` elements of `element_size` bytes, and `shared_memory` bytes of it."""
+    """Chooses blocks for head sizes up to `widest`, elements of `element_size` bytes and `shared_memory` bytes per program."""
     if element_size == 4:
         return FLOAT32_BLOCKS
     width = max(64, _power_of_two(widest))
@@ -193,9 +193,9 @@ def choose_blocks(program: str, element_size: int, widest: int, shared_memory: i
 
 
 def constants(dim: int, v_dim: int, dtype: torch.dtype, capped: bool) -> dict[str, Any]:
-    """What every program is compiled for.
+    """Returns the compile-time constants of every program.
 
-    Products of float32 are three of TensorFloat-32, which loses next to nothing; with the largest heads those do not fit.
+    float32 products use three TensorFloat-32 products, which is almost exact; for the largest heads they do not fit.
     """
     precise = "ieee" if max(dim, v_dim) > 128 else "tf32x3"
     return {
@@ -209,13 +209,13 @@ def constants(dim: int, v_dim: int, dtype: torch.dtype, capped: bool) -> dict[st
 
 
 def _power_of_two(size: int) -> int:
-    """The least one that holds `size` and that Triton can multiply."""
+    """Returns the smallest power of two ≥ `size` that Triton can multiply."""
     return max(16, 1 << (size - 1).bit_length())
 
 
 def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, device: torch.device) -> Tiles:
-    """The tiles of `segments` on `device` (see `tile_table`); kept, since all layers of a micro-batch ask for the same ones."""
-    # A table is copied on a stream and read on the same one, so no stream reads it before it is there.
+    """Returns the tiles of `segments` on `device` (see `tile_table`); cached, as all layers of a micro-batch share them."""
+    # A table is copied and read on the same stream, so no stream reads it too early.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
     return _kept_tiles(tuple(segments), by_keys, rows, columns, device, stream)
 
@@ -224,7 +224,7 @@ def device_tiles(segments: Segments, by_keys: bool, rows: int, columns: int, dev
 def _kept_tiles(
     segments: tuple[Segment, ...], by_keys: bool, rows: int, columns: int, device: torch.device, stream: int | None
 ) -> Tiles:
-    """`stream`, where the table is copied, tells one kept entry from another."""
+    """Builds and caches tiles per `stream`, which copies the table."""
     table, covered = tile_table(segments, by_keys, rows, columns)
     return Tiles(copy_to(table, device), covered)
 
@@ -232,15 +232,15 @@ def _kept_tiles(
 def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns: int) -> tuple[torch.Tensor, int]:
     """Cuts the queries of every segment, or with `by_keys` its keys, into blocks of rows.
 
-    Returns the table that `triton_device` describes, int32 [tiles, 8], the tiles with most work first, and the number of rows
-    in it. Empty segments have no tile.
+    Returns the table described in `triton_device`, int32 [tiles, 8], tiles with the most work first, and the number of tensor
+    rows covered. Empty segments have no tiles.
     """
     parts = []
     for segment in segments:
         q_start, q_stop, k_start, k_stop, lo, hi = segment
         if q_start == q_stop or k_start == k_stop:
             continue
-        # Distances key - query, from those in the segment to those in the tensors.
+        # Converts distances key - query from segment to tensor coordinates.
         near = -_UNLIMITED if lo is None else lo + k_start - q_start
         far = _UNLIMITED if hi is None else hi + k_start - q_start
         queries, keys = (q_start, q_stop), (k_start, k_stop)
@@ -254,7 +254,7 @@ def tile_table(segments: Segments, by_keys: bool, block_rows: int, block_columns
     row_stop = torch.minimum(row + block_rows, stop)
     column = torch.minimum(torch.maximum(row + least, begin), end)
     column_stop = torch.maximum(torch.minimum(row_stop + most, end), column)
-    # Columns that all rows see, and of these the whole blocks, counted from `column`.
+    # Columns that all rows see, and the whole blocks within them, counted from `column`.
     seen, seen_stop = torch.maximum(row_stop - 1 + least, column), torch.minimum(row + most + 1, column_stop)
     before = (seen - column + block_columns - 1) // block_columns
     whole = ((seen_stop - column) // block_columns - before).clamp(min=0)

@@ -1,30 +1,30 @@
-"""The device side of kernel `triton`: FlashAttention-2 (Dao, 2023) over tiles of segments, in Triton.
+"""Device code of the Triton kernel: FlashAttention-2 (Dao, 2023) over tiles of segments.
 
-One program works on one tile, a row of the table that `longctx.attention.kernels.triton` makes: a block of rows (queries in
-`forward_kernel` and `dq_kernel`, keys in `dkv_kernel`) with the columns (keys, or queries) that its band reaches:
+One program computes one tile, a row of the table built by `longctx.attention.kernels.triton`: a block of rows (queries in
+`forward_kernel` and `dq_kernel`, keys in `dkv_kernel`) with the columns (keys or queries) that its band reaches:
 
-    row_first, row_stop     the rows, at most a block of them
-    col_first, col_stop     the columns that some row sees
-    full_first, full_stop   of these, whole blocks that every row sees: no mask; the blocks before and after are masked
+    row_first, row_stop     rows, at most one block
+    col_first, col_stop     columns that some row sees
+    full_first, full_stop   whole blocks of columns that every row sees, without a mask; blocks before and after are masked
     lo, hi                  column c and row r see each other iff lo ≤ c - r ≤ hi
 
-All are rows of the tensors. Scores are kept in units of log 2, since exp2 is what the hardware has: q·k · score_scale, where
-score_scale is scale · log2(e), or with a soft cap cap · tanh(q·k · score_scale), where cap is softcap · log2(e) and score_scale
-is scale / softcap. Nothing is summed by atomics, so that two runs give the same bits.
+All are row indices of the tensors. Scores are in units of log 2, because the hardware has exp2: q·k · score_scale with
+score_scale = scale · log2(e), or with a soft cap, cap · tanh(q·k · score_scale) with cap = softcap · log2(e) and score_scale =
+scale / softcap. There are no atomics, so results are bitwise reproducible.
 """
 
 import triton
 import triton.language as tl
 
 TILE_FIELDS = tl.constexpr(8)
-LOWEST = tl.constexpr(-1e30)  # a maximum over nothing: finite, so that its difference from itself is 0 and not NaN
+LOWEST = tl.constexpr(-1e30)  # maximum of an empty set: finite, so that its difference from itself is 0, not NaN
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def _load(base, rows, row_stride, stop, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """[rows, BLOCK_DIM] from `base`; dimensions beyond DIM, and if MASKED rows from `stop` on, are 0 and not read."""
+    """Loads [rows, BLOCK_DIM] from `base`; dimensions from DIM on, and if MASKED rows from `stop` on, are 0 and not read."""
     dims = tl.arange(0, BLOCK_DIM)
     pointers = base + (rows[:, None] * row_stride + dims[None, :])
     if DIM != BLOCK_DIM:
@@ -51,13 +51,13 @@ def _store(base, block, rows, row_stride, stop, DIM: tl.constexpr, BLOCK_DIM: tl
 
 @triton.jit
 def _tanh(x):
-    """Of what exp2 overflows to, it is still ±1."""
+    """Computes tanh; returns ±1 where exp2 overflows or underflows."""
     return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
 
 
 @triton.jit
 def _masked_block(i, col_first, full_first, full_stop, BLOCK: tl.constexpr):
-    """First column of masked block i, counting those before the whole blocks and then those after."""
+    """Returns the first column of masked block i; the blocks before the whole blocks count first, then those after."""
     before = (full_first - col_first) // BLOCK
     return tl.where(i < before, col_first + i * BLOCK, full_stop + (i - before) * BLOCK)
 
@@ -69,7 +69,7 @@ def _masked_blocks(col_first, full_first, full_stop, col_stop, BLOCK: tl.constex
 
 @triton.jit
 def _visible(col, columns, row_first, rows, col_stop, lo, hi):
-    """Boolean of the broadcast shape of `columns` and `rows`, both relative to the block."""
+    """Returns the visibility of `columns` to `rows` (both relative to the block), in their broadcast shape."""
     distance = (col - row_first) + columns - rows
     return (distance >= lo) & (distance <= hi) & (columns < col_stop - col)
 
@@ -80,7 +80,7 @@ def _forward_step(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys: the running numerator, denominator and maximum of the softmax, updated."""
+    """Updates the running numerator, denominator and maximum of the softmax with one block of keys."""
     rows, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     k_block = _load(k + col * tl.cast(k_row, tl.int64), columns, k_row, col_stop - col, DIM, BLOCK_DIM, MASKED)
     scores = tl.dot(q_block, tl.trans(k_block), input_precision=PRECISION)
@@ -109,7 +109,7 @@ def forward_kernel(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out and lse (both contiguous) of one tile of queries and one head. Grid: tiles · heads, all heads of a tile together."""
+    """Computes out and lse (both contiguous) of one tile of queries and one head. Grid: tiles · heads, heads innermost."""
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     tile = tiles + tl.program_id(0) // heads * TILE_FIELDS
     row_first, row_stop, col_first, col_stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
@@ -145,7 +145,7 @@ def forward_kernel(
 
 @triton.jit
 def _probabilities(scores, lse, score_scale, cap, CAPPED: tl.constexpr):
-    """exp(score - lse) and the derivative of the score with respect to q·k · scale, from q·k and an lse in units of log 2."""
+    """Returns exp(score - lse) and the derivative of the score by q·k · scale; `scores` is q·k, lse in units of log 2."""
     if CAPPED:
         bent = _tanh(scores * score_scale)
         p = tl.exp2(cap * bent - lse)
@@ -163,7 +163,7 @@ def _dq_step(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dQ (still without the factor scale) with what one block of keys adds."""
+    """Adds the contribution of one block of keys to dQ, without the factor scale."""
     rows, columns = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     k_block = _load(k + col * tl.cast(k_row, tl.int64), columns, k_row, col_stop - col, DIM, BLOCK_DIM, MASKED)
     v_block = _load(v + col * tl.cast(v_row, tl.int64), columns, v_row, col_stop - col, V_DIM, BLOCK_V_DIM, MASKED)
@@ -184,9 +184,9 @@ def dq_kernel(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dq (contiguous) of one tile of queries and one head, and what `dkv_kernel` needs to know of them.
+    """Computes dq (contiguous) of one tile of queries and one head, and the statistics that `dkv_kernel` needs.
 
-    statistics [2, heads, tokens], float32: lse in units of log 2, and delta, the sum of dout · out over the head's dimensions.
+    statistics [2, heads, tokens], float32: lse in units of log 2, and delta, the sum of dout · out over the head dimension.
     """
     head = tl.cast(tl.program_id(0) % heads, tl.int64)
     tile = tiles + tl.program_id(0) // heads * TILE_FIELDS
@@ -200,7 +200,7 @@ def dq_kernel(
     dout_block = _load(dout + row * dout_row + head * dout_head, rows, dout_row, count, V_DIM, BLOCK_V_DIM, True)
     out_block = _load(out + row * out_row + head * out_head, rows, out_row, count, V_DIM, BLOCK_V_DIM, True)
     delta = tl.sum(dout_block.to(tl.float32) * out_block.to(tl.float32), 1)
-    # Where there is no query, an infinite lse makes every probability 0.
+    # Beyond the last query, an infinite lse makes every probability 0.
     lse_block = tl.load(lse + row * lse_row + head * lse_head + rows * lse_row, mask=rows < count, other=float("inf")) * LOG2_E
     statistics += head * tokens + row
     tl.store(statistics + rows, lse_block, mask=rows < count)
@@ -230,7 +230,10 @@ def _dkv_step(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dK (still without the factor scale) and dV with what one block of queries of one head adds; scores are transposed."""
+    """Adds the contribution of one block of queries of one head to dV and dK (without the factor scale).
+
+    Scores are transposed: keys by queries.
+    """
     rows, columns = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_Q)
     left = col_stop - col
     q_base = q + col * tl.cast(q_row, tl.int64) + head * q_head
@@ -263,7 +266,7 @@ def dkv_kernel(
     DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_V_DIM: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv (both contiguous) of one tile of keys and one kv head, summed over the query heads that share it."""
+    """Computes dk and dv (both contiguous) of one tile of keys and one kv head, summed over its query heads."""
     kv_heads = heads // group
     kv_head = tl.cast(tl.program_id(0) % kv_heads, tl.int64)
     tile = tiles + tl.program_id(0) // kv_heads * TILE_FIELDS
@@ -276,7 +279,7 @@ def dkv_kernel(
     v_block = _load(v + row * v_row + kv_head * v_head, rows, v_row, count, V_DIM, BLOCK_V_DIM, True)
     dk_block = tl.zeros([BLOCK_K, BLOCK_DIM], dtype=tl.float32)
     dv_block = tl.zeros([BLOCK_K, BLOCK_V_DIM], dtype=tl.float32)
-    # One loop over heads and blocks, since loads are only prefetched within a loop.
+    # One loop over heads and blocks, as Triton prefetches loads only within a loop.
     blocks = (full_stop - full_first) // BLOCK_Q
     for i in range(group * blocks):
         head = kv_head * group + i // tl.maximum(blocks, 1)

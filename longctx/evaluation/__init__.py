@@ -1,1 +1,1 @@
-"""What a trained model is worth: its loss by length and position, and whether it finds a fact in a long document."""
+"""Evaluation of a trained model: loss by length and position, and retrieval of a fact from a long document."""

@@ -1,7 +1,7 @@
-"""Loss and perplexity over documents: of all, by the length of the document, and by how much of it a prediction could see.
+"""Loss and perplexity over documents: overall, by the length of the document, and by position in it.
 
-Every token is predicted once, by the plans, attention and head of training. Sums are taken in float64 over all ranks, so that
-the result is that of one process.
+Every token is predicted once, with the plans, attention and head of training. Sums are taken in float64 over all ranks, so that
+the result is the same as on one process.
 """
 
 import math
@@ -20,19 +20,19 @@ from longctx.training.objective import documents_of
 from longctx.training.validation import Documents, Look
 
 SMALLEST = 64
-"""The first bucket is what is below; the next ones end at its doubles."""
+"""End of the first bucket; each following bucket ends at twice the end of the previous one."""
 BUCKETS = 42
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the predictions.
+    """Loss over some of the predictions.
 
     Attributes:
-        first, last: the lengths or positions that count here, both included; `last` None: the greatest there is.
-        documents: how many there are, where documents are counted.
-        tokens: that were predicted.
-        loss: mean of -log p, in nats; NaN without a token.
+        first, last: range of lengths or positions, both included; `last` None: no upper end.
+        documents: number of documents; None where they are not counted.
+        tokens: number of predicted tokens.
+        loss: mean of -log p, in nats; NaN without tokens.
     """
 
     first: int
@@ -55,10 +55,12 @@ class Part:
 
 @dataclass(frozen=True)
 class LossReport:
-    """Attributes:
-    overall: all predictions.
-    by_length: by the tokens of the document, or of the piece of one that was too long.
-    by_position: by the tokens of its document that a prediction sees, from 1 on.
+    """Losses of an evaluation.
+
+    Attributes:
+        overall: loss over all predictions.
+        by_length: loss by tokens of the document, or of the piece if the document was split.
+        by_position: loss by number of tokens of its document that a prediction sees, from 1.
     """
 
     overall: Part
@@ -74,13 +76,13 @@ class LossReport:
 
 
 def bucket(numbers: torch.Tensor) -> torch.Tensor:
-    """The bucket of lengths or positions: 0 below 64, 1 below 128, 2 below 256, and so on."""
+    """Returns the bucket of each length or position: 0 below 64, 1 below 128, 2 below 256, and so on."""
     _, exponent = torch.frexp(numbers.double())  # 2^(exponent - 1) <= number < 2^exponent, exactly
     return (exponent.long() - SMALLEST.bit_length() + 1).clamp(min=0)
 
 
 def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> LossReport:
-    """The loss of every token of `documents`. All ranks call it, and have the same result."""
+    """Computes the loss over all tokens of `documents`. All ranks must call it and get the same result."""
     lengths = torch.tensor([piece.length for piece in documents.pieces])
     targets = torch.tensor([documents.store.target_tokens(p.document, p.start, p.stop) for p in documents.pieces])
     sums = torch.zeros(2, BUCKETS, dtype=torch.float64)  # by length, by position
@@ -93,8 +95,8 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
             sums[0].index_add_(0, of_documents[documents_of(micro_batch)], losses)
             sums[1].index_add_(0, positions, losses)
             seen.index_add_(0, positions, (micro_batch.labels != IGNORED_LABEL).double())
-    mine = torch.cat([*sums, seen]) * mesh.counts
-    by_length, by_position, seen = mesh.gather(mine.tolist()).sum(0).view(3, BUCKETS)
+    local = torch.cat([*sums, seen]) * mesh.counts
+    by_length, by_position, seen = mesh.gather(local.tolist()).sum(0).view(3, BUCKETS)
     tokens = torch.zeros(BUCKETS, dtype=torch.int64).index_add_(0, bucket(lengths), targets)
     total = int(targets.sum())
     number = np.unique([piece.document for piece in documents.pieces]).size
@@ -106,7 +108,7 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
 
 
 def _parts(sums: torch.Tensor, tokens: Sequence[int], documents: Sequence[int] | None = None) -> tuple[Part, ...]:
-    """The buckets in which there is something."""
+    """Returns the buckets that are not empty."""
     return tuple(
         Part(
             1 if index == 0 else SMALLEST << (index - 1),

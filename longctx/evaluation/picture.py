@@ -1,4 +1,4 @@
-"""Picture of a retrieval grid: lengths from left to right, depths from top to bottom, dark where every answer was right."""
+"""Picture of a retrieval grid: lengths from left to right, depths from top to bottom, dark where every answer is right."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ SHARES = LinearSegmentedColormap.from_list("shares", ["#f7f4ee", "#8fbfe0", "#1f
 
 
 def save_grid(grid: Grid, cells: Sequence[Cell], name: str, trained_length: int | None, path: Path) -> None:
-    """Draws the cells into an image file: .png, .svg, .pdf. A line stands behind the lengths up to `trained_length`."""
+    """Draws the cells into an image file (.png, .svg, .pdf), with a line after the lengths up to `trained_length`."""
     lengths, depths = list(grid.lengths), list(grid.depths)
     share = {(cell.length, cell.depth): cell.share for cell in cells}
     size = (max(6.0, 1.6 + 0.9 * len(lengths)), max(3.2, 1.5 + 0.42 * len(depths)))

@@ -1,9 +1,9 @@
-"""Retrieval: does a model find one fact in a long document, wherever it stands and however many others look like it?
+"""Retrieval: tests whether a model finds one fact in a long document, at any depth and among similar facts.
 
-A document is filler with facts such as "Code amber 57." in it, and ends by stating one of them again: the tokens of
-the answer are right if each is the most likely one behind what comes before. As the answer is given while it is checked, that
-is what greedy decoding would write, found in one forward pass, without a cache. Facts and filler are the same as in the
-documents of the task (`task_documents`), on which a small model can be trained.
+A document is filler with facts such as "Code amber 57.", and ends by repeating one of them. Its answer is right if each of its
+tokens is the most likely one after all tokens before it. That is the case exactly if greedy decoding would write the answer,
+but takes one forward pass and no cache. Facts and filler are those of the task (`task_documents`), on which a small model can
+be trained.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class RetrievalError(UserError):
-    """A grid that cannot be made or held."""
+    """A grid that is invalid, or whose documents are too short for their facts."""
 
 
 def ask(key: str) -> str:
@@ -60,14 +60,14 @@ def answer(value: int) -> str:
 
 
 def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
-    """Documents to train on, of up to about `words` words: every fact three times, and filler, in any order.
+    """Yields documents to train on, of up to about `words` words: every fact three times, and filler, in random order.
 
-    Where a key comes for the first time its value cannot be known; after that it can.
+    The value of a key cannot be predicted where the key occurs first; after that it can.
     """
     random = Random(seed)
     for _ in range(count):
         wanted = random.randint(words // 4, words)
-        most = min(len(KEYS), max(1, wanted // 9))  # three words each time
+        most = min(len(KEYS), max(1, wanted // 9))  # three words, three times
         keys = random.sample(KEYS, random.randint(max(1, most // 3), most))
         facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
         sentences = 3 * facts
@@ -79,12 +79,12 @@ def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the grid.
+    """One cell of the grid.
 
     Attributes:
-        length: tokens of the document, the answer included.
-        depth: where the fact stands: 0 at the start of the document, 1 right before the question.
-        samples, right: how many documents, and in how many all tokens of the answer were right.
+        length: tokens per document, including the answer.
+        depth: place of the fact: 0 is the start of the document, 1 is right before the question.
+        samples, right: number of documents, and number of those in which all tokens of the answer are right.
     """
 
     length: int
@@ -99,14 +99,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is asked.
+    """A retrieval test.
 
     Attributes:
-        lengths, depths: of the cells.
-        keys: facts in a document; one is asked for, and the others are such as it, with other keys.
-        samples: documents of a cell.
-        seed: of all that is drawn.
-        prefix: text before every document, in which special tokens are meant as such.
+        lengths, depths: lengths in tokens and depths of the cells.
+        keys: facts per document; the question is about one of them, the others are similar facts with other keys.
+        samples: documents per cell.
+        seed: seed of all random choices.
+        prefix: text before every document, in which special tokens are encoded as such.
     """
 
     lengths: Sequence[int]
@@ -122,9 +122,9 @@ class Grid:
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise RetrievalError(f"depths are {list(self.depths)}: give one or more, from 0 (the start) to 1 (the end)")
         if not 1 <= self.keys <= len(KEYS):
-            raise RetrievalError(f"{self.keys} keys were asked for: there are 1 to {len(KEYS)}")
+            raise RetrievalError(f"keys is {self.keys}: it must be from 1 to {len(KEYS)}")
         if self.samples < 1:
-            raise RetrievalError(f"{self.samples} samples were asked for: a cell has 1 or more")
+            raise RetrievalError(f"samples is {self.samples}: it must be at least 1")
 
     @property
     def cells(self) -> list[Cell]:
@@ -154,7 +154,7 @@ class Writer:
         self._prefix = tokenizer.encode_markup(grid.prefix).astype(np.int64) if grid.prefix else self._ids("")
 
     def write(self, cell: Cell, sample: int) -> Question:
-        """One of the documents of a cell. Raises RetrievalError if it has no room for the facts."""
+        """Returns one of the documents of a cell. Raises RetrievalError if it has no room for the facts."""
         grid = self.grid
         random = Random(f"{grid.seed} {cell.length} {cell.depth} {sample}")
         asked, *others = random.sample(KEYS, grid.keys)
@@ -166,7 +166,7 @@ class Writer:
         if room < 0:
             raise RetrievalError(
                 f"a document of {cell.length} tokens has no room for {grid.keys} facts: they and the question need "
-                f"{cell.length - room}; give a greater length, or fewer keys"
+                f"{cell.length - room}; give a larger length, or fewer keys"
             )
         sentences = self._filler(room, random)
         place = _nearest_end(sentences, cell.depth * room)
@@ -178,7 +178,7 @@ class Writer:
         return Question(np.concatenate([self._prefix, *sentences, question, value]), len(value))
 
     def _filler(self, tokens: int, random: Random) -> list[Ids]:
-        """Sentences of so many tokens in all; the first one lacks what is too much at its beginning."""
+        """Returns sentences of `tokens` tokens in total; the first one is cut at its beginning to fit."""
         sentences: list[Ids] = []
         held = 0
         while held < tokens:
@@ -195,13 +195,13 @@ class Writer:
 
 
 def _nearest_end(sentences: Sequence[Ids], tokens: float) -> int:
-    """How many sentences come before the end of one that is nearest to so many tokens."""
+    """Returns the number of sentences whose total length is nearest to `tokens`."""
     ends = np.cumsum([0, *map(len, sentences)])
     return int(np.abs(ends - tokens).argmin())
 
 
 def retrieve(grid: Grid, tokenizer: Tokenizer, look: Look, planner: Planner, mesh: Mesh, step_tokens: int) -> list[Cell]:
-    """The cells of the grid with their right answers. All ranks call it, and have the same result.
+    """Returns the cells of the grid with their numbers of right answers. All ranks must call it and get the same result.
 
     Documents are planned together until they have `step_tokens` tokens.
     """
@@ -220,7 +220,7 @@ def retrieve(grid: Grid, tokenizer: Tokenizer, look: Look, planner: Planner, mes
 
 
 def _right(questions: Sequence[Question], look: Look, planner: Planner, mesh: Mesh) -> npt.NDArray[np.int64]:
-    """Whether each answer is right, 0 or 1."""
+    """Returns 1 for each question with a right answer, else 0."""
     documents = [question.tokens for question in questions]
     plan = planner([len(document) for document in documents])
     mesh.agree(plan.hash, "the plan of the questions")

@@ -1,4 +1,4 @@
-"""What is evaluated: the newest checkpoint of a run, or a checkpoint of transformers; opened once on every rank."""
+"""Target of an evaluation: the newest checkpoint of a run, or a checkpoint of transformers; opened once on every rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,16 +18,18 @@ from longctx.training.trainer import Trainer
 
 
 class TargetError(UserError):
-    """Something that cannot be evaluated, or not on this store."""
+    """A target that cannot be evaluated, or not on this store."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Attributes:
-    name: as it was given.
-    config: the settings of the run, or defaults, with what was overridden.
-    found: the checkpoint of the run; None for one of transformers.
-    notes: sentences for whoever evaluates it.
+    """A run or a checkpoint to evaluate.
+
+    Attributes:
+        name: run folder, or folder or hub name of a checkpoint, as given.
+        config: settings of the run, or defaults, with overrides.
+        found: checkpoint of the run; None for a checkpoint of transformers.
+        notes: sentences to report with the results.
     """
 
     name: str
@@ -37,7 +39,7 @@ class Target:
 
     @classmethod
     def open(cls, name: str, overrides: Sequence[str], world_size: int) -> "Target":
-        """Raises UserError if there is no run and no checkpoint of this name, or if settings are wrong."""
+        """Opens a run or a checkpoint. Raises UserError if there is neither of this name, or if settings are wrong."""
         folder = Path(name)
         if (folder / "config.yaml").is_file():
             found, damaged = checkpoint.newest(folder)
@@ -47,7 +49,9 @@ class Target:
             config = load(folder / "config.yaml", overrides, world_size=world_size, stage=found.stage)
             return cls(name, config, found, tuple(damaged))
         if is_store(folder):
-            raise TargetError(f"{folder} is a store of documents: give a run or a checkpoint, and this as --store {folder}")
+            raise TargetError(
+                f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}"
+            )
         if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise TargetError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
@@ -58,7 +62,7 @@ class Target:
 
     @property
     def folder(self) -> Path | None:
-        """That of the run; None for a checkpoint of transformers, which is left as it is."""
+        """Folder of the run; None for a checkpoint of transformers, which is never written to."""
         return Path(self.name) if self.found is not None else None
 
     @property
@@ -67,47 +71,47 @@ class Target:
 
     @property
     def source(self) -> ModelSource:
-        """The model, of the vocabulary that it was trained with."""
+        """The model, with the vocabulary size that it was trained with."""
         vocab_size = None if self.found is None else self.found.state["model"].get("vocab_size")
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:
-        """The model's own, for text that is made here. Raises UserError if there is none."""
+        """Returns the model's tokenizer, for generated text. Raises UserError if there is none."""
         if self.found is not None:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
-            raise TargetError(f"{self.name} has no tokenizer.json: give --store, one that was prepared with its tokenizer")
+            raise TargetError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
         return Tokenizer.load(file)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises TargetError if the tokens of a store cannot be this model's."""
+        """Raises TargetError if the model's vocabulary is smaller than that of a store's tokenizer."""
         entries = self.source.spec.vocab_size
         if entries is not None and tokenizer.vocab_size > entries:
             raise TargetError(
-                f"the store's tokenizer has {tokenizer.vocab_size:,} entries, and the model {entries:,}: prepare the store "
-                "with the tokenizer of the model"
+                f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has {entries:,}: prepare the "
+                "store with the model's tokenizer"
             )
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:
-        """A sentence if a store's tokenizer is not the one that lies beside the model; empty if it is, or if none does."""
+        """Returns a warning if a store's tokenizer is not the model's; empty if it is, or if the model has none."""
         file = (self.config.data.paths[0] if self.found is not None else Path(self.name)) / "tokenizer.json"
         if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
             return ""
-        return f"the store was made with another tokenizer than {file}: its losses mean little if ids stand for other tokens"
+        return f"the store was made with another tokenizer than {file}: losses are meaningless if token ids differ"
 
     def max_length(self, world_size: int) -> int:
-        """Tokens of the longest piece of a document, as in training."""
+        """Returns the maximum tokens of a piece of a document, as in training."""
         return choose_max_length(self.config, world_size, self.found)
 
     def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
-        """The model with its weights, on this rank, and this target with what has to be said of it. All ranks call it."""
+        """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
         trainer = Trainer.build(self.config, mesh, self.source)
         if self.found is None:
             return trainer, self
         different = trainer.model.differences(self.found.state["model"])
         rope = [sentence for sentence in different if sentence.startswith("rope_")]
         if len(rope) < len(different):
-            raise TargetError(f"{self.found.folder} holds another model: {'; '.join(different)}. Override rope_* alone")
+            raise TargetError(f"{self.found.folder} holds another model: {'; '.join(different)}; override only rope_*")
         checkpoint.load_weights(self.found, trainer.model, mesh.control)
         return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))

@@ -1,1 +1,1 @@
-"""What a rank holds, whether that fits, and what would make it fit."""
+"""Memory: estimates the peak memory per rank, and suggests settings if a run does not fit."""

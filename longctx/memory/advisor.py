@@ -1,7 +1,7 @@
-"""Fit: whether a run fits into the memory of its ranks, and the cheapest change that would make it fit.
+"""Checks whether a run fits into the memory of its ranks, and finds the cheapest change of settings that would make it fit.
 
-The estimate is compared with all the memory there is, without a margin for what it does not count (see `memory`): what is
-refused could not run, and what is not refused may still fail if it is close.
+The estimate is compared with all available memory, without a margin for what it does not count (see `model`): a run that is
+refused could not work, but a run that barely fits may still run out of memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +17,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
+from longctx.memory.units import format_bytes
 from longctx.model.spec import ModelSpec
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
@@ -26,15 +27,15 @@ PLANNED_STEPS = 2
 Settings = dict[str, Any]
 """New values by dotted name."""
 Choice = tuple[Settings, Memory]
-"""Settings and number of ranks, and the memory of a rank."""
+"""Settings, including the number of ranks, and the peak memory per rank."""
 
 
 class DoesNotFit(UserError):
-    """A run that needs more memory than its ranks have."""
+    """A run that needs more memory than its ranks have available."""
 
 
 def savings(config: Config) -> list[tuple[str, Any]]:
-    """Changes of a setting that save memory, the cheapest in time first."""
+    """Returns the changes of a setting that save memory, in ascending order of cost in time."""
     known = (
         ("parallel.reshard_after", "micro_batch"),
         ("parallel.reshard_after", "block"),
@@ -54,7 +55,7 @@ def savings(config: Config) -> list[tuple[str, Any]]:
 
 
 def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
-    """What the first steps of a run ask of its ranks; without a store, what a full rank with the longest document asks."""
+    """Returns the loads of the first steps of a run; without a store, the load of a full rank with the longest document."""
     if store is None:
         return list(full_loads(config, ranks))
     planner = make_planner(config, config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile)
@@ -63,7 +64,7 @@ def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
 
 
 def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
-    """The settings with some replaced, by dotted name."""
+    """Returns the settings with `changes` applied, given as (dotted name, value)."""
     for name, value in changes:
         section, key = name.split(".")
         part = getattr(config, section).model_copy(update={key: value})
@@ -72,17 +73,17 @@ def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
 
 
 def as_override(name: str, value: object) -> str:
-    """A setting as the command line takes it."""
+    """Formats a setting as a command-line override."""
     return f"--{name}={yaml_text(value)}"
 
 
 def allowed(config: Config, ranks: int) -> bool:
-    """Whether the rules take these settings on so many processes."""
+    """Returns whether the configuration rules allow these settings on `ranks` processes."""
     return not broken_rules(config, ranks)
 
 
 def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
-    """Every choice of recomputation, kept K and V and resharding, on so many ranks, that the rules allow."""
+    """Yields every valid combination of recomputation, kept K and V, resharding and number of ranks, with its peak memory."""
     for ranks in worlds:
         if not allowed(config, ranks):
             continue
@@ -100,16 +101,16 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
 def cheapest_change(
     spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
 ) -> Settings | None:
-    """The cheapest change that makes a run fit into `available` bytes a rank and that the rules allow; None if there is none.
+    """Returns the cheapest valid change that makes a run fit into `available` bytes per rank, or None.
 
-    One setting if one is enough, the cheapest that is. Else the set whose dearest change is the cheapest; among equals the next
-    one decides, so nothing in it could be left out.
+    This is the cheapest single setting that is enough. If none is, it is the set with the cheapest most expensive change; ties
+    are decided by the next most expensive one, so no change of the set could be left out.
     """
     planned: dict[tuple[object, ...], Sequence[Load]] = {}
     for change in _sets(savings(config)):
         tried = changed(config, change.items())
         context = tried.context
-        # Loads depend on nothing else that changes: on the last two by the times that documents are planned with.
+        # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
         key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
         if key not in planned:
             planned[key] = heaviest(tried, store, ranks)
@@ -119,43 +120,42 @@ def cheapest_change(
 
 
 def _sets(known: Sequence[tuple[str, Any]]) -> Iterator[Settings]:
-    """Every change alone, then every set: the binary numbers, with the dearest change as the highest digit."""
+    """Yields every change alone, then every set, as binary numbers whose highest digit is the most expensive change."""
     yield from ({name: value} for name, value in known)
     for number in range(1, 1 << len(known)):
         chosen = [change for digit, change in enumerate(known) if number >> digit & 1]
         together = dict(chosen)
-        if 1 < len(chosen) == len(together):  # a setting has one value
+        if 1 < len(chosen) == len(together):  # skips sets with two values of one setting
             yield together
 
 
 def refuse_too_large(
     spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int | None, *, fused: bool
 ) -> Memory:
-    """The memory of the fullest rank. Raises DoesNotFit, with the cheapest change that would fit, if it is not `available`."""
+    """Returns the peak memory of the fullest rank.
+
+    Raises DoesNotFit, with the cheapest change that would fit, if it exceeds `available` bytes (None: unknown).
+    """
     memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
     if available is None or memory.total <= available:
         return memory
     change = cheapest_change(spec, config, store, ranks, available, fused=fused)
     if change is None:
-        way_out = "no setting for memory is enough: lower batch.tokens_per_rank, start more processes, or take a smaller model"
+        way_out = "no memory setting saves enough: lower batch.tokens_per_rank, start more processes, or use a smaller model"
     else:
         settings = " ".join(as_override(*setting) for setting in change.items())
         way_out = f"the cheapest change that would fit is {settings}"
     largest = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in largest)
     raise DoesNotFit(
-        f"a rank would need {gib(memory.total)} ({parts}, ... at the moment: {memory.moment}) and has {gib(available)}: "
-        f"{way_out}. `longctx estimate` shows all choices; leave room for what it does not count: libraries, buffers of "
-        "communicators, workspace of kernels, fragmentation"
+        f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but only "
+        f"{format_bytes(available)} is available: {way_out}. `longctx estimate` shows all choices; leave room for what it does "
+        "not count: libraries, communicator buffers, kernel workspace and fragmentation"
     )
 
 
-def gib(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB"
-
-
 def available_bytes(device: torch.device, local_ranks: int) -> int | None:
-    """Memory that a rank can use: all of its GPU's, or its share of what is free on this machine; None if unknown."""
+    """Returns the memory that a rank can use: all of its GPU, or its share of the machine's free memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:

@@ -1,4 +1,4 @@
-"""Loads: what plans ask of the memory of every rank, with the exchange stages that their schedules will really have."""
+"""Loads: the rows that plans place on every rank and move between ranks, using the exchange stages of the real schedules."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -23,16 +23,16 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:
-    """The load of every rank in every micro-batch of some plans, exchanged as `config.context` says."""
+    """Returns the loads of all ranks in all micro-batches of `plans`, with the exchange settings of `config.context`."""
     return {
         load for plan in plans for number in range(len(plan.micro_batches)) for load in micro_batch_loads(plan, number, config)
     }
 
 
 def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = None) -> set[Load]:
-    """A full rank that holds its share of the longest document and of nothing shorter; for estimates without a store.
+    """Returns the loads of full ranks with a share of the longest document only; for estimates without a store.
 
-    Of all ranks of that ring, those that receive most, and send most. `profile`, instead of the configured one, has the nodes.
+    Includes the ranks of the ring that receive and send the most. `profile` overrides the configured one for the node size.
     """
     budget, context, domain = config.batch.tokens_per_rank, config.context, config.domain(ranks)
     degree = context.degree if context.mode == "static" else None
@@ -55,7 +55,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
 
 
 def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]:
-    """The load of every rank of the domain, in order, in one micro-batch."""
+    """Yields the load of every rank of the domain, in order, in micro-batch `number`."""
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
     swapping = ulysses_degree(config, config.model_source().spec, plan, number)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
@@ -64,7 +64,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
         length, degree = plan.lengths[placement.document], placement.degree
         here = slice(placement.first_rank, placement.first_rank + degree)
         tokens[here] += largest_shard(length, degree)
-        # Where u ranks swap heads there are u rings of chunks u times as long, with rows that are narrower by as much.
+        # With Ulysses degree u there are u rings of chunks u times as long, with 1/u of the width per row.
         rings = swapping if swaps_heads(length, placement.first_rank, degree, swapping) else 1
         if rings > 1:
             swapped[here] += largest_shard(length, degree)
@@ -73,7 +73,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             chunks = _exchanged_chunks(len(members), _nodes(members, per_node), plan.stages[number])
             received[members] += chunks[0] * length / (2 * degree)
             sent[members] += chunks[1] * length / (2 * degree)
-    # One stage is computed while the next is under way; in two levels the first hop of the one after that is as well.
+    # One stage is computed while the next one is in flight; with two levels, so is the first hop of the stage after that.
     at_once = min(3 if per_node else 2, received.shape[1])
     held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
     for rank in range(plan.ranks):
@@ -89,7 +89,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
 
 
 def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -> tuple[int, ...]:
-    """Members of a ring on each of its nodes, by ring index; none if rows go straight from rank to rank."""
+    """Returns the number of ring members on each node, by ring index; empty if rows go directly from rank to rank."""
     if per_node is None:
         return ()
     changes = np.flatnonzero(np.diff(members // per_node)) + 1
@@ -99,10 +99,10 @@ def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -
 
 @lru_cache(maxsize=64)
 def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple[Floats, Floats]:
-    """Chunks of a document that each ring index receives in each stage, [degree, stages + 1], and that it sends, [degree].
+    """Returns the chunks that each ring index receives in each stage [degree, stages + 1] and sends in total [degree].
 
-    As in `longctx.attention.ring_schedule` with a causal mask. Relays are counted as if everyone sent its own rows: over a ring
-    that is the same.
+    Follows `longctx.attention.ring_schedule` with a causal mask. Relayed rows count as sent by their owner, which gives the
+    same sum over a ring.
     """
     target, source = np.meshgrid(np.arange(degree), np.arange(degree), indexing="ij")
     chunks = np.where(source < target, 1.0, 2.0) * (source != target)

@@ -1,1 +1,1 @@
-"""A Llama-style decoder in plain single-device PyTorch; attention and head are handed in."""
+"""The native decoder in plain single-device PyTorch, and models of transformers; attention and head are arguments of both."""

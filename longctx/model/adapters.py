@@ -1,4 +1,4 @@
-"""What is asked of adapters, known without torch; `longctx.model.lora` makes them."""
+"""Settings of LoRA adapters, without torch; `longctx.model.lora` creates the adapters."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,15 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraError(UserError):
-    """Adapters that a model cannot have."""
+    """Adapters that a model does not support."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Trained matrices of this rank beside frozen linear layers, scaled by alpha / rank; targets: "all-linear", or names."""
+    """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
+
+    `target_modules` is "all-linear", or the names of layers.
+    """
 
     rank: int
     alpha: float

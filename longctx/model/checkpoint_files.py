@@ -17,9 +17,9 @@ from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
-"""Files of a checkpoint that are no weights: config, tokenizer, chat template."""
+"""Files of a checkpoint other than weights: config, tokenizer, chat template."""
 DESCRIBED = "tensors.json"
-"""In a checkpoint without its weights: every tensor's name and dtype."""
+"""File with the name and dtype of every tensor, in a checkpoint without its weights."""
 OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
@@ -35,11 +35,11 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-"""What safetensors calls them."""
+"""Torch dtypes by their names in safetensors."""
 
 
 class PretrainedError(UserError):
-    """A checkpoint that cannot be read, or that cannot be trained as it is."""
+    """A checkpoint that cannot be read, or cannot be trained as it is."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class CheckpointFiles:
     """A checkpoint on disk.
 
     Attributes:
-        folder: where it is.
-        files: every tensor's name, and the file that holds it.
-        rope: settings by which RoPE becomes another than that of config.json: see `context_extension`.
+        folder: folder of the checkpoint.
+        files: file of each tensor, by the tensor's name.
+        rope: RoPE settings that replace those of config.json, see `context_extension`.
     """
 
     folder: Path
@@ -58,7 +58,7 @@ class CheckpointFiles:
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
-        """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if there is no sound one."""
+        """Finds a checkpoint in a folder, or by its name on the hub. Raises PretrainedError if it is missing or damaged."""
         check_name(source)
         folder = _folder(source)
         if (folder / DESCRIBED).is_file():
@@ -67,12 +67,13 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> Any:
-        """What transformers makes of config.json, with `rope`. Raises PretrainedError if it cannot."""
+        """Config as transformers loads it, changed by `rope`. Raises PretrainedError if transformers cannot load it."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
             raise PretrainedError(
-                f"a checkpoint needs transformers, which cannot be used ({error}): pip install 'longctx[huggingface]'"
+                f"reading a checkpoint needs transformers, which cannot be imported ({error}): "
+                "pip install 'longctx[huggingface]'"
             ) from error
         try:
             config = AutoConfig.from_pretrained(self.folder)
@@ -86,27 +87,27 @@ class CheckpointFiles:
 
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Every tensor's."""
+        """Dtype of each tensor, by the tensor's name."""
         if (self.folder / DESCRIBED).is_file():
             described = json.loads((self.folder / DESCRIBED).read_text("utf-8"))
             return {name: getattr(torch, dtype) for name, dtype in described.items()}
         found: dict[str, torch.dtype] = {}
         for file in sorted(set(self.files.values())):
-            with file.open("rb") as stream:  # a header that safetensors has read before
+            with file.open("rb") as stream:  # safetensors has already checked the header
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
             found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
         return found
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """That of a tensor by the name that transformers gives it; where the files have another name, that of most tensors."""
-        bare = name.partition(".")[2]  # of a base model that was saved alone
+        """Returns the dtype of a tensor by its name in transformers; if the files lack this name, the most common dtype."""
+        bare = name.partition(".")[2]  # its name in a base model that was saved alone
         for known in (name, bare):
             if known in self.dtypes:
                 return self.dtypes[known]
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     def describe(self, folder: Path) -> None:
-        """Copies all but the weights into a folder, which `open` takes as a checkpoint whose weights cannot be read."""
+        """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose weights cannot be read."""
         tokenizer_files.copy(small_files(self.folder), self.folder, folder)
         if self.rope:
             self.config.save_pretrained(folder)
@@ -114,7 +115,7 @@ class CheckpointFiles:
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor, or rows of it, on the CPU, as a copy: what safetensors gives may be a view of the file."""
+        """Reads a tensor, or rows of it, to the CPU, as a copy: safetensors may return a view of the file."""
         with self._opened(name) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(name) if rows is None else tensors.get_slice(name)[rows]
             return tensor.clone()
@@ -125,7 +126,7 @@ class CheckpointFiles:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
-        """The file of a tensor. Raises PretrainedError if it cannot be read."""
+        """Opens the file of a tensor. Raises PretrainedError if it cannot be read."""
         from safetensors import SafetensorError, safe_open
 
         file = self.files[name]
@@ -137,15 +138,17 @@ class CheckpointFiles:
 
 
 def small_files(folder: Path) -> list[Path]:
-    """Those of a checkpoint that are no weights, and say nothing of them, relative to its folder."""
+    """Returns the files of a checkpoint that neither contain nor describe weights, relative to its folder."""
     return [file for file in tokenizer_files.find(folder, BESIDE_WEIGHTS) if file.name not in OF_WEIGHTS]
 
 
 def check_name(source: str) -> None:
-    """Raises PretrainedError unless this is the folder of a checkpoint, or may be a name on the hub."""
+    """Raises PretrainedError unless `source` is the folder of a checkpoint, or may be a name on the hub."""
     folder = Path(source)
     if not folder.is_dir() and (source.startswith((".", "/", "~")) or source.count("/") != 1):
-        raise PretrainedError(f"there is no folder {source}: give that of a checkpoint, or its name on the hub, as OWNER/NAME")
+        raise PretrainedError(
+            f"there is no folder {source}: give the folder of a checkpoint, or its name on the hub as OWNER/NAME"
+        )
     if not folder.is_dir() or (folder / "config.json").is_file():
         return
     if (folder / "config.yaml").is_file():
@@ -155,27 +158,27 @@ def check_name(source: str) -> None:
         )
     if (folder / "adapter_config.json").is_file():
         raise PretrainedError(
-            f"{source} holds adapters, and no model: merge them with longctx export RUN OUT --merge, and give OUT"
+            f"{source} has adapters, but no model: merge them with longctx export RUN OUT --merge, and give OUT"
         )
     found = ", ".join(sorted(file.name for file in folder.iterdir())[:5]) or "nothing"
     raise PretrainedError(
-        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one holds {found})"
+        f"{source} has no config.json: give the folder of a checkpoint as transformers saves it (this one contains {found})"
     )
 
 
 def _folder(source: str) -> Path:
-    """The folder of a checkpoint, from the hub if there is none of this name."""
+    """Returns the folder of a checkpoint, downloaded from the hub if it is not a local folder."""
     if Path(source).is_dir():
         return Path(source)
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(source, allow_patterns=[*BESIDE_WEIGHTS, "*.safetensors"]))
-    except Exception as error:  # whatever network, hub and file system say
+    except Exception as error:  # network, hub and file system may raise anything
         why = " ".join(str(error).split())[:200]
         raise PretrainedError(
-            f"{source} is no folder, and the hub does not give it ({type(error).__name__}: {why}): check the name, or "
-            "give the folder of a downloaded checkpoint"
+            f"{source} is not a local folder, and cannot be downloaded from the hub ({type(error).__name__}: {why}): check "
+            "the name, or give the folder of a downloaded checkpoint"
         ) from error
 
 
@@ -191,7 +194,7 @@ def _index(folder: Path) -> dict[str, Path]:
         found = sorted({folder / file for file in wanted.values()})
         missing = [file.name for file in found if not file.is_file()]
         if missing:
-            raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index names: download or copy it again")
+            raise PretrainedError(f"{folder} lacks {', '.join(missing[:3])}, which its index lists: download or copy it again")
     if not found:
         raise PretrainedError(
             f"{folder} has no .safetensors files: save the model with transformers' save_pretrained, which writes them"

@@ -1,6 +1,6 @@
 """Writes the weights of a checkpoint of transformers: safetensors files of bounded size and their index, tensor by tensor.
 
-Names, shapes and dtypes are known before, so every tensor has its place in a file from the start, and none is held.
+Names, shapes and dtypes are known in advance, so every tensor has its place in a file from the start, and none is buffered.
 """
 
 import json
@@ -19,7 +19,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that will be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,11 +38,12 @@ class _Place:
 
 
 class CheckpointWriter:
-    """Files of a checkpoint in a folder that exists.
+    """Writes the weight files of a checkpoint.
 
     Args:
-        tensors: all that will be written, in the order in which they go into files.
-        max_shard_bytes: of tensors in a file, unless one alone has more.
+        folder: existing folder of the checkpoint.
+        tensors: all tensors to be written, in their order in the files.
+        max_shard_bytes: maximum bytes of tensors per file, unless a single tensor has more.
     """
 
     def __init__(self, folder: Path, tensors: Iterable[Planned], max_shard_bytes: int) -> None:
@@ -58,7 +59,7 @@ class CheckpointWriter:
         self.missing = set(self.places)
 
     def _begin(self, file: Path, shard: list[Planned]) -> None:
-        """Writes the header of a file, in the order of safetensors: large numbers first, so that all are aligned."""
+        """Writes the header of a file, in the order of safetensors: larger dtypes first, so that all tensors are aligned."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for tensor in sorted(shard, key=lambda tensor: (-tensor.dtype.itemsize, NAMES[tensor.dtype], tensor.name)):
@@ -76,7 +77,7 @@ class CheckpointWriter:
             stream.truncate(8 + len(text) + at)
 
     def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Writes some tensors, each once, in the dtypes that were planned."""
+        """Writes tensors by name, each once, in their planned dtypes."""
         for name, tensor in tensors.items():
             place = self.places[name]
             assert tuple(tensor.shape) == place.tensor.shape, (name, tensor.shape, place.tensor.shape)
@@ -87,7 +88,7 @@ class CheckpointWriter:
                 stream.write(stored.flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Writes the index if there are several files, and makes sure that all is there and on disk."""
+        """Writes the index if there are several files, checks that all tensors were written, and syncs the files to disk."""
         assert not self.missing, sorted(self.missing)
         if len(self.files) > 1:
             files = {name: place.file.name for name, place in sorted(self.places.items())}
@@ -98,11 +99,11 @@ class CheckpointWriter:
                 os.fsync(stream.fileno())
 
 
-def _shards(tensors: Iterable[Planned], most: int) -> list[list[Planned]]:
+def _shards(tensors: Iterable[Planned], max_bytes: int) -> list[list[Planned]]:
     shards: list[list[Planned]] = [[]]
     size = 0
     for tensor in tensors:
-        if shards[-1] and size + tensor.bytes > most:
+        if shards[-1] and size + tensor.bytes > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(tensor)

@@ -1,7 +1,7 @@
-"""Conversion between a checkpoint's tensors and the parameters of a model of transformers, a block at a time.
+"""Conversion between a checkpoint's tensors and the parameters of a model of transformers, one block at a time.
 
-Transformers fuses, splits and renames tensors (experts, say) while it loads. Here its own conversion is run on the tensors of
-one block and a twin of the model without values, so that no process ever holds the model.
+Transformers fuses, splits and renames tensors (of experts, for example) while it loads. Here its own conversion runs on the
+tensors of one block and a twin of the model without values, so that no process ever holds the whole model.
 """
 
 import re
@@ -19,10 +19,10 @@ BLOCK = re.compile(r".+?\.\d+(?=\.)")
 
 
 class Conversion:
-    """Makes a checkpoint's tensors a model's parameters, and back, by groups: a block, or a module outside the blocks."""
+    """Converts a checkpoint's tensors to a model's parameters, and back, by groups: a block, or a module outside the blocks."""
 
     def __init__(self, twin: Any, files: CheckpointFiles) -> None:
-        """`twin` lies on meta and is not sharded."""
+        """`twin` is the model on the meta device, not sharded."""
         self.twin, self.files = twin, files
         with _internals():
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -32,7 +32,7 @@ class Conversion:
         self.sources: dict[str, list[str]] = defaultdict(list)
         """Names of the checkpoint's tensors, by group."""
         self.unused: list[str] = []
-        """Tensors of the checkpoint that the model has no place for."""
+        """Tensors of the checkpoint that the model does not use."""
         for name in files.files:
             with _internals():
                 target = self._target(name)
@@ -44,14 +44,14 @@ class Conversion:
         self._loaded: tuple[str, Tensors] = ("", {})
 
     def group_of(self, name: str) -> str:
-        """The group that a parameter belongs to: the first numbered module around it, else the module that it is of."""
+        """Returns the group of a parameter: the outermost numbered module around it, else its module."""
         block = BLOCK.match(name)
         return block[0] if block else name.rpartition(".")[0]
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter or buffer, on the CPU, in the dtype of the twin. Its group is kept for the next call.
+        """Reads a parameter or buffer to the CPU, in the dtype of the twin. Its group is cached for the next call.
 
-        Raises PretrainedError if the checkpoint has none, or one that does not fit.
+        Raises PretrainedError if the checkpoint lacks it, or it does not fit.
         """
         for known in (name, *self._same(name)):
             group = self.group_of(known)
@@ -64,7 +64,7 @@ class Conversion:
         )
 
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """The parameters and buffers of a group → the checkpoint's tensors, as transformers' save_pretrained writes them."""
+        """Converts parameters and buffers of a group to the checkpoint's tensors, as save_pretrained writes them."""
         written = {name: weight for name, weight in weights.items() if name not in self.tied}
         with _internals():
             from transformers.core_model_loading import revert_weight_conversion
@@ -74,12 +74,12 @@ class Conversion:
         return reverted
 
     def _same(self, name: str) -> Iterator[str]:
-        """Other names of a tied weight."""
+        """Yields the other names of a tied weight."""
         source = self.tied.get(name, name)
         yield from (other for other in (source, *(a for a, b in self.tied.items() if b == source)) if other != name)
 
     def _target(self, name: str) -> str:
-        """The first parameter that a tensor of the checkpoint goes into, by transformers' own rules."""
+        """Returns the first parameter that uses a tensor of the checkpoint, by transformers' own rules."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [one for one in self.mapping if isinstance(one, WeightRenaming)]
@@ -127,21 +127,21 @@ def _short(text: str) -> str:
 
 @contextmanager
 def _internals() -> Iterator[None]:
-    """Around calls of what transformers does not promise to keep: says so where another version has changed it."""
+    """Wraps calls of transformers' internals: raises PretrainedError if another version has changed them."""
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
         import transformers
 
         raise PretrainedError(
-            f"transformers {transformers.__version__} converts checkpoints in another way than longctx knows ({error}): "
-            "install a version that it was tested with, pip install 'longctx[huggingface]'"
+            f"longctx does not support the way in which transformers {transformers.__version__} converts checkpoints "
+            f"({error}): install a supported version, pip install 'longctx[huggingface]'"
         ) from error
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a bar for every block."""
+    """Hides transformers' progress bar, which would appear for every block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -154,7 +154,7 @@ def _quiet() -> Iterator[None]:
 
 
 def groups(names: Iterable[str], conversion: Conversion) -> dict[str, list[str]]:
-    """Names of parameters by the group that is converted at once, in order."""
+    """Returns the names of parameters by group (see `Conversion`), in order."""
     found: dict[str, list[str]] = defaultdict(list)
     for name in names:
         found[conversion.group_of(name)].append(name)

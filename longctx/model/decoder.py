@@ -1,8 +1,8 @@
-"""The native decoder, Llama's and its like's: RMSNorm, RoPE, grouped-query attention, a gated MLP, tied or untied embeddings.
+"""The native decoder for Llama-like models: RMSNorm, RoPE, grouped-query attention, a gated MLP, tied or untied embeddings.
 
-Plain single-device PyTorch. A sequence is `[tokens, hidden]` with no batch axis: documents lie one after the other, and which
-token belongs to which document is known to the attention callable alone. Attention and head are handed in, so the model
-knows nothing of rings, shards or losses. What a shape leaves out (biases, norms of heads) is a module that does nothing.
+Plain single-device PyTorch. A sequence is `[tokens, hidden]` without a batch axis: documents follow one another, and only the
+attention callable knows which token belongs to which document. Attention and head are arguments, so the model does not depend
+on rings, shards or losses. Options that a shape does not use (norms of heads, output norms) are modules that do nothing.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -38,7 +38,7 @@ def _norm(shape: ModelShape, size: int) -> nn.RMSNorm:
 
 
 class SelfAttention(nn.Module):
-    """Projections around the attention that is handed in: normed hidden states [tokens, hidden] → what is added to them."""
+    """Projections around the given attention: normalized hidden states → residual update, both [tokens, hidden]."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention and MLP, each normed before, and after if the shape says so, and added to the residual stream."""
+    """One layer: attention and MLP, each with a norm before it, optionally a norm after it, and a residual connection."""
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
@@ -93,21 +93,21 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """torch's, but for bfloat16 on a CPU, where torch adds up the gradient of an entry in bfloat16: it stops growing."""
+    """torch's embedding, except for bfloat16 on CPU, where torch sums the gradients of an entry in bfloat16 and loses terms."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        split = type(weight.data) is not torch.Tensor  # over ranks, by torch's own rules
+        split = type(weight.data) is not torch.Tensor  # a DTensor, which follows torch's own rules
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not split:
             return weight.index_select(0, tokens)
         return super().forward(tokens)
 
 
 class Decoder(StagedModel):
-    """Embedding, blocks, final norm, head. Parameter names are those of Hugging Face's Llama.
+    """Embedding, blocks, final norm, head. Parameters are named as in Hugging Face's Llama.
 
-    With `layers` it holds these blocks alone, under the names they have in the whole model: the embedding comes with the first,
-    final norm and head with the last. A tied embedding is there with either.
+    With `layers` it has only these blocks, under their names in the whole model: the first block comes with the embedding, the
+    last with final norm and head. A tied embedding comes with either.
     """
 
     tensor_plan: ClassVar[Mapping[str, str]] = {
@@ -160,7 +160,7 @@ class Decoder(StagedModel):
                 self.lm_head.weight = self.embed_tokens.weight
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """Normal with σ = 0.02, into the residual stream scaled by 1/√(2·layers) (GPT-2, §2.3); norms by 1, biases 0."""
+        """Draws from a normal with σ = 0.02, times 1/√(2·layers) into the residual stream (GPT-2, §2.3); norms 1, biases 0."""
         if parameter.dim() == 1:
             return torch.full_like(parameter, 0.0 if name.endswith("bias") or self.shape.norm_offset else 1.0)
         into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
@@ -172,7 +172,7 @@ class Decoder(StagedModel):
         return self.shape.model_dump()
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        """What an earlier version did not know of has its default."""
+        """As `Model.differences`; settings that an earlier version did not have are at their defaults."""
         if "transformers" in described:
             return ["it was trained by transformers' own code, not by the native decoder (see model.implementation)"]
         here, there = self.describe(), ModelShape.model_validate(described).model_dump()
@@ -180,7 +180,7 @@ class Decoder(StagedModel):
 
     @cached_property
     def family(self) -> Family:
-        """That of transformers which has models of this shape. Raises NoNativeModel if there is none."""
+        """Family of transformers that has models of this shape. Raises NoNativeModel if there is none."""
         return expressed(self.shape, longest=1)[0]
 
     @property
@@ -197,12 +197,12 @@ class Decoder(StagedModel):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head | None = None
     ) -> torch.Tensor:
-        """Without a `head`: logits [tokens, vocab]."""
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab]."""
         return super().forward(tokens, positions, attention, self._logits if head is None else head)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        logits, most = F.linear(hidden, weight), self.spec.logit_softcap
-        return most * torch.tanh(logits / most) if most else logits
+        logits, cap = F.linear(hidden, weight), self.spec.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
     def run(
         self,

@@ -1,11 +1,11 @@
-"""Families of transformers that the native decoder can run: their configs as shapes, and the names of their tensors as ours.
+"""Families of transformers models that the native decoder can run: translates configs to shapes, and tensor names to ours.
 
-Whatever a config says is either translated, or known to leave the model's function as it is, or has the default of its class,
-or is a reason not to run it here. Tensors are renamed, and those that a family fuses are cut by rows: no value is computed, so
-that what is read and written again is the same bit by bit.
+Every field of a config is either translated, or known not to change the model's function, or at the default of its class;
+otherwise the model is refused. Tensors are renamed, and fused ones are split by rows: no value is computed, so that reading and
+writing a checkpoint keeps every bit.
 
-Two things of transformers are not the model's function and are left to it: dropout, which is refused unless it is 0, and
-`pad_token_id`, whose entry of the embedding gets no gradient there.
+Two features of transformers are left out: dropout, which is refused unless it is 0, and `pad_token_id`, whose entry of the
+embedding gets no gradient in transformers.
 """
 
 import math
@@ -31,7 +31,7 @@ SIZES = (
     "rms_norm_eps",
     "tie_word_embeddings",
 )
-"""What configs and shapes call by the same names."""
+"""Fields with the same names in configs and shapes."""
 HARMLESS = frozenset(
     {
         "architectures",
@@ -61,9 +61,9 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-"""Fields of configs that do not change what a model of these families computes; those that begin with `_` do not either."""
+"""Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
-"""What configs call our activations."""
+"""Names of activations in configs → ours."""
 FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
 FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
 OUTPUT_NORMS = {
@@ -74,26 +74,27 @@ OUTPUT_NORMS = {
 
 
 class NoNativeModel(UserError):
-    """A reason why the native decoder cannot run a model of transformers, or transformers one of ours."""
+    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """A type of model in transformers that is a shape of ours.
+    """A model type of transformers that the native decoder can run.
 
     Attributes:
         kind: its model_type.
         architecture: its class.
-        always: what every shape of it has.
-        activation: the field that names the activation.
-        windows: of no layer, of all layers, or of those that layer_types names.
-        gemma: whether embedding and norms are Gemma's.
-        query_scalar, softcap, final_softcap: whether the config has a scale of attention, and bounds.
-        local_rope: whether layers with a window have a RoPE of their own.
-        partial_rope: whether a part of a head may be turned alone.
-        ignored: further fields that mean nothing to it, or whose meaning is in others.
+        always: options that all its shapes have.
+        activation: config field that names the activation.
+        windows: layers with a window: none, all, or those named in layer_types.
+        gemma: whether embedding scale and norms are as in Gemma.
+        query_scalar, softcap, final_softcap: whether the config has a scale of attention, a bound of attention scores, and a
+            bound of logits.
+        local_rope: whether layers with a window have their own RoPE.
+        partial_rope: whether RoPE may rotate only a part of a head.
+        ignored: further fields that have no effect, or repeat other fields.
         renamed: modules of a block, ours → theirs.
-        fused: tensors of a block that are several of ours, one after the other.
+        fused: tensors of a block that concatenate several of ours.
     """
 
     kind: str
@@ -112,12 +113,12 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def shape(self, config: Any) -> ModelShape:
-        """The shape of a config. Raises NoNativeModel for anything in it that the native decoder does not have."""
+        """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder does not support."""
         values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
         values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         activation = getattr(config, self.activation)
         if activation not in ACTIVATIONS:
-            raise NoNativeModel(f"{self.activation} is {activation}, and it has {', '.join(ACTIVATIONS)}")
+            raise NoNativeModel(f"{self.activation} is {activation}, and only {', '.join(ACTIVATIONS)} are supported")
         values["hidden_act"] = ACTIVATIONS[activation]
         values |= {**self.always, **self._windows(config)}
         if self.gemma:
@@ -136,9 +137,9 @@ class Family:
             raise NoNativeModel("; ".join(details["msg"] for details in error.errors())) from error
 
     def config(self, shape: ModelShape, longest: int, end: int | None) -> dict[str, Any]:
-        """A config for a shape, which says no more of it than the family can.
+        """Returns a config for a shape, with the fields that the family has.
 
-        `longest`: tokens of its longest document; `end`: the token that ends one.
+        `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
         """
         activation = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == shape.hidden_act)
         values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
@@ -174,16 +175,16 @@ class Family:
             kinds = list(config.layer_types or kinds)
         strange = set(kinds) - {"full_attention", "sliding_attention"}
         if strange:
-            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}")
+            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}, which is not supported")
         if "sliding_attention" not in kinds:
             return {}
         if window is None:
-            raise NoNativeModel("layer_types has sliding_attention, and sliding_window is None")
+            raise NoNativeModel("layer_types has sliding_attention, but sliding_window is None")
         if "full_attention" not in kinds:
             return {"sliding_window": window}
         every = kinds.index("full_attention") + 1
         if kinds != [_kind_of_layer(layer, window, every) for layer in range(count)]:
-            raise NoNativeModel("layer_types has full_attention in other layers than every so many-th")
+            raise NoNativeModel("layer_types has full_attention in layers other than every n-th, which is not supported")
         return {"sliding_window": window, "full_attention_every": every}
 
     def _window_fields(self, shape: ModelShape) -> dict[str, Any]:
@@ -205,13 +206,13 @@ class Family:
         rope = self._whole_rope(config, dict(given.pop("full_attention")))
         local = dict(given.pop("sliding_attention"))
         if given:
-            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}")
+            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}, which is not supported")
         if values.get("sliding_window") is None:
             return rope
         kind, theta = local.pop("rope_type", "default"), local.pop("rope_theta")
         if kind != "default" or local:
             raise NoNativeModel(
-                f"rope_parameters of sliding_attention is of type {kind} with {sorted(local)}: none is scaled here"
+                f"rope_parameters of sliding_attention has type {kind} with {sorted(local)}, and scaling is not supported there"
             )
         return {**rope, "rope_local_theta": theta}
 
@@ -221,10 +222,10 @@ class Family:
         found: dict[str, Any] = {"rope_theta": given.pop("rope_theta")}
         turned = given.pop("partial_rotary_factor", None) or 1.0
         if turned != 1.0 and not self.partial_rope:
-            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, of which {self.kind} makes nothing")
+            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, which {self.kind} does not use")
         found["partial_rotary_factor"] = turned
         if kind not in ("default", "linear", "yarn", "llama3"):
-            raise NoNativeModel(f"rope_parameters is of type {kind}, and it has default, linear, yarn and llama3")
+            raise NoNativeModel(f"rope_parameters has type {kind}, and only default, linear, yarn and llama3 are supported")
         if kind != "default":
             found |= {"rope_scaling": kind, "rope_factor": given.pop("factor", None)}
             fields = ROPE_FIELDS.get(kind, {})
@@ -235,7 +236,7 @@ class Family:
                 _check_yarn(given, found["rope_factor"])
         unknown = {key: value for key, value in given.items() if value is not None and key not in ROPE_NAMES}
         if unknown:
-            raise NoNativeModel(f"rope_parameters has {unknown}")
+            raise NoNativeModel(f"rope_parameters has {unknown}, which is not supported")
         return found
 
     def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
@@ -259,10 +260,10 @@ class Family:
         }
         if strange:
             said = ", ".join(f"{key} {value!r}" for key, value in strange.items())
-            raise NoNativeModel(f"config.json has {said}, of which it knows nothing")
+            raise NoNativeModel(f"config.json has {said}, which is not supported")
 
     def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """The checkpoint's tensor that holds our parameter `name`, and all that it holds, in the order of its rows."""
+        """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in it, in row order."""
         block = re.match(r"layers\.\d+\.", name)
         if block is None:
             return (name if name.startswith("lm_head.") else f"model.{name}"), (name,)
@@ -274,7 +275,7 @@ class Family:
         return f"model.{block[0]}{self.renamed.get(module, module)}.{rest}", (name,)
 
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Our parameters, those that a family fuses together, → the checkpoint's tensors."""
+        """Converts our parameters to the checkpoint's tensors; all parts of a fused tensor must be given."""
         made: dict[str, torch.Tensor] = {}
         for name, weight in weights.items():
             theirs, parts = self.parts(name)
@@ -284,7 +285,7 @@ class Family:
 
 
 ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
-"""What RoPE of another type makes nothing of."""
+"""Fields that have no effect in RoPE of another type."""
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
 GEMMA: dict[str, Any] = {"gemma": True, "activation": "hidden_activation", "windows": "named", "query_scalar": True}
 FAMILIES = {
@@ -332,28 +333,28 @@ def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
 
 
 def _check_yarn(given: dict[str, Any], factor: float) -> None:
-    """Takes what YaRN may have besides; the native one scales queries and keys by 0.1 ln factor + 1, and rounds its bounds."""
+    """Removes optional YaRN fields from `given`; raises NoNativeModel for values other than those of `Rope`."""
     magnitude, scales = given.pop("attention_factor", None), [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
     if magnitude is None and all(scales):
-        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}")
+        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}, which is not supported")
     if magnitude is not None and not math.isclose(magnitude, 0.1 * math.log(factor) + 1, rel_tol=1e-6):
-        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}")
+        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}, and only 0.1 ln factor + 1 is supported")
     if given.pop("truncate", True) is False:
-        raise NoNativeModel("rope_parameters has truncate False")
+        raise NoNativeModel("rope_parameters has truncate False, which is not supported")
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config. Raises NoNativeModel if there is none."""
+    """Returns the family of a config. Raises NoNativeModel if there is none."""
     if config.model_type not in FAMILIES:
-        raise NoNativeModel(f"model_type is {config.model_type}, and it runs {', '.join(FAMILIES)}")
+        raise NoNativeModel(f"model_type is {config.model_type}, and only {', '.join(FAMILIES)} are supported")
     return FAMILIES[config.model_type]
 
 
 def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[Family, Any]:
-    """A family that has models of this shape, and their config.
+    """Returns a family that has models of this shape, and their config.
 
-    `longest`: tokens of its longest document; `end`: the token that ends one. Raises NoNativeModel naming what the nearest
-    family lacks.
+    `longest`: number of tokens of the longest document; `end`: id of the end-of-document token. Raises NoNativeModel naming
+    the options that the nearest family lacks.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -365,18 +366,18 @@ def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[
             config = AutoConfig.for_model(family.kind, **family.config(wanted, longest, end))
             there = family.shape(config)
         except (NoNativeModel, StrictDataclassError, ValueError, TypeError):
-            continue  # its config cannot even say this
+            continue  # its config cannot express the shape
         different = [name for name in ModelShape.model_fields if getattr(wanted, name) != getattr(there, name)]
         if not different:
             return family, config
         candidates[family.kind] = [f"{name} {getattr(wanted, name)!r}" for name in different]
     nearest = min(candidates, key=lambda kind: len(candidates[kind]), default=None)
     why = "" if nearest is None else f" ({nearest} lacks {', '.join(candidates[nearest])})"
-    raise NoNativeModel(f"no family of transformers known here has models of this shape{why}: known are {', '.join(FAMILIES)}")
+    raise NoNativeModel(f"no supported family of transformers has models of this shape{why}: use one of {', '.join(FAMILIES)}")
 
 
 def canonical(shape: ModelShape) -> ModelShape:
-    """The same function of tokens, said in one way: what has no effect has its default."""
+    """Returns the canonical shape of the same model: options without effect are at their defaults."""
     values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
     scaling = values["rope_scaling"]
     if scaling == "ntk":

@@ -1,8 +1,8 @@
-"""Any causal language model of transformers as the trained model: its own code between our data, attention and loss.
+"""Trains any causal language model of transformers: its own code between our data, attention and loss.
 
-What runs is transformers' own forward. Attention is replaced through its interface (`longctx.attention.huggingface`), weights
-come from the checkpoint's files block by block, and the loss takes the hidden states in chunks. Whether a model is exact when
-documents are packed and split is asked of the model itself, on a few tokens, before the first step.
+Transformers' own forward runs. Attention is replaced through transformers' interface (`longctx.attention.huggingface`),
+weights are read from the checkpoint's files block by block, and the loss takes the hidden states in chunks. Before the first
+step, a run of the model on a few tokens checks that packing and splitting documents does not change its results.
 """
 
 import itertools
@@ -27,13 +27,13 @@ from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.spec import LayerSpec, ModelSpec
 
 OURS = "hf."
-"""Before the names that transformers gives parameters, in this module."""
+"""Prefix of the parameters of the model of transformers in `TransformersModel`."""
 PROBED = 16
 
 
 @dataclass(frozen=True)
 class TransformersSource:
-    """A checkpoint, run by the code of transformers."""
+    """A checkpoint, run by transformers' own code."""
 
     files: CheckpointFiles
     said: str = ""
@@ -49,41 +49,41 @@ class TransformersSource:
 
     @property
     def unused(self) -> list[str]:
-        """Without what is computed anew from the config."""
+        """Unused tensors of the checkpoint, without those that are computed from the config."""
         return [name for name in self._without_values.conversion.unused if not name.endswith("rotary_emb.inv_freq")]
 
     def check_length(self, longest: int) -> None:
         hf = self._without_values.hf
         config = hf.config.get_text_config()
         check_length(config, longest)
-        most = getattr(config, "max_position_embeddings", None)
+        limit = getattr(config, "max_position_embeddings", None)
         places = [
             module.num_embeddings
             for module in hf.modules()
-            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and most
+            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and limit
         ]
-        if most and longest > most and any(count >= most for count in places):
+        if limit and longest > limit and any(count >= limit for count in places):
             raise PretrainedError(
-                f"documents have up to {longest:,} tokens, and {type(hf).__name__} has learnt {most:,} positions: set "
-                f"data.max_length to {most} or less"
+                f"documents have up to {longest:,} tokens, but {type(hf).__name__} has only {limit:,} position embeddings: set "
+                f"data.max_length to {limit} or less"
             )
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         if layers is not None and len(layers) < len(self.spec.layers):
             raise PretrainedError(
-                "transformers' own code runs a model as a whole: a pipeline needs model.implementation native"
+                "transformers' own code cannot run a part of a model: a pipeline needs model.implementation native"
             )
         return TransformersModel(self.files)
 
 
 class TransformersModel(Model):
-    """A model of transformers, `hf`, run as if it were ours.
+    """A model of transformers, `hf`, with the interface of `Model`.
 
     Always in evaluation mode: dropout would depend on how documents are split.
     """
 
     def __init__(self, files: CheckpointFiles) -> None:
-        """On torch's default device. Raises HuggingFaceError or PretrainedError for what cannot be trained."""
+        """Builds the model on torch's default device. Raises HuggingFaceError or PretrainedError if it cannot be trained."""
         super().__init__()
         self.hf = _build(files)
         with torch.device("meta"):
@@ -91,19 +91,19 @@ class TransformersModel(Model):
         self.conversion = Conversion(twin, files)
         replace_attention(self.hf)
         self.hf.eval()
-        # Not as a submodule: its parameters would have two names.
+        # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self.hf.get_submodule(_block_name(self.hf))
         self.spec = spec_of(self.hf, self.layers)
         self.plain_head = False
-        """Whether logits are hidden states times the output weight, and nothing else."""
+        """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
         self._device = torch.device("cpu")
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any, head: Head | None = None
     ) -> torch.Tensor:
-        """As `Model.forward`; without a `head` logits [tokens, vocab], by transformers' own forward."""
-        missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without any has one of padding
+        """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
+        missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
         given = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
         if positions is not None:
             given["position_ids"] = F.pad(positions, (0, missing))[None]
@@ -114,7 +114,7 @@ class TransformersModel(Model):
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] → logits [tokens, vocab], by whatever transformers' forward does behind the blocks."""
+        """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
         prefix, base = self.hf.base_model_prefix, self.hf.base_model
         self.hf._modules[prefix] = _Given(hidden[None])
         try:
@@ -125,27 +125,27 @@ class TransformersModel(Model):
             self.hf._modules[prefix] = base
 
     def attention(self, make: MakeAttention) -> Rings:
-        """One for every kind of layer, made before the layers run: torch.compile would trace the making of their schedules."""
+        """As `Model.attention`, for each kind of layer; made before the layers run, as torch.compile would trace it."""
         return Rings(lambda scale, softcap, window, _: make(scale, softcap, window), self.kinds, self._device)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """What the checkpoint has."""
+        """Reads the value from the checkpoint."""
         return self.conversion.read(name.removeprefix(OURS)).to(device=parameter.device, dtype=parameter.dtype)
 
     @torch.no_grad()
     def finish(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Gives buffers their values, and makes sure that packed and split documents are exact. All ranks call it.
+        """Sets buffers, and checks that packing and splitting documents does not change results. All ranks must call it.
 
-        Raises HuggingFaceError if they are not.
+        Raises HuggingFaceError naming the reason if results change.
         """
         self._fill_buffers(device)
         self._device = device
-        with torch.compiler.set_stance("force_eager"):  # compiled for these calls, blocks would be over the limit of programs
+        with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
             self.kinds = check_packed(self.hf, self._as_transformers, dtype)
             self._choose_head(dtype)
 
     def _fill_buffers(self, device: torch.device) -> None:
-        """Persistent ones are in the checkpoint; transformers computes the others, once told that all else is there."""
+        """Reads persistent buffers from the checkpoint; transformers computes the others, if all else is marked initialized."""
         saved = self.hf.state_dict()
         for name, buffer in self.hf.named_buffers():
             if name in saved:
@@ -158,20 +158,20 @@ class TransformersModel(Model):
     def _as_transformers(
         self, input_ids: torch.Tensor, use_cache: bool, ring_attention: Any, position_ids: torch.Tensor | None = None
     ) -> Any:
-        """The call of a model of transformers, through the forward that gathers what is sharded."""
+        """Calls this model with the signature of transformers, through the forward that gathers sharded weights."""
         positions = None if position_ids is None else position_ids[0]
         return SimpleNamespace(logits=self(input_ids[0], positions, ring_attention)[None])
 
     def _choose_head(self, dtype: torch.dtype) -> None:
-        """Whether logits are hidden states times a matrix, bit by bit, or are left to transformers' forward.
+        """Sets `plain_head` if logits are, bit by bit, hidden states times a matrix; else transformers' forward computes them.
 
-        Raises HuggingFaceError if that cannot be called on hidden states alone.
+        Raises HuggingFaceError if transformers' forward needs more than the last hidden states.
         """
         name, plain = type(self.hf).__name__, []
 
         def compare(hidden: torch.Tensor, logits: Any) -> torch.Tensor:
             weight = getattr(self.hf.get_output_embeddings(), "weight", None)
-            larger = 16 * hidden  # so that bounds and scales show
+            larger = 16 * hidden  # large enough for bounds and scales to show
             plain.append(weight is not None and torch.equal(F.linear(larger, weight), logits(larger)))
             return logits(hidden)  # type: ignore[no-any-return]
 
@@ -181,8 +181,8 @@ class TransformersModel(Model):
         own, ours = self(*given), self(*given, compare)
         if not torch.allclose(own.float(), ours.float(), rtol=1e-3 if dtype == torch.float32 else 0.1, atol=1e-3):
             raise HuggingFaceError(
-                f"{name} makes its logits of more than the last hidden states, so that a loss in chunks would be another one: "
-                "it cannot be used"
+                f"{name} computes its logits from more than the last hidden states, so its loss cannot be computed in chunks: "
+                "it cannot be trained here"
             )
         self.plain_head = all(plain)
 
@@ -205,7 +205,7 @@ class TransformersModel(Model):
         if there is None:
             return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
         if "lora" in described:
-            return [f"it holds adapters of LoRA: give lora.rank {described['lora']['rank']}"]
+            return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
         ignored = {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {here.get(key)!r}, was {there.get(key)!r}"
@@ -215,7 +215,7 @@ class TransformersModel(Model):
 
 
 class _Given(nn.Module):
-    """Stands in for the blocks, and gives hidden states that are known."""
+    """Replaces the base model and returns given hidden states."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -225,12 +225,12 @@ class _Given(nn.Module):
         return self.out
 
     def __getattr__(self, name: str) -> Any:
-        """Some forwards call a part of their base model."""
+        """Returns itself as `decoder`, since some forwards call this part of their base model."""
         return self if name == "decoder" else super().__getattr__(name)
 
 
 class _Out:
-    """What a base model gives, as far as logits are made of it: hidden states [1, tokens, hidden], and None of all else."""
+    """Output of a base model as needed for logits: hidden states [1, tokens, hidden], and None for everything else."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -243,32 +243,34 @@ class _Out:
 
 
 def _build(files: CheckpointFiles) -> Any:
-    """The model of a checkpoint, in float32, on torch's default device. Raises PretrainedError if there is none for it."""
+    """Builds a checkpoint's model in float32, on torch's default device. Raises PretrainedError if it cannot be trained."""
     from transformers import AutoModelForCausalLM
 
     config = deepcopy(files.config)
     if getattr(config, "quantization_config", None) is not None:
         raise PretrainedError(
-            f"{files.folder} holds quantised weights, which cannot be trained: load, dequantize() and save it with transformers"
+            f"{files.folder} has quantized weights, which cannot be trained: load, dequantize() and save it with transformers"
         )
     if getattr(config.get_text_config(), "zero_expert_num", 0):
         raise PretrainedError(
-            f"{files.folder} has experts without parameters: where a rank goes to these alone, the others have no gradient "
-            "there, and FSDP2 cannot add it to those of other ranks; it cannot be trained here"
+            f"{files.folder} has experts without parameters: on a rank whose tokens use only these, other experts have no "
+            "gradient, which FSDP2 cannot reduce; it cannot be trained here"
         )
     try:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
-        raise PretrainedError(f"transformers cannot build a causal language model of {files.folder}: {brief(error)}") from error
+        raise PretrainedError(
+            f"transformers cannot build a causal language model from {files.folder}: {brief(error)}"
+        ) from error
     if model.base_model is model:
-        raise PretrainedError(f"{type(model).__name__} has no base model that gives hidden states: it cannot be trained here")
+        raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
     return model
 
 
 def _block_name(hf: Any) -> str:
-    """The name of the list of blocks: as many as the config has layers, and of a kind that transformers does not split.
+    """Returns the name of the list of blocks: as many as the config has layers, if possible of a class that is never split.
 
-    If there is none of that length, the list that holds most parameters.
+    If no list has that length, the one with the most parameters.
     """
     count, whole = hf.config.get_text_config().num_hidden_layers, set(hf._no_split_modules or ())
     lists: dict[str, nn.ModuleList] = {
@@ -284,7 +286,7 @@ def _block_name(hf: Any) -> str:
 
 
 def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
-    """The sizes of a model, by its parameters and its config."""
+    """Returns the sizes of a model, from its parameters and its config."""
     config = hf.config.get_text_config()
     own = list(getattr(config, "per_layer_config", ()))  # layers may have other sizes than the config
     configs = (own[number] if number < len(own) else config for number in itertools.count())
@@ -303,7 +305,7 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
 
 
 def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
-    """Experts that a token does not go to are parameters, and no operations."""
+    """Returns the sizes of a block; experts that a token does not use count as parameters, not as operations."""
     experts, chosen = (_first(config, names) or 1 for names in (EXPERTS, CHOSEN))
     matrices = visited = 0
     for parameter in block.parameters():
@@ -312,7 +314,7 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
             visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
     heads = config.num_attention_heads
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
-    if getattr(config, "kv_lora_rank", None):  # latent attention: keys are made for every head
+    if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
         kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     width = (_first(config, EXPERT_WIDTHS) or 0) * chosen or _first(config, WIDTHS) or 4 * config.hidden_size
     return LayerSpec(
@@ -331,7 +333,7 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")
 WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-"""What configs call the number of experts, how many of them a token goes to, the width of one, and that of an MLP."""
+"""Names in configs of the number of experts, the experts per token, the width of an expert, and the width of an MLP."""
 
 
 def _first(config: Any, names: Iterable[str]) -> int | None:
@@ -340,7 +342,7 @@ def _first(config: Any, names: Iterable[str]) -> int | None:
 
 
 def _windows(config: Any) -> list[int | None]:
-    """The window of every layer's attention, by the config."""
+    """Returns the attention window of every layer, from the config; None: no window."""
     count, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     return [window if kind == "sliding_attention" else None for kind in kinds]

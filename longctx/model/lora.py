@@ -1,8 +1,8 @@
 """LoRA (Hu et al., 2021) by peft: small trained matrices beside the frozen linear layers of a model of transformers.
 
-A layer gives W x + alpha / rank · B A x, of which A [rank, in] and B [out, rank] alone are trained. They are put in before the
-model is sharded, and stay float32; the frozen weights are held in the dtype of the computation. What a run has trained goes out
-as a folder that peft loads, or merged into the weights.
+A layer computes W x + alpha / rank · B A x; only A [rank, in] and B [out, rank] are trained. Adapters are added before the
+model is sharded, and stay float32; frozen weights are kept in the compute dtype. Trained adapters are exported as a folder that
+peft loads, or merged into the weights.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from longctx.model.protocol import Model, generator_of
 from longctx.model.spec import ModelSpec
 
 ADAPTER = "default"
-"""What peft calls an adapter that has no name."""
+"""Name that peft gives to an adapter by default."""
 A, B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 ADAPTERS = (A, B)
 BASE = ".base_layer."
@@ -34,12 +34,12 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class AdaptedSource:
-    """A checkpoint with adapters, run by the code of transformers; its frozen weights are held in `dtype`."""
+    """A checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`."""
 
     base: TransformersSource
     lora: Lora
     dtype: torch.dtype
-    said: str = "transformers' own code, which LoRA needs"
+    said: str = "transformers' own code runs it, as LoRA requires"
 
     @property
     def files(self) -> CheckpointFiles:
@@ -54,32 +54,32 @@ class AdaptedSource:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """Raises LoraError if there is nothing to adapt, or it cannot be."""
+        """Sizes of the model with adapters. Raises LoraError if there is no layer to adapt, or it cannot have adapters."""
         with torch.device("meta"):
             return AdaptedModel(self.files, self.lora, self.dtype).spec
 
     def build(self, layers: Collection[int] | None = None) -> Model:
-        """All layers, whichever are asked for: the settings refuse pipelines."""
+        """Builds all layers, whatever `layers` is: the settings refuse pipelines."""
         return AdaptedModel(self.base.files, self.lora, self.dtype)
 
 
 class AdaptedModel(TransformersModel):
-    """A model of transformers with adapters, of which nothing else is trained.
+    """A model of transformers in which only adapters are trained.
 
     Attributes:
-        adapted: the names of the layers that have adapters, as transformers calls them.
-        transposed: those of which the weight is [in, out], as in GPT-2.
+        adapted: names in transformers of the layers that have adapters.
+        transposed: names of those whose weight is [in, out], as in GPT-2.
     """
 
     def __init__(self, files: CheckpointFiles, lora: Lora, dtype: torch.dtype) -> None:
-        """On torch's default device. Raises LoraError if `lora` does not fit the model."""
+        """Builds the model on torch's default device. Raises LoraError if `lora` does not fit the model."""
         super().__init__(files)
         twin = self.conversion.twin
         self.files, self.lora = files, lora
         self.adapted = find_targets(twin, lora.target_modules)
         self.transposed = frozenset(name for name in self.adapted if not isinstance(twin.get_submodule(name), nn.Linear))
         if made := set(self.adapted) ^ _inject(self.hf, self.peft_config()):
-            raise LoraError(f"peft puts adapters elsewhere than asked: {', '.join(sorted(made)[:5])}")
+            raise LoraError(f"peft adapts other layers than requested, they differ in {', '.join(sorted(made)[:5])}")
         self.hf.eval()
         for parameter in self.parameters():
             if not parameter.requires_grad:  # adapters stay float32
@@ -87,7 +87,7 @@ class AdaptedModel(TransformersModel):
         self.spec = _with_adapters(self.spec, self.layers)
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """A by Kaiming's uniform distribution, as in peft, drawn from `seed` and the name; B zero; else the checkpoint's."""
+        """Draws A from Kaiming's uniform distribution, as peft, by `seed` and `name`; B is 0; others are the checkpoint's."""
         if name.endswith(B):
             return torch.zeros_like(parameter)
         if name.endswith(A):
@@ -97,11 +97,11 @@ class AdaptedModel(TransformersModel):
         return super().initial_value(plain_name(name), parameter, seed)
 
     def groups(self) -> list[list[str]]:
-        """With the adapters beside what they are added to; those of any layer lie in its group."""
+        """As `Model.groups`, with adapters in the group of their layer, next to the weight that they adapt."""
         return [[part for name in group for part in self._with_its_adapters(name)] for group in super().groups()]
 
     def _with_its_adapters(self, name: str) -> list[str]:
-        """The names that a parameter without adapters has here, with those of its adapters."""
+        """Returns the name of a parameter in the model with adapters, followed by the names of its adapters."""
         layer, _, last = name.rpartition(".")
         if layer.removeprefix(OURS) not in self.adapted:
             return [name]
@@ -109,20 +109,20 @@ class AdaptedModel(TransformersModel):
         return [f"{layer}{BASE}{last}", *beside]
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
-        """Merged."""
+        """As `Model.to_checkpoint`, with adapters merged."""
         return super().to_checkpoint(merge(self, weights))
 
     def frozen(self, name: str) -> torch.Tensor:
-        """A frozen parameter, or a buffer, as the checkpoint of transformers has it, in float32."""
+        """Reads a frozen parameter or a buffer from the checkpoint, in float32."""
         return self.conversion.read(plain_name(name).removeprefix(OURS))
 
     def describe(self) -> dict[str, Any]:
-        """With the adapters, and which weights they are beside of: these are in no checkpoint of the run."""
+        """As `Model.describe`, with the adapters and the weights that they adapt, which the run's checkpoints lack."""
         base = {"base": str(self.files.folder), "base_fingerprint": self.fingerprint}
         return {**super().describe(), "lora": {**asdict(self.lora), "target_modules": self._asked, **base}}
 
     def peft_config(self) -> Any:
-        """What peft calls these adapters: a `LoraConfig`. It has the last parts of the layers' names if these will do."""
+        """Returns the adapters as a `LoraConfig` of peft, with only the last parts of layer names if these are unambiguous."""
         return _peft_config(self.lora, self.adapted, self.conversion.twin)
 
     @property
@@ -137,7 +137,7 @@ class AdaptedModel(TransformersModel):
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         there = described.get("lora")
         if there is None:
-            return ["it was trained without LoRA: leave lora.rank out"]
+            return ["it was trained without LoRA: remove lora.rank"]
         found = super().differences({key: value for key, value in described.items() if key != "lora"})
         found += [
             f"lora.{name} is {getattr(self.lora, name)!r}, was {there[name]!r}"
@@ -147,15 +147,18 @@ class AdaptedModel(TransformersModel):
         if self._asked != there["target_modules"]:
             found.append(f"lora.target_modules is {self._asked!r}, was {there['target_modules']!r}")
         if self.fingerprint != there["base_fingerprint"]:
-            found.append(f"the weights of {self.files.folder} are not those of {there['base']}, which the adapters belong to")
+            found.append(
+                f"the weights of {self.files.folder} differ from those of {there['base']}, which the adapters belong to"
+            )
         return found
 
 
 def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
-    """The names of the linear layers of a model, on meta and without adapters, that get some, in the order of the model.
+    """Returns the names of the linear layers to adapt, in the order of the model.
 
-    `targets` is "all-linear", all but the output head, or the last parts of names. Experts that are one parameter are no
-    linear layers. Raises LoraError for a name that no linear layer has, and for layers that cannot have adapters.
+    `twin` is the model on the meta device, without adapters. `targets` is "all-linear" (all but the output head), or the last
+    parts of names. Experts stored as one parameter are not linear layers. Raises LoraError for a name that no linear layer has,
+    and for layers that cannot have adapters.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -165,7 +168,7 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
     kind = type(twin).__name__
     there_are = f"{kind} has the linear layers {', '.join(sorted({name.rpartition('.')[2] for name in wanted}))}"
     if not wanted:
-        raise LoraError(f"{kind} has no linear layer beside its head")
+        raise LoraError(f"{kind} has no linear layer besides its head, so there is nothing to adapt")
     if targets == ALL_LINEAR:
         taken_for_experts = _taken_for_experts(twin, wanted)
         return tuple(name for name in wanted if name not in taken_for_experts)
@@ -176,19 +179,19 @@ def find_targets(twin: Any, targets: str | Iterable[str]) -> tuple[str, ...]:
         if not named:
             raise LoraError(f"no layer is called {target}: {there_are}")
         if others:
-            raise LoraError(f"{target} is a {', '.join(sorted(others))}, which is no linear layer: {there_are}")
+            raise LoraError(f"{target} is a {', '.join(sorted(others))}, which is not a linear layer: {there_are}")
         if any(module is head for module in named.values()):
-            raise LoraError(f"{target} is the output head, of which the loss takes the weight alone: {there_are}")
+            raise LoraError(f"{target} is the output head, of which the loss uses only the weight: {there_are}")
         found |= named.keys()
     if refused := _taken_for_experts(twin, found):
-        raise LoraError(f"peft takes {', '.join(sorted(refused)[:3])} for experts, which are one parameter: {there_are}")
+        raise LoraError(f"peft treats {', '.join(sorted(refused)[:3])} as experts stored as one parameter: {there_are}")
     return tuple(name for name in linear if name in found)
 
 
 def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
-    """Of these layers of a mixture, those to which peft gives no adapters: their names are what its experts were once called.
+    """Returns the layers to which peft adds no adapters in a mixture of experts, since experts once had the same names.
 
-    (Where peft 0.21 finds `gate_proj`, say, in a config for qwen2_moe, it adapts the parameter that holds all experts.)
+    (Given `gate_proj`, say, for qwen2_moe, peft 0.21 adapts the parameter that contains all experts instead.)
     """
     wanted = set(names)
     if all(parameter.dim() < 3 for parameter in twin.parameters()):
@@ -214,7 +217,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any) -> Any:
 
 
 def _inject(hf: Any, config: Any) -> set[str]:
-    """Puts adapters into a model, and freezes all else. Returns the names of the linear layers that have one."""
+    """Adds adapters to a model, and freezes all else. Returns the names of the linear layers that have adapters."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
@@ -239,12 +242,12 @@ def _with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
 
 
 def plain_name(name: str) -> str:
-    """The name that a frozen parameter has without adapters."""
+    """Returns the name of a frozen parameter in the model without adapters."""
     return name.replace(BASE, ".")
 
 
 def fingerprint(files: CheckpointFiles) -> str:
-    """By which weights are known again: of every tensor's name, shape and first row, whatever file or dtype it is in."""
+    """Returns a hash that identifies weights by every tensor's name, shape and first row, whatever its file and dtype."""
     from safetensors import safe_open
 
     digest = hashlib.sha256()
@@ -259,10 +262,10 @@ def fingerprint(files: CheckpointFiles) -> str:
 
 
 def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Writes the adapters as `peft.PeftModel.from_pretrained(base, folder)` reads them: their config and one safetensors file.
+    """Writes the adapters for `peft.PeftModel.from_pretrained(base, folder)`: their config and one safetensors file.
 
-    `tensors` has the whole value of every trained parameter, by the name that it has in `model` or in `model.hf`; others are
-    passed over. Raises ValueError if one is missing.
+    `tensors` has the whole value of every trained parameter, by its name in `model` or in `model.hf`; others are ignored.
+    Raises ValueError if one is missing.
     """
     from safetensors.torch import save_file
 
@@ -283,10 +286,11 @@ def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch
 
 
 def merge(model: AdaptedModel, weights: Mapping[str, torch.Tensor]) -> Tensors:
-    """Parameters and buffers of some layers, their adapters among them → the same without adapters, as peft merges them.
+    """Merges the adapters of some layers into their weights, as peft does. Returns the parameters and buffers without adapters.
 
-    Names are those of `model` or of `model.hf`, and stay so but for `.base_layer`; all tensors are whole. A merged weight has
-    the dtype of the frozen one: give that of the checkpoint to lose nothing. Raises ValueError if A or B of a layer is missing.
+    `weights` are whole tensors, named as in `model` or `model.hf`; the result has the same names without `.base_layer`. A
+    merged weight has the dtype of the given frozen weight: give the checkpoint's dtype to lose no precision. Raises ValueError
+    if A or B of a layer is missing.
     """
     merged: Tensors = {}
     for name, weight in weights.items():

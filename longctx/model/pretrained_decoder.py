@@ -1,4 +1,4 @@
-"""The native decoder with the weights of a checkpoint of transformers, read parameter by parameter."""
+"""The native decoder with weights from a checkpoint of transformers, read parameter by parameter."""
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
@@ -13,10 +13,10 @@ from longctx.model.spec import ModelSpec
 
 
 class NativeSource:
-    """A checkpoint, run by the native decoder. Raises NoNativeModel if it cannot be."""
+    """A checkpoint, run by the native decoder. Raises NoNativeModel if the native decoder cannot run it."""
 
     unused: Sequence[str] = ()
-    """None: a checkpoint with other tensors is refused (see `sizes`)."""
+    """Always empty: a checkpoint with unused tensors is refused (see `sizes`)."""
 
     def __init__(self, files: CheckpointFiles, said: str = "") -> None:
         self.files, self.said = files, said
@@ -28,14 +28,14 @@ class NativeSource:
         return self.shape.spec
 
     def check_length(self, longest: int) -> None:
-        """Any length will do: RoPE that depends on lengths is refused."""
+        """Accepts any length: RoPE that depends on lengths is refused."""
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         return PretrainedDecoder(self, layers)
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole model's parameters. Raises PretrainedError if the checkpoint holds tensors that are none of them."""
+        """Shape of each parameter of the whole model. Raises PretrainedError if the checkpoint has other tensors."""
         with torch.device("meta"):
             sizes = {name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()}
         known = {self._stored(self.family.parts(name)[0]) for name in sizes}
@@ -43,17 +43,17 @@ class NativeSource:
         others = [name for name in self.files.files if name not in known and not name.endswith("rotary_emb.inv_freq")]
         if others:
             raise PretrainedError(
-                f"{self.files.folder} holds {', '.join(others[:3])}{' and more' * (len(others) > 3)}, of which "
-                f"{self.family.architecture} makes nothing: give a checkpoint of that model alone"
+                f"{self.files.folder} has {', '.join(others[:3])}{' and more' * (len(others) > 3)}, which "
+                f"{self.family.architecture} does not use: give a checkpoint of that model alone"
             )
         return sizes
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter, on the CPU, in the dtype of the checkpoint. Raises PretrainedError if there is none that fits."""
+        """Reads a parameter to the CPU, in the checkpoint's dtype. Raises PretrainedError if it is missing or does not fit."""
         theirs, parts = self.family.parts(name)
         stored = self._stored(theirs)
         if stored not in self.files.files and name == "embed_tokens.weight" and self.shape.tie_word_embeddings:
-            stored = "lm_head.weight"  # tied: either will do
+            stored = "lm_head.weight"  # tied: both are the same
         if stored not in self.files.files:
             raise PretrainedError(f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model")
         rows = [self.sizes[part][0] for part in parts]
@@ -72,18 +72,18 @@ class NativeSource:
     def _refuse_untied(self, embedding: torch.Tensor) -> None:
         if not torch.equal(self.files.read("lm_head.weight"), embedding):
             raise PretrainedError(
-                f"{self.files.folder} has tie_word_embeddings, and lm_head.weight is not its embedding: set "
+                f"{self.files.folder} has tie_word_embeddings, but its lm_head.weight differs from its embedding: set "
                 "tie_word_embeddings to false in its config.json"
             )
 
     def _stored(self, theirs: str) -> str:
-        """The name in the files: a base model saved alone leaves out the first part."""
+        """Returns the name in the files: a base model saved alone lacks the first part."""
         bare = theirs.removeprefix("model.")
         return bare if theirs not in self.files.files and bare in self.files.files else theirs
 
 
 class PretrainedDecoder(Decoder):
-    """A decoder whose first values are those of a checkpoint."""
+    """A native decoder with initial values from a checkpoint."""
 
     def __init__(self, source: NativeSource, layers: Collection[int] | None = None) -> None:
         super().__init__(source.shape, layers)
@@ -91,5 +91,5 @@ class PretrainedDecoder(Decoder):
         vars(self)["family"] = source.family
 
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """What the checkpoint has. Raises PretrainedError if it has none, or one of another shape."""
+        """Reads the value from the checkpoint. Raises PretrainedError if it is missing, or has another shape."""
         return self.source.read(name).to(device=parameter.device, dtype=parameter.dtype)

@@ -1,5 +1,5 @@
-"""What everything else may know of a model: trainer, sharding, recomputation, offload, pipelines, compilation, memory estimate
-and checkpoints take any `Model`. A base class and not a `typing.Protocol`, as torch's functions take an `nn.Module`.
+"""Interface of models: trainer, sharding, recomputation, offload, pipelines, compilation, memory estimate and checkpoints
+accept any `Model`. It is a base class, not a `typing.Protocol`, since torch's functions need an `nn.Module`.
 """
 
 import hashlib
@@ -17,40 +17,40 @@ from longctx.model.spec import ModelSpec
 
 
 class Attention(Protocol):
-    """Attention of every document to itself: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim]."""
+    """Attention within each document: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim]."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
 
 
 @runtime_checkable
 class AttentionByLayer(Protocol):
-    """Attention that is another one in some layers, such as those with a window."""
+    """Attention that differs between layers, such as layers with and without a window."""
 
     def of_layer(self, layer: int) -> Attention: ...
 
 
 Projection = torch.Tensor | Callable[[torch.Tensor], torch.Tensor]
-"""The output weight [vocab, hidden]; or, where logits are more than a product, from hidden states to logits [tokens, vocab]."""
+"""Output weight [vocab, hidden]; or, if logits are not just a product, a function of hidden states → logits [tokens, vocab]."""
 Head = Callable[[torch.Tensor, Any], torch.Tensor]
-"""From hidden states [tokens, hidden] and a `Projection` to whatever the caller wants: logits, or a loss."""
+"""Function of hidden states [tokens, hidden] and a `Projection` that returns logits, a loss, or anything else."""
 MakeAttention = Callable[[float | None, float, int | None], RingAttention | HybridAttention]
-"""From scale, softcap and window to the attention of a micro-batch."""
+"""Function of scale, softcap and window that returns the attention of a micro-batch."""
 
 
 def generator_of(name: str, seed: int, device: torch.device) -> torch.Generator:
-    """What draws the first values of a parameter, whichever others are drawn, by seed and name alone."""
+    """Returns the random generator for the initial value of a parameter, which depends only on its name and the seed."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 class Model(nn.Module, ABC):
-    """A causal language model, or a pipeline rank's part of one, over packed tokens, [tokens, ..] without a batch axis.
+    """A causal language model, or the part of one on a pipeline rank, over packed tokens [tokens, ..] without a batch axis.
 
     Parameters have the same names in a part as in the whole model.
 
     Attributes:
-        spec: the sizes of the whole model.
-        layers: the blocks that are held, in order, each under its number in the whole model.
+        spec: sizes of the whole model.
+        layers: blocks of this part, in order, each named by its index in the whole model.
     """
 
     spec: ModelSpec
@@ -60,36 +60,36 @@ class Model(nn.Module, ABC):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
     ) -> torch.Tensor:
-        """tokens and positions [tokens] → what `head` makes of hidden states and output weight."""
+        """Returns `head` of the hidden states and the output weight; `tokens` and `positions` are [tokens]."""
 
     def attention(self, make: MakeAttention) -> Any:
-        """What `forward` is given as attention in a micro-batch."""
+        """Returns the argument `attention` of `forward` for a micro-batch; `make` is called once per kind of layer."""
         spec = self.spec
         windows = [layer.window for layer in spec.layers]
         return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
 
     def finish(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Comes after all parameters have their values, on every rank; `dtype` is that of the computation."""
+        """Called on every rank once all parameters have their values; `dtype` is the compute dtype."""
 
     @abstractmethod
     def initial_value(self, name: str, parameter: torch.Tensor, seed: int) -> torch.Tensor:
-        """The first value of a parameter, whole and on its device, drawn from `seed` and its name alone."""
+        """Returns the initial value of a whole parameter, on its device; depends only on `seed` and `name`."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint says of the model, as plain JSON data."""
+        """Returns the description of the model for checkpoints, as plain JSON data."""
 
     @abstractmethod
     def differences(self, described: Mapping[str, Any]) -> list[str]:
-        """Sentences on what makes this model another one than a checkpoint's `described` one."""
+        """Returns sentences on the differences between this model and the one `described` in a checkpoint."""
 
     @property
     def architecture(self) -> str:
-        """The class of transformers that this model is. Raises UserError if it has none."""
-        raise UserError(f"{type(self).__name__} has no form in transformers: it cannot be exported")
+        """Class of this model in transformers. Raises UserError if there is none."""
+        raise UserError(f"{type(self).__name__} has no equivalent in transformers: it cannot be exported")
 
     def groups(self) -> list[list[str]]:
-        """Names of parameters and saved buffers, together those that `to_checkpoint` must have together; a tied one once."""
+        """Returns names of parameters and saved buffers, grouped as `to_checkpoint` needs them; tied ones appear once."""
         found: dict[str, list[str]] = {}
         for name, _ in self.named_parameters():
             block = re.match(r"layers\.\d+\.", name)
@@ -97,26 +97,26 @@ class Model(nn.Module, ABC):
         return list(found.values())
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """One or more whole groups → the tensors of a checkpoint of transformers, by its names; on meta as well.
+        """Converts one or more whole groups to tensors of a checkpoint of transformers, with its names; also on meta.
 
-        Raises UserError if transformers has no such model.
+        Raises UserError if transformers has no equivalent of this model.
         """
         raise NotImplementedError
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Gives every parameter its `initial_value`."""
+        """Sets every parameter to its `initial_value`."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter, seed))
 
 
 class StagedModel(Model):
-    """A model whose parts can be run one by one, in the stages of a pipeline, and by ranks that share every matrix.
+    """A model that supports pipeline and tensor parallelism: its parts can be run separately, and its matrices split.
 
     Attributes:
-        embed_tokens: the embedding; where it is tied, beside the head as well.
-        norm, lm_head: what follows the last block, where that is held. `lm_head.weight` is what `Head` is given.
-        tensor_plan: how ranks that share every matrix share the modules of a block, by name: see `longctx.parallel.tensor`.
+        embed_tokens: embedding, present with the first block; if it is tied, also with the last.
+        norm, lm_head: final norm and head, present with the last block. `Head` is called with `lm_head.weight`.
+        tensor_plan: tensor-parallel style of each module of a block, by name: see `longctx.parallel.tensor`.
     """
 
     embed_tokens: nn.Embedding
@@ -126,7 +126,7 @@ class StagedModel(Model):
 
     @abstractmethod
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids [tokens] → hidden states [tokens, hidden]."""
+        """Returns the hidden states [tokens, hidden] of token ids [tokens]."""
 
     @abstractmethod
     def run(
@@ -137,7 +137,7 @@ class StagedModel(Model):
         attention: Attention | AttentionByLayer,
         head: Head | None,
     ) -> torch.Tensor:
-        """Hidden states [tokens, hidden] through some blocks; final norm and `head` follow unless it is None."""
+        """Runs hidden states [tokens, hidden] through `blocks`, then through the final norm and `head` unless it is None."""
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head

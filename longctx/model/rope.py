@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021), as Llama and Hugging Face split a head, plain or for longer documents."""
+"""Rotary position embedding (Su et al., 2021) in the head layout of Llama and Hugging Face, plain or for longer documents."""
 
 import math
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ from longctx.model.context_extension import ntk_theta
 
 @dataclass(frozen=True)
 class Rope:
-    """Which angles a token's heads are turned by.
+    """Rotation angles of heads by position.
 
     Attributes:
-        dim: how many numbers of a head are turned, from the first on; even.
+        dim: number of rotated dimensions of a head, from the first; even.
         theta: base of the frequencies θ^(-2i/dim).
-        scaling: none; linear: frequencies by `factor` (Chen et al., 2023); ntk: the base, so that the slowest frequency is
-            (bloc97, 2023); yarn: frequencies of fewer than `beta_slow` turns over the original length, those of more than
-            `beta_fast` stay, a ramp in between (Peng et al., 2023); llama3: the same between `low_freq_factor` and
-            `high_freq_factor` turns, smooth in the wavelength.
-        factor: how many times as many tokens as the model was trained with.
-        original_length: these tokens.
+        scaling: none; linear: divides frequencies by `factor` (Chen et al., 2023); ntk: raises the base so that the lowest
+            frequency is divided by `factor` (bloc97, 2023); yarn: divides frequencies with fewer than `beta_slow` rotations
+            over the original length, keeps those with more than `beta_fast`, with a ramp in between (Peng et al., 2023);
+            llama3: the same with `low_freq_factor` and `high_freq_factor` rotations, smooth in the wavelength.
+        factor: new context length / original context length.
+        original_length: original context length in tokens.
     """
 
     dim: int
@@ -34,7 +34,7 @@ class Rope:
     beta_slow: float = 1.0
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
-        """Radians a token, float64 [dim / 2]."""
+        """Returns radians per token, float64 [dim / 2]."""
         theta = ntk_theta(self.theta, self.factor, self.dim) if self.scaling == "ntk" else self.theta
         plain = theta ** -(torch.arange(0, self.dim, 2, device=device, dtype=torch.float64) / self.dim)
         if self.scaling == "linear":
@@ -45,13 +45,13 @@ class Rope:
         return plain
 
     def _kept(self, plain: torch.Tensor) -> torch.Tensor:
-        """Share of every frequency that stays as it is, [dim / 2]."""
+        """Returns the share of each frequency that is not scaled, [dim / 2]."""
         if self.scaling == "llama3":
             turns = self.original_length * plain / (2 * math.pi)
             return ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
 
         def index(turns: float) -> float:
-            """Of the frequency that turns so often over the original length."""
+            """Returns the index of the frequency with this number of rotations over the original length."""
             return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = max(0, math.floor(index(self.beta_fast))), min(self.dim - 1, math.ceil(index(self.beta_slow)))
@@ -60,11 +60,11 @@ class Rope:
 
     @property
     def magnitude(self) -> float:
-        """By which YaRN scales queries and keys alike, so that the entropy of attention stays."""
+        """Factor by which YaRN scales queries and keys, to keep the entropy of attention."""
         return 0.1 * math.log(self.factor) + 1 if self.scaling == "yarn" and self.factor > 1 else 1.0
 
     def tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which restart in every document."""
+        """Returns cos and sin, float32 [tokens, 1, dim / 2], for `positions` [tokens], which restart in every document."""
         # float64 keeps angles exact to the last digit of float32 at positions beyond 2²⁴ / 2π.
         angles = positions.double().unsqueeze(-1) * self.frequencies(positions.device)
         cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
@@ -72,9 +72,9 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the first numbers of x [tokens, heads, head_dim] by the angles of its tokens, as many as there are angles for.
+    """Rotates the first 2 · cos.shape[-1] dimensions of the heads of x [tokens, heads, head_dim] by the angles of each token.
 
-    Computes in float32, returns the dtype of x.
+    Computes in float32 and returns the dtype of x.
     """
     turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]
     first, second = turned.float().chunk(2, dim=-1)

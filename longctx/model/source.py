@@ -1,4 +1,4 @@
-"""Where a run's model comes from: a shape with new weights, or a checkpoint of transformers."""
+"""Sources of a run's model: a shape with new weights, or a checkpoint of transformers."""
 
 import importlib.util
 from collections.abc import Collection, Sequence
@@ -20,40 +20,40 @@ class ModelSource(Protocol):
 
     @property
     def spec(self) -> ModelSpec:
-        """Its sizes."""
+        """Sizes of the model."""
 
     @property
     def said(self) -> str:
-        """Whose code it is and why, for the log; empty where there is no choice."""
+        """Which code runs the model and why, for the log; empty if there is no choice."""
 
     @property
     def files(self) -> "CheckpointFiles | None":
-        """The checkpoint; None for new weights."""
+        """Files of the checkpoint; None for new weights."""
 
     @property
     def unused(self) -> Sequence[str]:
-        """Tensors of the checkpoint that the model has no place for."""
+        """Names of the checkpoint's tensors that the model does not use."""
 
     def check_length(self, longest: int) -> None:
-        """Raises UserError if the model cannot take documents of so many tokens."""
+        """Raises UserError if the model does not support documents of `longest` tokens."""
 
     def build(self, layers: Collection[int] | None = None) -> "Model":
-        """The model, or these layers of it, on torch's default device; its values come later (`Model.initial_value`)."""
+        """Builds the model, or only `layers` of it, on torch's default device; values are set later (`Model.initial_value`)."""
 
 
 def lines_on(source: ModelSource, name: str | None) -> list[str]:
-    """What the log says of a run's model, which was asked for by `name`; nothing of new weights."""
+    """Returns the log lines on a run's model, requested as `name`; none for new weights."""
     lines = [f"{name}: {source.said}"] if source.said else []
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
-        lines.append(f"{name}: the model has no place for {tensors} of this checkpoint, and exports will lack them: {named}")
+        lines.append(f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack them: {named}")
     return lines
 
 
 @dataclass(frozen=True)
 class NewDecoder:
-    """The native decoder, with first values."""
+    """The native decoder with new weights."""
 
     shape: ModelShape
     said: str = ""
@@ -65,7 +65,7 @@ class NewDecoder:
         return self.shape.spec
 
     def check_length(self, longest: int) -> None:
-        """Any length will do."""
+        """Accepts any length."""
 
     def build(self, layers: Collection[int] | None = None) -> "Model":
         from longctx.model.decoder import Decoder
@@ -74,14 +74,14 @@ class NewDecoder:
 
 
 Rope = tuple[tuple[str, Any], ...]
-"""Settings by which a checkpoint's RoPE is changed: see `context_extension`."""
+"""RoPE settings that replace those of a checkpoint, see `context_extension`."""
 
 
 @cache
 def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> ModelSource:
-    """The checkpoint in a folder or on the hub, run by one of two implementations; `split`: matrices or layers over ranks.
+    """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
 
-    Raises PretrainedError if it cannot be used.
+    `split`: whether matrices or layers are split over ranks. Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
     from longctx.model.families import NoNativeModel
@@ -94,7 +94,7 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> Mod
         why = "as matrices or layers are split over ranks" if split else "as neither matrices nor layers are split over ranks"
     if implementation == "transformers" and split:
         raise PretrainedError(
-            "transformers' own code runs a model as a whole: set parallel.tensor_parallel_size and "
+            "transformers' own code cannot split a model over ranks: set parallel.tensor_parallel_size and "
             "parallel.pipeline_parallel_size to 1, or choose model.implementation native"
         )
     if implementation == "transformers" or (implementation == "auto" and not split):
@@ -111,12 +111,12 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> Mod
 
 @cache
 def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
-    """The same with adapters, run by transformers' own code; frozen weights are held in `dtype`.
+    """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 
-    Raises PretrainedError if it cannot be used, LoraError if there is no peft.
+    Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
     """
     if importlib.util.find_spec("peft") is None:
-        raise LoraError("adapters need peft, which is not there: pip install 'longctx[huggingface]'")
+        raise LoraError("adapters need peft, which is not installed: pip install 'longctx[huggingface]'")
     import torch
 
     from longctx.model.checkpoint_files import CheckpointFiles

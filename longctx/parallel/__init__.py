@@ -1,1 +1,1 @@
-"""Process groups and the ways to spread a model over them."""
+"""Process groups, and the parallelisms that split a model over them."""

@@ -1,4 +1,4 @@
-"""Compilation: torch.compile of every block, the same program for all layers and micro-batches."""
+"""Compilation: torch.compile of every block, with one program for all layers and micro-batches."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +13,13 @@ Forward = Callable[..., torch.Tensor]
 def compile_blocks(model: Model, backend: str = "inductor") -> None:
     """Compiles the blocks, in place, after recomputation and tensor parallelism are applied and before they are sharded.
 
-    Attention is one operator in them and breaks no graph. Token counts and layer numbers are symbols, so that neither another
-    micro-batch nor another layer is compiled anew (but for layers 0 and 1, which torch takes for constants). A rank that has no
-    token or a single one, which torch would compile anew too, runs the block as it is.
+    Attention is a single operator in them and causes no graph break. Token counts and layer numbers are symbolic, so that
+    other micro-batches and layers are not recompiled (except layers 0 and 1, which torch treats as constants). Blocks with
+    zero tokens or one token, which torch would also recompile, run uncompiled.
     """
     config = torch._dynamo.config
-    config.allow_unspec_int_on_nn_module = True  # else every layer's number is a constant of its program
-    config.capture_dynamic_output_shape_ops = True  # how many rows attention receives is known only when it runs
+    config.allow_unspec_int_on_nn_module = True  # otherwise the number of each layer is a constant of its program
+    config.capture_dynamic_output_shape_ops = True  # the number of rows that attention receives is known only at run time
     for block in model.layers:
         block.forward = _from_two_tokens(torch.compile(block.forward, backend=backend, dynamic=True), block.forward)
 

@@ -1,7 +1,7 @@
-"""What the C library does with host memory that is freed.
+"""Controls how the C library returns freed host memory to the system.
 
-glibc keeps freed blocks of up to 32 MiB to hand them out again, and cannot reuse an aligned one for another of the same size: a
-process that reads a model block by block would come to hold most of it.
+glibc keeps freed blocks of up to 32 MiB for reuse, but cannot reuse an aligned block for another of the same size: a process
+that reads a model block by block would end up with most of the model in memory.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ LARGE = 1 << 20
 
 @contextmanager
 def returned_when_freed() -> Iterator[None]:
-    """While it lasts, memory from a mebibyte on goes back to the system as soon as it is freed; without glibc nothing changes.
+    """Within the context, returns blocks of 1 MiB or more to the system as soon as they are freed; no effect without glibc.
 
-    Afterwards blocks of up to 32 MiB are kept again, as glibc does by itself after a while.
+    Afterwards blocks of up to 32 MiB are kept again, the value that glibc itself reaches over time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

@@ -1,4 +1,4 @@
-"""The one place that makes process groups and reads the launcher's environment. Everything else is given a group or a mesh."""
+"""The only module that makes process groups and reads the launcher's environment; all others are given a group or a mesh."""
 
 import os
 import signal
@@ -13,16 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.errors import UserError
 
+SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+"""Public from torch 2.15 on."""
 AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
-"""The axes that `dp_cp` is made of where a part of it holds a copy of the weights."""
+"""Axes that `dp_cp` consists of if several parts of it each hold a copy of the weights."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What torchrun tells a process: its rank, its rank on this node, and how many processes there are, and on this node.
+    """Place of a process as set by torchrun; without torchrun 0, 0, 1, 1.
 
-    Without torchrun 0, 0, 1, 1.
+    Attributes:
+        rank, local_rank: rank of this process in the run, and on this node.
+        world_size, local_world_size: number of processes in the run, and on this node.
     """
 
     rank: int
@@ -32,19 +36,19 @@ class Launch:
 
     @classmethod
     def read(cls) -> "Launch":
-        """Reads the environment. Raises UserError if it is not what a launcher sets."""
+        """Reads the environment. Raises UserError for values that a launcher does not set."""
         defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         values = {name: os.environ.get(name, default) for name, default in defaults.items()}
         for name, value in values.items():
             if not value.isdecimal():
                 raise UserError(
-                    f"the environment has {name}={value!r}: torchrun sets a number; unset it, or start with torchrun"
+                    f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
                 )
         return cls(*map(int, values.values()))
 
 
 def share_cores(ranks: int) -> None:
-    """For torchrun on this machine: the cores are shared out among so many processes, unless OMP_NUM_THREADS says how."""
+    """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
@@ -53,15 +57,16 @@ class Mesh:
     """The process groups of a run, from the view of one rank.
 
     Attributes:
-        device: where this rank computes.
-        domain: one-dimensional mesh over the ranks that share data and context parallelism (`dp_cp`).
-        weights: the mesh over the same ranks that parameters are sharded over: the domain, or (replicas, shards).
-        tensor: one-dimensional mesh over the ranks that share every weight matrix, and so hold the same tokens (`tp`).
+        device: device of this rank.
+        domain: one-dimensional mesh over the ranks of combined data and context parallelism (`dp_cp`).
+        weights: mesh over the same ranks, over which parameters are sharded: the domain, or (replicas, shards).
+        tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
-        exchange: communicator of its own for the messages of ring attention (design invariant I5).
+        exchange: separate communicator for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints.
-        pipeline: the ranks whose stages make up the model, in order; None without a pipeline.
-        ends: first and last of them, which share a tied embedding; None on the others and without a pipeline.
+        pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
+        ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
+            pipeline.
     """
 
     device: torch.device
@@ -76,52 +81,52 @@ class Mesh:
 
     @property
     def rank(self) -> int:
-        """This rank's number inside the domain."""
+        """Rank of this process in the domain."""
         return self.domain.get_local_rank()
 
     @property
     def ranks(self) -> int:
-        """N, the size of the domain."""
+        """Number of ranks N in the domain."""
         return self.domain.size()
 
     @property
     def world_rank(self) -> int:
-        """This rank's number in the whole run."""
+        """Rank of this process in the whole run."""
         return dist.get_rank(self.control)
 
     @property
     def world_size(self) -> int:
-        """All processes of the run."""
+        """Number of processes of the run."""
         return dist.get_world_size(self.control)
 
     @property
     def stage(self) -> int:
-        """This rank's place in the pipeline; 0 without one."""
+        """Rank of this process in its pipeline; 0 without one."""
         return 0 if self.pipeline is None else dist.get_rank(self.pipeline)
 
     @property
     def counts(self) -> bool:
-        """Whether this rank speaks for its place in the domain, so that sums over the run count every token once.
+        """Whether this rank contributes to sums over the run, so that they count every token once.
 
-        In a pipeline that is a rank of the last stage, where the losses are.
+        True for one tensor rank per rank of the domain; in a pipeline only on the last stage, where the losses are.
         """
         last = self.pipeline is None or self.stage == dist.get_world_size(self.pipeline) - 1
         return last and self.tensor.get_local_rank() == 0
 
     def gather(self, values: list[float]) -> torch.Tensor:
-        """The `values` of all ranks of the run, float64 [world size, values], on the CPU of every rank."""
+        """Returns the `values` of all ranks of the run, float64 [world size, values], on the CPU of every rank."""
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.world_size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.control)
         return torch.stack(rows)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value` (picklable), on every rank."""
+        """Returns the `value` (picklable) of every rank, on every rank."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def agree(self, digest: str, what: str) -> None:
-        """Raises RuntimeError on every rank unless all ranks hold the same hexadecimal digest."""
+        """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of `what`."""
         # 52 bits are exact in float64.
         numbers = self.gather([float(int(digest[:13], 16))])
         if (numbers != numbers[0]).any():
@@ -136,18 +141,18 @@ class Mesh:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto`: this node's GPU number `local_rank` if torch sees GPUs, else the CPU."""
+    """Returns the device for `wanted`: cpu, cuda, or auto (this node's GPU `local_rank` if torch sees GPUs, else the CPU)."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
 
 
 def check_device(device: torch.device, local_processes: int) -> None:
-    """Raises UserError if this node has fewer GPUs than processes that want one each."""
+    """Raises UserError if this node has fewer GPUs than processes, which need one each."""
     if device.type == "cuda" and (seen := torch.cuda.device_count()) < local_processes:
         raise UserError(
-            f"this node has {local_processes} processes that want a GPU each, and torch {torch.__version__} sees {seen}: start "
-            "fewer, or set train.device to cpu"
+            f"this node has {local_processes} processes, which need a GPU each, but torch {torch.__version__} sees {seen}: "
+            "start fewer, or set train.device to cpu"
         )
 
 
@@ -160,7 +165,7 @@ def join(
     shard_ranks: int | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Joins the processes that torchrun started (or stands alone) and makes the groups of a run; see `make_groups`."""
+    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`."""
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -175,16 +180,16 @@ def join(
 def make_groups(
     device: torch.device, *, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None, timeout_s: float = 600.0
 ) -> Mesh:
-    """Makes the groups of a run out of all processes of the default group.
+    """Makes the groups of a run from all processes of the default group.
 
-    `shard_ranks` consecutive ranks of the domain share a copy of the weights; None: all of them. A collective or message that
-    takes longer than `timeout_s` ends in an error. The exchange communicator is warmed up by all ranks, because connections are
-    made lazily and the first batch of messages must be everybody's.
+    `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. A collective or message that
+    takes longer than `timeout_s` seconds raises an error. All ranks warm up the exchange communicator, because connections are
+    made lazily and all ranks must take part in the first batch of messages.
     """
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)
     shards = ranks if shard_ranks is None else shard_ranks
-    # Ranks of a tensor axis are neighbours; that axis comes before the domain's, as a weight is split over it first.
+    # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split over it.
     numbers = torch.arange(pipeline * ranks * tensor).view(pipeline, ranks, tensor).transpose(1, 2)
     if shards == ranks:
         whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
@@ -196,8 +201,8 @@ def make_groups(
         weights, copies = whole[COPIES], whole[axes[1:]]
         domain = weights._flatten(AXES[2])
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
-        dist.distributed_c10d._set_pg_timeout(timeout, axis)  # meshes give their groups a default of many minutes
-    # The domain's own group may be the world's, so the exchange gets another.
+        SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
+    # The domain's group may be the world's, so the exchange gets a separate one.
     exchange = _my_group(numbers.reshape(-1, ranks), timeout)
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -211,16 +216,16 @@ def make_groups(
 
 
 def _my_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes a group of the ranks in each of `rows` [groups, ranks], and gives the one that this rank is in, if any.
+    """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this rank is in, if any.
 
-    All ranks call it, for the same rows: every rank makes every group, in the same order.
+    All ranks must call it with the same rows: every rank makes every group, in the same order.
     """
-    mine = None
+    own = None
     for members in rows.tolist():
         group = dist.new_group(members, timeout=timeout)
         if dist.get_rank() in members:
-            mine = group
-    return mine
+            own = group
+    return own
 
 
 def _warm_up(mesh: Mesh) -> None:
@@ -242,11 +247,11 @@ def _warm_up(mesh: Mesh) -> None:
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT came, once installed, so that the run can end after the step with a checkpoint.
+    """Records SIGTERM or SIGINT, once installed, so that the run can write a checkpoint after the step and stop.
 
     Attributes:
-        received: whether one came.
-        number: which one; SIGTERM if another process was told.
+        received: whether a signal was received.
+        number: the signal; SIGTERM if another process received it.
     """
 
     received = False
@@ -254,7 +259,7 @@ class StopSignal:
 
     @classmethod
     def install(cls, *, interrupts: bool = False) -> "StopSignal":
-        """Makes SIGTERM set `received` from now on, instead of ending the process; with `interrupts` the first SIGINT too."""
+        """Makes SIGTERM set `received` instead of ending the process; with `interrupts` also the first SIGINT."""
         stop = cls()
         signal.signal(signal.SIGTERM, stop._receive)
         if interrupts:
@@ -262,10 +267,10 @@ class StopSignal:
         return stop
 
     def release_interrupts(self) -> None:
-        """From now on SIGINT ends the process."""
+        """Makes SIGINT end the process again."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _receive(self, number: int, frame: object) -> None:
         self.received, self.number = True, signal.Signals(number)
         if number == signal.SIGINT:
-            self.release_interrupts()  # whoever does not want to wait for the step asks again
+            self.release_interrupts()  # a second SIGINT ends the process without waiting for the step

@@ -1,8 +1,8 @@
-"""Offload: the inputs of recomputed blocks lie in host memory from forward to backward.
+"""Offload: keeps the inputs of recomputed blocks in host memory between forward and backward.
 
-A block that recomputes keeps its input alone, so this takes nearly all that a model without attention outputs keeps off the
-device. Copies to the host run on a stream of their own, beside the computation, and to pinned memory. Copies back run on the
-stream of the computation when backward asks for them, not ahead, so that it waits for each.
+Besides its attention output in mode selective, a recomputed block keeps only its input, so little else stays on the device.
+Copies to pinned host memory run on a separate stream, in parallel with the computation. Copies back run on the compute stream
+when backward needs them, not in advance, so that backward waits for each.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ Packed = tuple[torch.device, torch.Tensor, torch.cuda.Event | None]
 
 
 class Offload:
-    """Runs blocks so that what autograd saves of their input is a copy in host memory; `moved_bytes` counts the copies."""
+    """Runs blocks so that autograd saves their input as a copy in host memory; `moved_bytes` is the number of bytes copied."""
 
     def __init__(self) -> None:
         self.moved_bytes = 0
         self.stream: torch.cuda.Stream | None = None
 
     def __call__(self, forward: Callable[..., torch.Tensor], x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        """`forward(x, *others, **named)`, where `forward` saves `x` for its backward."""
+        """Returns `forward(x, *others, **named)`, where `forward` saves `x` for its backward."""
         storage = x.untyped_storage().data_ptr()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | Packed:
@@ -43,12 +43,12 @@ class Offload:
         self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.stream):
             host.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self.stream)  # its memory is not given to others before the copy is done
+            tensor.record_stream(self.stream)  # keeps its memory from being reused before the copy is done
             return tensor.device, host, self.stream.record_event()
 
 
 def _from_host(packed: torch.Tensor | Packed) -> torch.Tensor:
-    """Copies back on the current stream: nothing is fetched before it is needed."""
+    """Copies a tensor back, on the current stream, once the copy to the host is done."""
     if isinstance(packed, torch.Tensor):
         return packed
     device, host, copied = packed

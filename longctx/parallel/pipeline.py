@@ -1,13 +1,13 @@
 """Pipeline parallelism: stages of consecutive layers, run by the schedules of `torch.distributed.pipelining`.
 
-A micro-batch is known by its number alone: the schedule carries that, and each stage looks up layout, positions and labels for
-itself. So no metadata travels, and messages between stages have one shape: a stage pads hidden states to the token budget on
-exit and cuts them to the real tokens on entry.
+The schedule passes only the number of a micro-batch, and each stage looks up layout, positions and labels itself. So no
+metadata is sent, and all messages between stages have one shape: a stage pads hidden states to the token budget on exit and
+cuts them to the real tokens on entry.
 
-Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of
-micro-batches, empty ones included, so they come to the exchange of every (stage, micro-batch, pass) in the same order; and
-exchange, gathering of weights and messages between stages have communicators of their own. Seen from the schedule, the ranks of
-a domain act as one: if ranks could wait for each other in a circle, so could those of a single pipeline, which they never do.
+Ring attention inside stages cannot deadlock. All ranks of a domain run the same schedule over the same number of micro-batches,
+including empty ones, so they reach the exchange of every (stage, micro-batch, pass) in the same order; and exchange, gathering
+of weights and messages between stages have separate communicators. For the schedule, the ranks of a domain act as one: a
+circular wait between ranks would be one between the stages of a single pipeline, which never happens.
 """
 
 import itertools
@@ -51,9 +51,13 @@ SCHEDULE, COMPUTE = "schedule", "compute"
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a rank needs for one micro-batch, whichever of its stages runs: tokens and positions [tokens], attention, head.
+    """Inputs of a rank for one micro-batch, for any of its stages.
 
-    `head` makes the loss of final hidden states and output weight; `name` is the micro-batch's in a trace.
+    Attributes:
+        name: name of the micro-batch in traces.
+        tokens, positions: int64 [tokens].
+        attention: attention of the micro-batch.
+        head: computes the loss from final hidden states and output weight.
     """
 
     name: str
@@ -64,10 +68,10 @@ class Inputs:
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
-    """The layers of every stage: consecutive, at least one, so that the slowest stage is as fast as can be, and then most even.
+    """Returns the layers of every stage, consecutive and at least one: first the slowest stage is minimal, then costs are even.
 
-    Costs are multiplications for a token: of a block with attention to `keys` tokens, and of the head behind the last block.
-    The embedding before the first one copies a row, and counts as many as that row has numbers.
+    Costs are multiplications per token: of a block with attention to `keys` tokens, and of the head after the last block. The
+    embedding before the first block copies a row, which costs as much as the row has values.
     """
     costs = [layer.multiplications(keys) for layer in spec.layers]
     costs[0] += spec.hidden_size
@@ -79,15 +83,15 @@ def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
 
 @cache
 def layers_of_ranks(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[tuple[int, ...], ...]:
-    """The layers of every rank of a pipeline, over all of its stages."""
+    """Returns the layers of every rank of a pipeline, over all stages of the rank."""
     splits = split_layers(spec, pipeline.stages, keys=tokens_per_rank // 2)
     return tuple(tuple(itertools.chain(*splits[rank :: pipeline.ranks])) for rank in range(pipeline.ranks))
 
 
 def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float]) -> tuple[float, tuple[int, ...]]:
-    """The least value of a split, and where its stages end; `add` gives the value with one more stage of that cost."""
+    """Returns the smallest value of a split, and the ends of its stages; `add` returns the value with one more stage."""
     up_to = [0, *itertools.accumulate(costs)]
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers, with one stage more in every turn
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, ())}  # by number of layers; each iteration adds a stage
     for stage in range(1, stages + 1):
         best = {
             stop: min(
@@ -99,9 +103,9 @@ def _best_split(costs: list[int], stages: int, add: Callable[[float, int], float
 
 
 class Stage(nn.Module):
-    """Some consecutive blocks of a model, with its embedding before the first and its head behind the last.
+    """Consecutive blocks of a model; the first stage includes the embedding, the last one the head.
 
-    The modules are the model's own. Hidden states come and go as [wire_rows, hidden].
+    The modules are shared with the model. Hidden states are received and sent as [wire_rows, hidden].
     """
 
     def __init__(self, model: StagedModel, index: int, layers: range) -> None:
@@ -120,9 +124,9 @@ class Stage(nn.Module):
         self.tensor_ranks: int
 
     def forward(self, hidden: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Micro-batch number `micro_batch` [1] through this stage: hidden states for the next one, or its loss.
+        """Runs micro-batch number `micro_batch` [1] through this stage. Returns hidden states for the next stage, or the loss.
 
-        The first stage makes nothing of `hidden`.
+        The first stage ignores `hidden`.
         """
         given = self.inputs(int(micro_batch))
         x = self.embed(given.tokens) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
@@ -134,12 +138,12 @@ class PipelineRun:
     """The stages of one rank, and the schedule that runs micro-batches through all of them.
 
     Args:
-        model: the blocks that this rank holds, and what stands beside them, sharded stage by stage.
+        model: this rank's part of the model, sharded stage by stage.
         stages: this rank's stages, in ascending order.
         pipeline: number of ranks and chunks, and the schedule.
-        mesh: the groups of the run.
-        wire_rows: rows of hidden states that every message between stages has: the most that a micro-batch can have.
-        dtype: of these messages, that of the computation.
+        mesh: groups of the run.
+        wire_rows: rows of hidden states in every message between stages: the maximum tokens of a micro-batch per rank.
+        dtype: dtype of these messages, the compute dtype.
     """
 
     def __init__(
@@ -157,9 +161,9 @@ class PipelineRun:
         self.dtype = dtype
         self.clock = PipelineClock(mesh.device)
         self.inputs: dict[int, Inputs] = {}
-        """Of the micro-batches that this rank has begun."""
+        """Inputs of the micro-batches that this rank has begun."""
         self.last: tuple[int, int, str] | None = None
-        """Micro-batch, stage and pass that this rank entered last."""
+        """Last micro-batch, stage and pass that this rank entered."""
         tensor = mesh.tensor.size()
         self.wire_rows = -(-wire_rows // tensor)
         for stage in stages:
@@ -168,18 +172,18 @@ class PipelineRun:
 
     @property
     def has_head(self) -> bool:
-        """Whether the losses come out here."""
+        """Whether this rank has the head, and so the losses."""
         return self.stages[-1].is_last
 
     @property
     def tied_copy(self) -> nn.Parameter | None:
-        """The parameter here that is the first stage's as well: a tied embedding beside the head."""
+        """Parameter that the first stage has too: a tied embedding used as the head; None without one."""
         tied = self.has_head and self.model.spec.tie_word_embeddings
         return next(self.model.lm_head.parameters()) if tied else None
 
     @property
     def where(self) -> str:
-        """Where this rank was last, for error messages."""
+        """Last position of this rank in the schedule, for error messages."""
         if self.last is None:
             return "before the first stage"
         micro_batch, stage, name = self.last
@@ -189,9 +193,9 @@ class PipelineRun:
     def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:
         """Runs all micro-batches through all stages and reduces the gradients. Returns the losses [micro_batches].
 
-        `inputs` gives what this rank needs for a micro-batch, by its number; from `micro_batches` on these are the empty ones
-        that the schedule wants. All ranks of the pipeline and of the domain call it for as many. Losses are 0 where the head
-        is not.
+        `inputs` returns this rank's inputs for a micro-batch, by its number; from `micro_batches` on, these are empty ones that
+        the schedule needs. All ranks of the pipeline and of the domain must call it with the same number. Losses are 0 on ranks
+        without the head.
         """
         runs = self.pipeline.runs(micro_batches)
         self.inputs, self.last = {}, None
@@ -207,7 +211,7 @@ class PipelineRun:
         losses: list[torch.Tensor] = []
         schedule = self._schedule_of(runs)
         hidden = (numbers,) if self.stages[0].is_first else ()
-        self.clock.spans.clear()  # of a schedule that nobody asked for
+        self.clock.spans.clear()  # of an earlier schedule whose times were not taken
         with self.clock.span(SCHEDULE):
             schedule.step(*hidden, micro_batch=numbers, target=numbers, losses=losses, return_outputs=False)
         self._add_up_tied_gradient()
@@ -217,10 +221,10 @@ class PipelineRun:
 
     @torch.no_grad()
     def forward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> list[torch.Tensor]:
-        """What the heads of these micro-batches make, without gradients; zeros [tokens] where the head is not.
+        """Returns the output of the head for each micro-batch, without gradients; zeros [tokens] on ranks without the head.
 
-        All ranks of the pipeline and of the domain call it for as many. One after the other goes through all stages; with one
-        stage a rank they overlap.
+        All ranks of the pipeline and of the domain must call it with the same number. Micro-batches run through all stages one
+        after the other; with one stage per rank they overlap.
         """
         given = [inputs(number) for number in range(micro_batches)]
         for stage in self.stages:
@@ -244,11 +248,11 @@ class PipelineRun:
         return found
 
     def hidden(self, device: torch.device) -> torch.Tensor:
-        """Room for the hidden states of a micro-batch, or their gradients, as they go from stage to stage."""
+        """Returns an empty buffer for the hidden states of a micro-batch, or their gradients, between stages."""
         return torch.empty(self.wire_rows, self.model.spec.hidden_size, dtype=self.dtype, device=device)
 
     def _schedule_of(self, runs: int) -> Any:
-        """The schedule for so many micro-batches; kept until another number is wanted."""
+        """Returns the schedule for `runs` micro-batches; cached until the number changes."""
         if self._schedule is None or self._schedule[0] != runs:
             hidden = self.hidden(torch.device("meta")).requires_grad_()
             number = torch.empty(1, dtype=torch.int64, device="meta")
@@ -264,12 +268,12 @@ class PipelineRun:
             ]
             kind = _SCHEDULES[self.pipeline.schedule]
             what = stages if self.pipeline.schedule in IN_CHUNKS else stages[0]
-            self._schedule = runs, kind(what, runs, loss_fn=_loss_is_there, scale_grads=False)
+            self._schedule = runs, kind(what, runs, loss_fn=_own_loss, scale_grads=False)
         return self._schedule[1]
 
     @torch.no_grad()
     def _add_up_tied_gradient(self) -> None:
-        """A tied embedding is a weight of the first and of the last stage: both get the sum of their gradients."""
+        """Sums the gradients of a tied embedding over the first and the last stage, which both have it."""
         if self.mesh.ends is None or not self.model.spec.tie_word_embeddings:
             return
         gradient = self.model.embed_tokens.weight.grad
@@ -277,16 +281,16 @@ class PipelineRun:
         dist.all_reduce(gradient.to_local(), group=self.mesh.ends)
 
 
-def _loss_is_there(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """The last stage gives the loss itself."""
+def _own_loss(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    """Returns the output: the last stage computes the loss itself."""
     return output
 
 
 class _WatchedStage(PipelineStage):
-    """A stage of torch's schedules that tells how long it computes, and what it does when something fails.
+    """A stage of torch's schedules that measures its compute time, and records its position for error messages.
 
-    A receive buffer exists while its micro-batch runs. Torch 2.13 keeps buffers for all micro-batches of the step, which
-    this class frees and makes again; torch 2.15 does as this class.
+    Receive buffers exist only while their micro-batch is in flight. Torch 2.13 keeps them for every micro-batch of the step, so
+    this class frees and allocates them; torch 2.15 does so itself.
     """
 
     def __init__(self, run: PipelineRun, stage: Stage, input_args: torch.Tensor, output_args: torch.Tensor) -> None:
@@ -310,7 +314,7 @@ class _WatchedStage(PipelineStage):
                 yield
 
     def _allocate(self, received: Any, micro_batch: int) -> None:
-        """Makes the buffers of a micro-batch."""
+        """Allocates the receive buffers of a micro-batch."""
         for info in received[micro_batch]:
             if info.source is not None and info.buffer is not None:  # torch makes those that are None
                 info.buffer = self.run.hidden(self.device)
@@ -360,9 +364,9 @@ class _WatchedStage(PipelineStage):
 
 
 class PipelineClock(Clock):
-    """How long a rank computes while a schedule runs."""
+    """Measures how long a rank computes while a schedule runs."""
 
     def idle(self) -> tuple[float, float]:
-        """Seconds and share of the last schedule in which this rank computed nothing: the bubble, and waiting for messages."""
+        """Returns idle seconds of this rank in the last schedule (bubble and waiting for messages), and their share of it."""
         spent = self.take()
         return spent[SCHEDULE], spent[SCHEDULE] / sum(spent.values())

@@ -1,4 +1,4 @@
-"""Recomputation: what backward computes again instead of keeping it."""
+"""Activation checkpointing: backward recomputes activations instead of keeping them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +17,14 @@ MODES = ("none", "selective", "full")
 
 
 def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None) -> None:
-    """Makes every block recompute, in place, before it is sharded.
+    """Applies activation checkpointing to every block, in place, before the block is sharded.
 
-    none: everything is kept. selective: all but attention is recomputed, so attention and its exchange run once; kept are the
-    block's input, the attention output and its log-sum-exp. full: only the block's input is kept, attention is repeated.
-    With `mlp_tile_tokens` the MLP takes so many tokens at a time and is recomputed tile by tile, in every mode. With `offload`
-    inputs of blocks that recompute are kept in host memory.
+    Modes: none keeps all activations. selective recomputes all but attention, so that attention and its exchange run once; it
+    keeps the block's input, the attention output and its log-sum-exp. full keeps only the block's input and repeats attention.
+    With `mlp_tile_tokens`, the MLP processes that number of tokens at a time and is recomputed tile by tile, in every mode.
+    With `offload`, inputs of recomputed blocks are kept in host memory.
+
+    Raises ValueError for another mode, and UserError if `mlp_tile_tokens` is set but a block has no module `mlp`.
     """
     if mode not in MODES:
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
@@ -30,7 +32,10 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
         if mlp_tile_tokens is not None:
             mlp = getattr(block, "mlp", None)
             if not isinstance(mlp, nn.Module):
-                raise UserError(f"train.mlp_tile_tokens: {type(block).__name__} has no module `mlp`; leave it out")
+                raise UserError(
+                    f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has no module `mlp` to tile: "
+                    "remove it"
+                )
             mlp.forward = partial(_in_tiles, _recomputed(mlp.forward, selective=False), mlp_tile_tokens)
         if mode == "none":
             continue
@@ -43,7 +48,7 @@ def _recomputed(forward: Callable[..., torch.Tensor], *, selective: bool) -> Cal
 
     def recomputed(
         *given: Any, **named: Any
-    ) -> torch.Tensor:  # a partial of `checkpoint` is a frame that torch.compile passes over
+    ) -> torch.Tensor:  # a function, as torch.compile skips the frame of a partial of `checkpoint`
         out: torch.Tensor = checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False, **contexts, **named)
         return out
 

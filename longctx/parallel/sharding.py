@@ -1,7 +1,7 @@
 """Sharded data parallelism: FSDP2 over the domain, with gradients summed (never averaged), in float32.
 
-The mesh decides who shares a copy of the model: one axis shards it over all ranks; two axes (replicas, shards) shard it inside
-a node, say, and hold a copy in each; with a second axis of one rank every rank holds all of it.
+The mesh decides which ranks share a copy of the model: one axis shards it over all ranks; two axes (replicas, shards) shard it
+within each replica, for example a node; if the second axis has one rank, every rank has a whole copy.
 """
 
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.protocol import Model
@@ -26,13 +27,14 @@ def shard(
 ) -> None:
     """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
 
-    `copies` is that mesh behind the one of tensor parallelism.
+    `copies` is the mesh of tensor parallelism followed by `weights`.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
-    norms are summed over tensor ranks in `dtype` if they are reduced in the backward that made them.) Inputs of blocks are left
-    as they are: the tables of RoPE must stay float32. `reshard_after` says how long gathered weights of a block stay: for its
-    forward and again for its backward, from its forward to its backward, or (with `reduce_gradients`) all step. With
-    `offload_optimizer` weights, gradients and moments stay in host memory, where the optimizer computes.
+    norms are summed over tensor ranks in `dtype` if the backward that computes them also reduces them.) Inputs of blocks are
+    not cast: the tables of RoPE must stay float32. `reshard_after` says when a block frees its gathered weights: after its
+    forward and again after its backward ("block"), only after its backward ("micro_batch"), or, with `reduce_gradients`, at
+    the end of the step ("step"). With `offload_optimizer`, weights, gradients and optimizer state stay in host memory, where
+    the optimizer computes.
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -42,21 +44,21 @@ def shard(
     for root in [model] if stages is None else stages:
         fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         for module in sharded_modules(root):
-            # Both are needed for a plain sum on gloo and on NCCL, and neither is recursive.
+            # A plain sum on gloo and NCCL needs both calls, and neither is recursive.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if stages is not None and reshard_after == "block":
-            # Before every backward torch's pipelines say False: all blocks of a stage would stay gathered from then on.
+            # Torch's pipelines pass False before every backward, after which all blocks of a stage would stay gathered.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
         _describe_as_split(root, copies)
 
 
 @torch.no_grad()
 def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
-    """Says of weights that tensor parallelism has split how they are sharded: what each tensor rank has, over the domain.
+    """Describes weights split by tensor parallelism as DTensors: each tensor rank's part, sharded over the domain.
 
-    FSDP has its own words for it, the other way round, which are wrong wherever a size is not divisible; by them first values
-    are handed out and checkpoints are written. It takes those of the parameter that it finds in a module.
+    FSDP describes them in the opposite order, which is wrong if a size is not divisible, and would give wrong initial values
+    and checkpoints. FSDP uses whatever parameter it finds in a module, so parameters are replaced.
     """
     described: dict[nn.Parameter, nn.Parameter] = {}
     for module in root.modules():
@@ -64,7 +66,7 @@ def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
             assert isinstance(weight, DTensor)
             if weight.device_mesh.ndim < copies.ndim:
                 continue  # no tensor parallelism
-            if weight not in described:  # a tied embedding has two names
+            if weight not in described:  # seen before if tied: an embedding with two names
                 *sharded, tensor = weight.placements
                 placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]
                 local, shape, stride = weight.to_local(), weight.shape, weight.stride()
@@ -78,13 +80,18 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Lets go of gathered weights, as a pass without a backward leaves them."""
+    """Frees gathered weights, which a pass without backward keeps."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 def accumulate_gradients(root: nn.Module) -> None:
-    """Adds gradients in the compute dtype to those in float32, where FSDP does not do so: after a backward of weights alone."""
+    """Adds gradients in the compute dtype to those in float32, which FSDP omits after a backward of weights only.
+
+    From torch 2.15 on autograd itself adds them in float32.
+    """
+    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
+        return
     for module in sharded_modules(root):
         group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group else ():
@@ -100,24 +107,24 @@ def initialize_sharded(
     stages: Sequence[nn.Module] | None = None,
     keep_on: torch.device | None = None,
 ) -> None:
-    """Gives a sharded model on the meta device its storage and first values: the same whatever the number of ranks.
+    """Allocates a sharded model on the meta device and sets initial values, which do not depend on the number of ranks.
 
-    Every rank draws one whole parameter at a time, on `device`, and keeps its shard, so nothing is sent and no rank holds the
-    whole model. Shards are kept on `keep_on`, if that is another device.
+    Every rank draws one whole parameter at a time, on `device`, and keeps its shard, so nothing is sent and no rank ever has
+    the whole model. Shards are kept on `keep_on` if it is given, else on `device`.
     """
     for root in [model] if stages is None else stages:
         root.to_empty(device=keep_on or device)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         whole = model.initial_value(name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device), seed)
-        mine = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.to_local().copy_(mine.to_local())
+        sharded = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.to_local().copy_(sharded.to_local())
 
 
 def reduce_gradients(model: Model, in_this_backward: bool, keep_gathered: bool = False) -> None:
-    """Gradients stay on their rank, accumulated in float32 and whole, until a backward reduces them to shards.
+    """Sets whether the next backward reduces gradients to shards; until then each rank accumulates them whole, in float32.
 
-    `keep_gathered`: weights stay gathered after this backward, for the forward of the next micro-batch.
+    `keep_gathered`: keep weights gathered after this backward, for the forward of the next micro-batch.
     """
     assert isinstance(model, FSDPModule)
     model.set_reshard_after_backward(not keep_gathered)

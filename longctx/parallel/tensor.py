@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism: which rank holds which part of every weight, by the model's own table of its modules.
+"""Tensor and sequence parallelism: splits every weight over ranks, by the model's `tensor_plan`.
 
-Between blocks a rank of the `tp` axis holds its share of the tokens, [tokens / tp, hidden], so norms and residuals are split
-too (sequence parallelism, Korthikanti et al., 2022). Attention and MLP gather all tokens at their entrance, and sum up and
-scatter them at their exit. In between, a rank has its own heads and its own columns of the MLP as plain tensors, so ring
-attention runs as it does alone, among the ranks of the domain with the same heads. Embedding and head are split by entries.
+Between blocks each rank of the `tp` axis has its share of the tokens, [tokens / tp, hidden], so norms and residuals are split
+too (sequence parallelism, Korthikanti et al., 2022). Attention and MLP gather all tokens on entry, and reduce-scatter them on
+exit. In between, each rank has its own heads and its own columns of the MLP as plain tensors, so ring attention is unchanged
+and runs among the ranks of the domain with the same heads. Embedding and head are split over the vocabulary.
 
-Where a size is not divisible, the last ranks hold less (as `torch.chunk`); only heads must be shared out evenly.
+If a size is not divisible, the last ranks have less (as in `torch.chunk`); only heads must be divisible.
 """
 
 import inspect
@@ -44,12 +44,12 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "split columns": lambda _: ColwiseParallel(use_local_output=False),
     "rows": lambda _: RowwiseParallel(output_layouts=Shard(0)),
 }
-"""What a model's `tensor_plan` says of a module → what torch does for it.
+"""Style of a module in `tensor_plan` → torch's style.
 
-tokens: a norm, applied to each rank's share of the tokens; residual: one whose output goes to the residual stream. heads: a
-norm of every head, applied to each rank's heads. gather: takes all tokens. columns: a matrix of whose outputs a rank computes
-its own, as plain tensors (heads), or (split columns) as DTensors, where sizes need not divide. rows: a matrix of whose inputs a
-rank has its own; sums up, and splits over tokens.
+tokens: a norm over each rank's tokens; residual: the same, with output to the residual stream. heads: a norm of every head,
+over each rank's heads. gather: a module that needs all tokens. columns: a matrix split by outputs, which are plain tensors
+(heads), or with "split columns" DTensors, whose sizes need not be divisible. rows: a matrix split by inputs, with outputs
+summed over ranks and split over tokens.
 """
 
 ENDS: dict[str, ParallelStyle] = {
@@ -57,14 +57,14 @@ ENDS: dict[str, ParallelStyle] = {
     "norm": SequenceParallel(sequence_dim=0),
     "lm_head": ColwiseParallel(),
 }
-"""What is before and behind the blocks, or what a pipeline stage has of it. Of `lm_head` the loss uses the weight alone."""
+"""Styles of the modules before and after the blocks, as far as a stage has them. The loss uses only the weight of `lm_head`."""
 
 
 def parallelize(model: StagedModel, mesh: DeviceMesh) -> None:
     """Splits every weight of a model on the meta device over the one-dimensional `mesh`, in place, before it is sharded.
 
-    The model then takes the same tokens on every rank of the mesh, as many as are a multiple of its size, and gives its head
-    hidden states that are split over tokens and a weight that is split over the vocabulary; see `vocabulary_part`.
+    The model then takes the same tokens on every rank of the mesh, a multiple of its size, and calls its head with hidden
+    states split over tokens and a weight split over the vocabulary; see `vocabulary_part`.
     """
     for block in model.layers:
         modules = {name: module for name, module in block.named_modules() if next(module.parameters(), None) is not None}
@@ -73,30 +73,29 @@ def parallelize(model: StagedModel, mesh: DeviceMesh) -> None:
     ends = {name: style for name, style in ENDS.items() if hasattr(model, name)}
     tied = model.spec.tie_word_embeddings and ends.pop("lm_head", None) is not None
     parallelize_module(model, mesh, ends, src_data_rank=None)
-    if tied:  # the embedding's weight is another object now
+    if tied:  # the embedding's weight is a new object
         model.lm_head.weight = model.embed_tokens.weight
 
 
 @dataclass(frozen=True)
 class VocabularyPart:
-    """The vocabulary entries `[first, first + weight.shape[0])` of a rank; `group` holds all of them."""
+    """Vocabulary entries `[first, first + weight.shape[0])` of a rank; the ranks of `group` together have all entries."""
 
     group: dist.ProcessGroup
     first: int
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Every rank's `values`, [ranks, *values.shape], in the same order on all of them."""
+        """Returns the `values` of all ranks, [ranks, *values.shape], in the same order on every rank."""
         everyones = values.new_empty(self.group.size(), *values.shape)
         dist.all_gather(list(everyones.unbind()), values.contiguous(), group=self.group)
         return everyones
 
 
 def vocabulary_part(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, VocabularyPart | None]:
-    """All hidden states [tokens, hidden] and this rank's rows of the output weight, as plain tensors, and which rows these are.
+    """Returns all hidden states [tokens, hidden], this rank's rows of the output weight, and their place in the vocabulary.
 
-    Without tensor parallelism these are the arguments, and None for all rows.
-
-    Each rank's gradient of the hidden states is that of its rows of the weight; autograd sums these up and scatters them.
+    Without tensor parallelism these are the arguments and None. With it, each rank computes the gradient of the hidden states
+    from its rows of the weight; autograd sums these gradients over ranks and scatters them.
     """
     if not isinstance(weight, DTensor):
         return hidden, weight, None

@@ -1,7 +1,6 @@
-"""Moments in a rank's time, and spans between them: on a GPU events in its stream, read once what was timed is done.
+"""Times spans of work: by events in the stream on a GPU, by the wall clock on a CPU.
 
-So nothing waits for a GPU in between, and a span is how long the stream took for it; time in which the GPU waits for its host
-is in none. On a CPU moments are those of the wall clock.
+Events are read only when the work is done, so timing does not wait for the GPU. A GPU span is the time that the stream took.
 """
 
 import time
@@ -15,7 +14,7 @@ Moment = torch.cuda.Event | float
 
 
 def now(device: torch.device) -> Moment:
-    """This moment; on a GPU when its stream comes to it."""
+    """Returns the current time; on a GPU an event, which has the time when the stream reaches it."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -24,7 +23,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds(start: Moment, stop: Moment) -> float:
-    """Between two moments of one device; on a GPU its stream must have come to both."""
+    """Returns the seconds between two moments of one device; a GPU's stream must have reached both."""
     if isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event):
         return float(start.elapsed_time(stop)) / 1e3
     assert isinstance(start, float) and isinstance(stop, float)
@@ -32,19 +31,19 @@ def seconds(start: Moment, stop: Moment) -> float:
 
 
 def finish(device: torch.device) -> None:
-    """Waits until a GPU has done what it was given."""
+    """Waits until a GPU has finished all work submitted so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Clock:
-    """Spans by name, those inside of others taken out of them."""
+    """Measures spans by name; the time of nested spans is subtracted from the span around them."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.open: list[str] = []
         self.spans: list[tuple[str, str | None, Moment, Moment]] = []
-        """Name, name of the span around it, start, end."""
+        """Name, name of the enclosing span, start and end of each span."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -57,7 +56,7 @@ class Clock:
             self.spans.append((name, self.open[-1] if self.open else None, start, now(self.device)))
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call."""
+        """Returns the seconds per name since the last call."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         spent: dict[str, float] = defaultdict(float)

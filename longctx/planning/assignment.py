@@ -1,7 +1,7 @@
-"""Assignment: where every document stands, as arrays indexed by document, and exact token counts per rank.
+"""Assignment: the placement of every document as arrays indexed by document, and exact token counts per rank.
 
-Planners, the cost and the checker work on this form; `plan.py` holds the readable one. Token counts come from the cut points of
-`layout.py`, so what is scored and checked is what a rank will hold, to the token.
+Planners, the cost model and the checker use this form; `plan.py` has the readable one. Token counts come from the cut points
+of `layout.py`, so scores and checks use exactly the tokens that each rank will hold.
 """
 
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from longctx.planning.plan import Plan
 
 Integers = NDArray[np.int64]
 NEVER = np.iinfo(np.int64).max
-"""A time that no step reaches, in nanoseconds: what something costs that cannot be."""
+"""Time in nanoseconds of an impossible choice: larger than any step time."""
 PAIRS_AT_ONCE = 1 << 20
-"""(document, ring member) pairs expanded at a time: bounds the memory of many documents on large degrees."""
+"""(document, ring member) pairs expanded at a time: bounds memory for many documents at high degrees."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Assignment:
 
     @classmethod
     def alternating(cls, micro_batch: Integers, first_rank: Integers, degree: Integers) -> "Assignment":
-        """Reverses every other document of those that share a ring: low ring indices receive most, and this evens it out."""
+        """Builds an assignment that reverses every second document of each ring: low ring indices receive the most K and V."""
         rings = np.flatnonzero(degree > 1)
         order = rings[np.lexsort((degree[rings], first_rank[rings], micro_batch[rings]))]
         key = np.stack([micro_batch[order], first_rank[order], degree[order]])
@@ -47,13 +47,13 @@ class Assignment:
 
     @classmethod
     def of(cls, plan: Plan) -> "Assignment":
-        """The arrays of a plan in which every document stands exactly once (see `check_plan`)."""
+        """Returns the arrays of a plan that places every document exactly once (see `check_plan`)."""
         rows = [(p.document, k, p.first_rank, p.degree, p.reversed) for k, mb in enumerate(plan.micro_batches) for p in mb]
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5)
         return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(bool))
 
     def placements(self) -> tuple[tuple[Placement, ...], ...]:
-        """The readable form: per micro-batch, in ascending order of first rank, then document."""
+        """Returns the placements of each micro-batch, by ascending first rank, then document."""
         result: list[list[Placement]] = [[] for _ in range(self.micro_batches)]
         order = np.lexsort((self.first_rank, self.micro_batch))
         columns = (order, self.micro_batch[order], self.first_rank[order], self.degree[order], self.reversed[order])
@@ -63,10 +63,10 @@ class Assignment:
 
 
 def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
-    """Tokens on the fullest rank of each ring: `layout.largest_shard` for arrays, in closed form.
+    """Returns the tokens on the fullest rank of each ring: `layout.largest_shard` for arrays, in closed form.
 
-    With L = 2n·q + m the fullest ring index holds 2q tokens if m = 0, 2q + 1 if m divides 2n (every cut that passes a whole
-    number then hits it), else 2q + 2.
+    For length L = 2n·q + m at degree n, the fullest ring index holds 2q tokens if m = 0, 2q + 1 if m divides 2n (every whole
+    number is then a cut point), else 2q + 2.
     """
     quotient, rest = np.divmod(lengths, 2 * degrees)
     hits = (2 * degrees) % np.maximum(rest, 1) == 0
@@ -75,10 +75,10 @@ def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
 
 
 def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """The smallest degree at which each document fits the token budget; 0 where none up to `ranks` does."""
+    """Returns the smallest degree at which each document fits the token budget, or 0 if no degree up to `ranks` fits."""
     least = -(-lengths // tokens_per_rank)
     pending = np.arange(len(lengths))
-    while len(pending):  # an odd budget may ask for a degree or two more than the quotient
+    while len(pending):  # an odd budget may need one or two ranks more than the quotient
         fits = largest_shards(lengths[pending], least[pending]) <= tokens_per_rank
         pending = pending[~fits & (least[pending] < ranks)]
         least[pending] += 1
@@ -86,9 +86,9 @@ def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int) -> Intege
 
 
 def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]) -> Integers:
-    """Sums of `values[i]` over ranks [start[i], stop[i]) of row rows[i]: an array `shape` = [micro-batches, ranks].
+    """Adds `values[i]` to ranks [start[i], stop[i]) of row rows[i]; returns an array of `shape` = [micro-batches, ranks].
 
-    Sums run in float64, which is exact below 2⁵³ (104 days in nanoseconds).
+    Sums in float64, which is exact below 2⁵³ (104 days in nanoseconds).
     """
     width = shape[1] + 1
     cells = shape[0] * width
@@ -97,7 +97,7 @@ def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, sh
 
 
 def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
-    """Exact tokens on every rank in every micro-batch: an array `shape` = [micro-batches, ranks]."""
+    """Returns the exact tokens on every rank in every micro-batch: an array of `shape` = [micro-batches, ranks]."""
     a = assignment
     even = lengths % (2 * a.degree) == 0
     even |= a.degree == 1
@@ -117,7 +117,7 @@ def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int,
 
 
 def remote_tokens(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
-    """Tokens that the ring mates of every rank hold of its documents, as `tokens_on_ranks`."""
+    """Returns, for every rank, the tokens of its split documents that other ranks hold; same shape as `tokens_on_ranks`."""
     rings = np.flatnonzero(assignment.degree > 1)
     micro_batch, first_rank, degree = assignment.micro_batch[rings], assignment.first_rank[rings], assignment.degree[rings]
     split = Assignment(micro_batch, first_rank, degree, assignment.reversed[rings])
@@ -126,7 +126,7 @@ def remote_tokens(lengths: Integers, assignment: Assignment, shape: tuple[int, i
 
 
 def _slices(documents: Integers, degrees: Integers) -> Iterator[Integers]:
-    """Cuts `documents` where their rings have about PAIRS_AT_ONCE members together."""
+    """Splits `documents` into slices whose rings have about PAIRS_AT_ONCE members in total."""
     if len(documents):
         part = np.cumsum(degrees[documents]) // PAIRS_AT_ONCE
         yield from np.split(documents, np.flatnonzero(np.diff(part)) + 1)

@@ -1,8 +1,8 @@
-"""Layout: which tokens of which documents a rank holds in one micro-batch, a pure function of the plan.
+"""Layout: the tokens of each document that a rank holds in one micro-batch, a pure function of the plan.
 
 A document of L tokens at degree n is cut at ⌊i·L/2n⌋, i = 0..2n. Ring index r holds chunk r (its head) and chunk 2n-1-r (its
-tail), so causal work is equal for all. Any L and any n will do: nothing has to divide, nothing is padded, and a rank whose
-two chunks are empty takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
+tail), which balances causal attention. L and n can be any numbers: nothing has to divide and nothing is padded; a rank with two
+empty chunks takes no part in the document. This is the zigzag placement of Llama 3 (§3.3.2) for any length.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,10 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A document on the contiguous ranks `first_rank … first_rank + degree - 1` of the domain, inside one micro-batch."""
+    """The place of a document in a micro-batch: ranks `first_rank … first_rank + degree - 1` of the domain.
+
+    `reversed` numbers the ring indices from the last rank.
+    """
 
     document: int
     first_rank: int
@@ -26,48 +29,48 @@ class Placement:
         return range(self.first_rank, self.first_rank + self.degree)
 
     def ring_index(self, rank: int) -> int:
-        """Position of a rank in the ring; `reversed` counts from the other end."""
+        """Returns the ring index of a rank of the ring."""
         index = rank - self.first_rank
         return self.degree - 1 - index if self.reversed else index
 
 
 def head_span(length: int, degree: int, ring_index: int) -> Span:
-    """The document tokens of chunk `ring_index`, the earlier of the two chunks that this ring index holds."""
+    """Returns the positions of chunk `ring_index`, the earlier of the two chunks of this ring index."""
     return ring_index * length // (2 * degree), (ring_index + 1) * length // (2 * degree)
 
 
 def tail_span(length: int, degree: int, ring_index: int) -> Span:
-    """The document tokens of chunk `2·degree - 1 - ring_index`, the later of the two chunks that this ring index holds."""
+    """Returns the positions of chunk `2·degree - 1 - ring_index`, the later of the two chunks of this ring index."""
     return head_span(length, degree, 2 * degree - 1 - ring_index)
 
 
 def shard_tokens(length: int, degree: int, ring_index: int) -> int:
-    """How many tokens of a document one ring index holds."""
+    """Returns the number of a document's tokens that one ring index holds."""
     (a, b), (c, d) = head_span(length, degree, ring_index), tail_span(length, degree, ring_index)
     return b - a + d - c
 
 
 def largest_shard(length: int, degree: int) -> int:
-    """Tokens held by the fullest rank of a ring: at most 2·⌈length/2degree⌉.
+    """Returns the tokens on the fullest rank of a ring: at most 2·⌈length/2degree⌉.
 
-    Ring index r holds f((r+1)x) - f(rx) with x = length/2degree and f(y) = ⌊y⌋ + ⌈y⌉.
+    Ring index r holds f((r+1)x) - f(rx) tokens, with x = length/2degree and f(y) = ⌊y⌋ + ⌈y⌉.
     """
     return max(shard_tokens(length, degree, r) for r in range(degree)) if length % (2 * degree) else length // degree
 
 
 def longest_document(degree: int, tokens_per_rank: int) -> int:
-    """A length up to which every document fits on `degree` ranks of `tokens_per_rank` tokens; 0 if there is none.
+    """Returns a length up to which every document fits on `degree` ranks of `tokens_per_rank` tokens; 0 if none fits.
 
-    Head and tail of a shard are each rounded up to a token, so an odd budget loses one token on every rank.
+    The head and the tail of a shard are each rounded up to a token, so an odd budget loses one token per rank.
     """
     return tokens_per_rank if degree == 1 else degree * (tokens_per_rank - tokens_per_rank % 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of one document: rows [offset, offset + tokens) of its buffer are [head; tail].
+    """One rank's shard of one document: rows [offset, offset + tokens) of the rank's buffer are [head; tail].
 
-    `head` and `tail` are document positions.
+    `head` and `tail` are ranges of positions in the document.
     """
 
     document: int
@@ -80,7 +83,7 @@ class Shard:
     tail: Span
     offset: int
     stride: int = 1
-    """How far apart the ranks of the ring are."""
+    """Distance between neighbouring ranks of the ring."""
 
     @property
     def head_tokens(self) -> int:
@@ -95,26 +98,26 @@ class Shard:
         return self.head_tokens + self.tail_tokens
 
     def rows(self, start: int, stop: int) -> range:
-        """The buffer rows of the document positions [start, stop), in one chunk or in both if these are neighbours."""
+        """Returns the buffer rows of positions [start, stop), which are in one chunk, or in both if the chunks are adjacent."""
         before = self.tail[0] - self.head[1] if start >= self.tail[0] else 0
         first = self.offset + start - self.head[0] - before
         return range(first, first + stop - start)
 
     def rank_of(self, ring_index: int) -> int:
-        """The domain rank that holds `ring_index` of this document."""
+        """Returns the domain rank that holds `ring_index` of this document."""
         return self.first_rank + self.stride * (self.degree - 1 - ring_index if self.reversed else ring_index)
 
     def at(self, ring_index: int, degree: int) -> "Shard":
-        """What another ring index holds, of a ring of that degree."""
+        """Returns a copy with the chunks of another ring index and degree; `offset` is unchanged."""
         head, tail = head_span(self.length, degree, ring_index), tail_span(self.length, degree, ring_index)
         return replace(self, degree=degree, ring_index=ring_index, head=head, tail=tail)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What one rank of the domain holds in one micro-batch: its shards in ascending order of first rank, then document.
+    """The shards of one rank of the domain in one micro-batch, by ascending first rank, then document.
 
-    Only documents of which the rank holds at least one token appear. `tokens` is the length of its buffer without padding.
+    Documents of which the rank holds no token are left out. `tokens` is the length of the rank's buffer without padding.
     """
 
     micro_batch: int
@@ -126,7 +129,7 @@ class Layout:
     def of(
         cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int, stages: int = 1
     ) -> "Layout":
-        """The layout of `rank` where documents of these `lengths` are placed so in a micro-batch."""
+        """Builds the layout of `rank` from the placements of a micro-batch; `lengths` are tokens by document."""
         shards: list[Shard] = []
         offset = 0
         for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):

@@ -1,7 +1,7 @@
-"""Plan: the micro-batches of one optimizer step, and where every document stands in them.
+"""Plan: the micro-batches of one optimizer step and the placement of every document in them.
 
-A plan is a pure function of (lengths, domain size, budget, hardware profile, mode): every rank computes the same one, and ranks
-compare its hash. Costs are integer nanoseconds so that this holds bit by bit.
+A plan is a pure function of (lengths, domain size, token budget, hardware profile, mode): every rank computes the same plan,
+and ranks compare its hash. Costs are integer nanoseconds, so plans agree bit by bit.
 """
 
 import hashlib
@@ -20,18 +20,19 @@ VERSION = 1
 
 
 class PlanError(UserError):
-    """Lengths that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
+    """Lengths or settings that cannot be planned, or a plan that breaks a guarantee (I1, I4)."""
 
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What a plan costs under the cost model.
+    """The cost of a plan under the cost model.
 
     Attributes:
-        makespan_s, lower_bound_s: modelled time of the step, and the time that no plan can beat under the same model.
+        makespan_s: modelled time of the step in seconds.
+        lower_bound_s: lower bound on step time under the same model.
         exposed_share: share of the makespan in which the slowest ranks wait for K and V.
-        idle_share: share of rank-time in which a rank waits for the slowest of its micro-batch.
-        bubble_share: share of the makespan in which a pipeline fills and drains, empty micro-batches included.
+        idle_share: share of all ranks' time spent waiting for the slowest rank of the micro-batch.
+        bubble_share: share of the makespan in which a pipeline fills and drains, including empty micro-batches.
     """
 
     makespan_s: float
@@ -42,7 +43,7 @@ class PlanCost:
 
     @property
     def gap(self) -> float:
-        """How far the plan is above the lower bound: 0.02 means 2 %."""
+        """Relative distance of the makespan from the lower bound: 0.02 means 2 %."""
         return self.makespan_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
 
 
@@ -51,17 +52,17 @@ class Plan:
     """The micro-batches of one step, in the order in which every rank runs them.
 
     Attributes:
-        mode: what was asked for: static, bins or auto.
-        winner: what was chosen under that mode, such as `static:8`, `bins` or `search`.
-        ranks: N, the size of the domain.
-        tokens_per_rank: most tokens that a rank holds in a micro-batch.
+        mode: requested mode: static, bins or auto.
+        winner: chosen plan under that mode, such as `static:8`, `bins` or `search`.
+        ranks: size N of the domain.
+        tokens_per_rank: token budget: maximum number of tokens per rank in a micro-batch.
         lengths: tokens of every document of the step.
-        micro_batches: placements of each micro-batch; every document stands in exactly one.
-        stages: exchange stages of each micro-batch, ≥ 1.
-        profile: the constants that the plan was made with.
-        pipeline: what the micro-batches go through.
-        cost: its score by these constants; None of a schedule that was not scored.
-        planning_ms: how long planning took; not part of the hash.
+        micro_batches: placements of each micro-batch; every document is placed exactly once.
+        stages: number of exchange stages of each micro-batch, ≥ 1.
+        profile: hardware profile of the cost model.
+        pipeline: pipeline that runs the micro-batches.
+        cost: modelled cost; None if the plan was not scored.
+        planning_ms: planning time in milliseconds; not part of the hash.
     """
 
     mode: str
@@ -78,9 +79,9 @@ class Plan:
 
     @property
     def score(self) -> PlanCost:
-        """The cost. Raises PlanError if nobody scored this plan."""
+        """The cost. Raises PlanError if the plan was not scored."""
         if self.cost is None:
-            raise PlanError("this plan was not scored: it is a schedule without times")
+            raise PlanError("this plan has no cost because it was not scored: use a plan made by make_plan")
         return self.cost
 
     @property
@@ -114,12 +115,12 @@ class Plan:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 (hex) of everything but `planning_ms`; equal on all ranks that made the same plan."""
+        """SHA-256 (hex) of everything except `planning_ms`; equal on all ranks that made the same plan."""
         content = {key: value for key, value in self._content().items() if key != "planning_ms"}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def layout(self, micro_batch: int, rank: int) -> Layout:
-        """Which tokens `rank` holds in `micro_batch`, and in which order. Raises ValueError where there is no such."""
+        """Returns the tokens of `rank` in `micro_batch`, in buffer order. Raises ValueError if either is out of range."""
         if not 0 <= micro_batch < len(self.micro_batches):
             raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
         if not 0 <= rank < self.ranks:
@@ -127,7 +128,7 @@ class Plan:
         return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.stages[micro_batch])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for `json.dump`."""
+        """Returns plain data for `json.dump`."""
         return {**self._content(), **({} if self.cost is None else {"gap": self.gap}), "hash": self.hash}
 
     def _content(self) -> dict[str, Any]:

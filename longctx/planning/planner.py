@@ -1,7 +1,8 @@
-"""Planner: from lengths to a checked plan, in one of the modes of `planners/by_mode.py`, all scored by the same cost.
+"""Planner: makes a checked plan from document lengths, in one of three modes scored by the same cost model.
 
-`static` gives every document the same degree, `bins` takes degrees from a table, `auto` searches over degrees and also scores
-the other two, so it is never worse than either. Planning is a pure function: no clock but for `planning_ms`, no randomness.
+`static` gives every document the same degree, `bins` takes degrees from a table, and `auto` searches over degrees and also
+scores the other two modes, so it is never worse than either. Planning is a pure function: no randomness, and no clock except
+for `planning_ms`.
 """
 
 import contextlib
@@ -38,22 +39,22 @@ def make_plan(
 
     Args:
         lengths: tokens of every document, each ≥ 1.
-        ranks: N, the size of the domain.
-        tokens_per_rank: most tokens on a rank in a micro-batch.
+        ranks: size N of the domain.
+        tokens_per_rank: maximum number of tokens per rank in a micro-batch.
         profile: constants of the cost model.
         mode: auto, static or bins.
-        degree: the degree of mode static; None takes the best one.
-        bins: {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto compares itself
-            with this table, and leaves it out where it does not hold these documents.
-        max_remote_tokens: most tokens of other ranks whose K and V a rank holds at once; decides the exchange stages of every
-            micro-batch (at most its largest degree - 1). None: one stage.
-        pipeline: what the micro-batches go through; more and smaller ones than the budget asks for are tried.
+        degree: degree for mode static; None chooses the best one.
+        bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
+            considers this table, unless a document does not fit it.
+        max_remote_tokens: maximum number of remote tokens whose K and V a rank holds at once; sets the number of exchange
+            stages of every micro-batch (at most its largest degree - 1). None: one stage.
+        pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
 
     Returns:
-        A checked plan, micro-batches in descending order of time; in a pipeline with the longest in the middle.
+        A checked plan with micro-batches in descending order of time; in a pipeline the longest ones are in the middle.
 
     Raises:
-        PlanError: for malformed input, or documents that fit no degree (names the document and what would hold it).
+        PlanError: for malformed input, or documents that fit at no degree (names the document and the remedies).
     """
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
@@ -79,21 +80,21 @@ def make_plan(
 
 
 def _best_in_pipeline(mode: str, step: Step, pipeline: Pipeline) -> Candidate:
-    """The best plan in a pipeline, whose bubble counts as well.
+    """Returns the best plan including the bubble of the pipeline.
 
-    Mode auto takes what the other modes come to into account, so it is never worse than they are.
+    Mode auto compares with the plans of the other modes, so it is never worse than they are.
     """
     best = _best_budget(MODES[mode], step, pipeline)
     for other in ("bins", "static") if mode == "auto" else ():
-        with contextlib.suppress(PlanError):  # of a mode that was not asked for
+        with contextlib.suppress(PlanError):  # the other modes may not fit these documents
             best = fastest(best, _best_budget(MODES[other], step, pipeline))
     return best
 
 
 def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeline) -> Candidate:
-    """The best plan of a mode in a pipeline. The bubble is the smaller the more micro-batches share the work.
+    """Returns the best plan of one mode in a pipeline.
 
-    Each halving of the budget gives more and smaller ones, until that no longer helps.
+    More micro-batches mean a smaller bubble: the token budget is halved as long as that helps.
     """
 
     def planned(budget: int) -> Candidate:
@@ -102,7 +103,7 @@ def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeli
         return found._replace(makespan_ns=makespan)
 
     best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
-    with contextlib.suppress(PlanError):  # of a smaller budget
+    with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
         while budget and least_degrees(step.lengths, step.ranks, budget).all():
             if (found := planned(budget)).makespan_ns >= best.makespan_ns:
                 break
@@ -113,11 +114,11 @@ def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeli
 def _in_order(
     profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline
 ) -> Assignment:
-    """Numbers the micro-batches that hold documents: the longest first, or in a pipeline rising and then falling.
+    """Renumbers the non-empty micro-batches: longest first, or in a pipeline with rising, then falling times.
 
-    A pipeline so fills and drains with short ones, and forward and backward passes that meet are of like micro-batches. By
-    simulation of torch's schedules, 1f1b and zero-bubble are 6 to 9 % faster than with the longest first, and 17 to 29 % faster
-    than in random order (8 ranks, 32 micro-batches whose times vary by 40 %).
+    The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.
+    In simulations of torch's schedules, 1f1b and zero-bubble are 6 to 9 % faster than with the longest first, and 17 to 29 %
+    faster than in random order (8 ranks, 32 micro-batches with times that vary by 40 %).
     """
     used, row = np.unique(assignment.micro_batch, return_inverse=True)
     dense = Assignment(row, assignment.first_rank, assignment.degree, assignment.reversed)
@@ -131,7 +132,7 @@ def _in_order(
 
 
 def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_tokens: int | None) -> tuple[int, ...]:
-    """Exchange stages of every micro-batch: enough that no rank holds more than `max_remote_tokens` of others at once."""
+    """Returns the exchange stages of every micro-batch: enough that no rank holds more than `max_remote_tokens` at once."""
     shape = (assignment.micro_batches, ranks)
     if max_remote_tokens is None:
         return (1,) * shape[0]

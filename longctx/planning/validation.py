@@ -1,8 +1,8 @@
-"""Validation: what can be planned at all, and the guarantees of a plan that training relies on.
+"""Validation: checks of planner input, and of the guarantees that training relies on.
 
-Every plan is checked before anybody sees it. I1: every document stands in exactly one micro-batch, on ranks of the domain.
-I4: no rank holds more than `tokens_per_rank` in any micro-batch. Together with the order of micro-batches (I2) and the purity
-of the layout (I3) they exclude deadlock and overflow.
+`make_plan` checks every plan before it returns it. I1: every document is placed in exactly one micro-batch, on ranks of the
+domain. I4: no rank holds more than `tokens_per_rank` tokens in any micro-batch. Together with the order of micro-batches (I2)
+and the purity of the layout (I3), these rule out deadlock and overflow.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ def check_settings(
     max_remote_tokens: int | None,
     pipeline: Pipeline = NO_PIPELINE,
 ) -> None:
-    """Raises PlanError for settings that are malformed or contradict each other."""
+    """Raises PlanError for invalid or contradictory settings."""
     _whole("ranks", ranks, MOST_RANKS)
     _whole("tokens_per_rank", tokens_per_rank, MOST_TOKENS)
     if max_remote_tokens is not None:
@@ -42,27 +42,27 @@ def check_settings(
     if degree is not None:
         _whole("degree", degree, ranks)
         if mode != "static":
-            raise PlanError(f"degree is {degree} with mode {mode}: a degree belongs to mode static; leave it out")
+            raise PlanError(f"degree is {degree}, but mode is {mode}: only mode static takes a degree; leave it out")
     if bins is not None and mode == "static":
-        raise PlanError("bins are given with mode static: take mode bins, or leave them out")
+        raise PlanError("bins are given, but mode is static: use mode bins, or leave bins out")
     _whole("pipeline ranks", pipeline.ranks, MOST_RANKS)
     _whole("pipeline chunks", pipeline.chunks, MOST_RANKS)
     if pipeline.schedule not in SCHEDULES:
-        raise PlanError(f"the pipeline's schedule is {pipeline.schedule!r}: must be one of {', '.join(SCHEDULES)}")
+        raise PlanError(f"the pipeline schedule is {pipeline.schedule!r}: must be one of {', '.join(SCHEDULES)}")
     if pipeline.problem:
         rule, fix = pipeline.problem
-        raise PlanError(f"the pipeline has {pipeline.chunks} chunks: {rule}; {fix}")
+        raise PlanError(f"pipeline chunks is {pipeline.chunks}: {rule}; {fix}")
 
 
 def check_lengths(lengths: Sequence[int], ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Integers:
-    """The lengths as an array [documents]. Raises PlanError if they are none, malformed, or fit no degree."""
+    """Returns the lengths as an array [documents]. Raises PlanError if they are empty, invalid, or fit no degree."""
     if len(lengths) == 0:
-        raise PlanError("there are no documents to plan: give at least one length")
+        raise PlanError("lengths are empty: give at least one document length")
     for document, length in enumerate(lengths):
         if not _is_whole(length):
             raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
         if length > MOST_TOKENS:
-            raise PlanError(f"document {document} has length {length!r}: at most {MOST_TOKENS} tokens can be planned")
+            raise PlanError(f"document {document} has length {length!r}: the maximum is {MOST_TOKENS} tokens")
     sizes = np.array(lengths, dtype=np.int64)
     unfit = np.flatnonzero(least_degrees(sizes, ranks, tokens_per_rank) == 0)
     if len(unfit):
@@ -77,14 +77,14 @@ def _does_not_fit(unfit: Integers, lengths: Integers, ranks: int, tokens_per_ran
     domain = np.arange(1, ranks + 1)
     budget = int(largest_shards(np.broadcast_to(length, domain.shape), domain).min())
     enough = int(least_degrees(length, int(length[0]), tokens_per_rank)[0])
-    others = f"; {len(unfit) - 1} more do not fit either" if len(unfit) > 1 else ""
-    held = f"{ranks} ranks of {tokens_per_rank} hold at most {ranks * tokens_per_rank}, in even shares"
-    ways = f"raise tokens_per_rank to {budget}, take {enough} ranks, or split the document"
-    return f"document {document} has {length[0]} tokens: {held}; {ways}{others}"
+    others = f" ({len(unfit) - 1} more documents do not fit)" if len(unfit) > 1 else ""
+    held = f"{ranks} ranks of {tokens_per_rank} tokens hold at most {ranks * tokens_per_rank}, in even shares"
+    ways = f"raise tokens_per_rank to {budget}, use {enough} ranks, or split the document"
+    return f"document {document} has {length[0]} tokens, but {held}{others}: {ways}"
 
 
 def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
-    """Keeps all sums of nanoseconds within what is exact."""
+    """Raises PlanError for a step so long that sums of nanoseconds would not be exact."""
     s = lengths.astype(np.float64)
     attention = profile.attention_s_per_token2 * float((s * s).sum()) / profile.attention_efficiency[0][1]
     slowest = min(profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s)
@@ -93,8 +93,8 @@ def _check_magnitude(lengths: Integers, profile: HardwareProfile) -> None:
     seconds = attention + per_token * float(s.sum()) + fixed * len(lengths)
     if seconds * 1e9 > LONGEST_STEP_NS:
         raise PlanError(
-            f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile: at most "
-            f"{LONGEST_STEP_NS / 86_400e9:.0f} can be planned; check the profile's constants"
+            f"this step would take up to {seconds / 86_400:.0f} days by the hardware profile, but the maximum is "
+            f"{LONGEST_STEP_NS / 86_400e9:.0f} days: check the profile's constants"
         )
 
 
@@ -104,7 +104,7 @@ def _whole(name: str, value: Any, most: int) -> None:
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises PlanError naming document, micro-batch and rank where a plan breaks a guarantee."""
+    """Raises PlanError if a plan breaks a guarantee; names the document, micro-batch and rank."""
     _check_form(plan)
     _check_documents(plan)
     _check_tokens(plan)
@@ -117,7 +117,9 @@ def _check_form(plan: Plan) -> None:
         if not _is_whole(length):
             raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
     if len(plan.stages) != len(plan.micro_batches):
-        raise PlanError(f"plan has {len(plan.stages)} stages for {len(plan.micro_batches)} micro-batches: needs one each")
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages for {len(plan.micro_batches)} micro-batches: must be one per micro-batch"
+        )
     for micro_batch, stages in enumerate(plan.stages):
         if not _is_whole(stages):
             raise PlanError(f"micro-batch {micro_batch} has {stages!r} exchange stages: must be a whole number ≥ 1")
@@ -127,7 +129,7 @@ def _check_documents(plan: Plan) -> None:
     seen: Counter[int] = Counter()
     for micro_batch, placements in enumerate(plan.micro_batches):
         if not placements:
-            raise PlanError(f"micro-batch {micro_batch} holds no document")
+            raise PlanError(f"micro-batch {micro_batch} has no document")
         for p in placements:
             where = f"document {p.document!r} in micro-batch {micro_batch}"
             if not _is_whole(p.degree) or not _is_whole(p.first_rank, least=0) or not isinstance(p.reversed, bool):
@@ -136,18 +138,18 @@ def _check_documents(plan: Plan) -> None:
                 )
             if p.first_rank + p.degree > plan.ranks:
                 raise PlanError(
-                    f"{where} stands on ranks {p.first_rank} to {p.first_rank + p.degree - 1}: the domain has {plan.ranks}"
+                    f"{where} is on ranks {p.first_rank} to {p.first_rank + p.degree - 1}, but the domain has {plan.ranks}"
                 )
             if not _is_whole(p.document, least=0) or p.document >= len(plan.lengths):
                 raise PlanError(f"{where} does not exist: the plan has {len(plan.lengths)} documents, counted from 0")
             seen[p.document] += 1
     if len(seen) < len(plan.lengths):
         missing = next(document for document in range(len(plan.lengths)) if document not in seen)
-        raise PlanError(f"document {missing} stands in no micro-batch")
+        raise PlanError(f"document {missing} is in no micro-batch")
     document, times = seen.most_common(1)[0] if seen else (0, 1)
     if times > 1:
         places = [k for k, placements in enumerate(plan.micro_batches) for p in placements if p.document == document]
-        raise PlanError(f"document {document} stands {times} times in the plan, in micro-batches {places}: must be once")
+        raise PlanError(f"document {document} is placed {times} times, in micro-batches {places}: must be once")
 
 
 def _check_tokens(plan: Plan) -> None:
@@ -160,8 +162,8 @@ def _check_tokens(plan: Plan) -> None:
         micro_batch, rank = over[0].tolist()
         documents = [p.document for p in plan.micro_batches[micro_batch] if rank in p.ring]
         raise PlanError(
-            f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} (documents {documents}): "
-            f"the budget is {plan.tokens_per_rank} tokens a rank"
+            f"rank {rank} holds {tokens[micro_batch, rank]} tokens in micro-batch {micro_batch} (documents {documents}), "
+            f"but the budget is {plan.tokens_per_rank} tokens per rank"
         )
 
 

@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model on the machine at hand: `longctx profile`."""
+"""Profiling: measures the constants of the cost model on this machine (`longctx profile`)."""
 
 from longctx.profiling.measure import Measured, measure_profile
 

@@ -1,4 +1,4 @@
-"""Communication: latency and bandwidth of the exchange inside and across nodes, and how much of it attention hides."""
+"""Measures latency and bandwidth of the exchange inside and across nodes, and its overlap with attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from longctx.profiling.computation import Silent, attention_passes
 from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of
 
 LEAST_BYTES = 1 << 20
-"""The largest message has at least so many bytes, or its time would say little of bandwidth."""
+"""Minimum size of the largest message; times of smaller messages say little about bandwidth."""
 MESSAGES = 5
-"""So many messages are timed together, one after the other, so that the common start weighs less."""
+"""Number of consecutive messages timed together, so that the start-up cost weighs less."""
 PEERS = 7
-"""So many peers that a rank exchanges with at once tell what more would."""
+"""Maximum number of peers that a rank exchanges with at once; more would not change the result."""
 LEAST_ROWS = 64
 MOST_LENGTHS = 4
 WIDEST_RING = 8
@@ -30,42 +30,42 @@ WIDEST_RING = 8
 
 @dataclass(frozen=True)
 class Nodes:
-    """How the ranks of the domain lie on nodes, `per_node` consecutive ones on each."""
+    """The nodes of the domain, each with `per_node` consecutive ranks."""
 
     ranks: int
     per_node: int
 
     @classmethod
     def find(cls, mesh: Mesh, local_rank: int) -> "Nodes":
-        """From what the launcher told every rank. Raises UserError if nodes hold different numbers of ranks."""
+        """Finds the nodes from every rank's `local_rank`. Raises UserError if nodes have different numbers of ranks."""
         starts = (mesh.gather([float(local_rank)])[:, 0] == 0).cumsum(0).tolist()
         node = [starts[dist.get_global_rank(mesh.exchange, rank)] for rank in range(mesh.ranks)]
         held = sorted({node.count(number) for number in node})
         if len(held) > 1:
             raise UserError(
-                f"nodes hold {', '.join(map(str, held))} ranks, and the cost model knows one number for all: start as many "
-                "processes on every node"
+                f"nodes have {', '.join(map(str, held))} ranks, but the cost model supports only one number: start the same "
+                "number of processes on every node"
             )
         return cls(mesh.ranks, held[0])
 
     def neighbours(self, rank: int) -> list[tuple[int, int]]:
-        """Inside the node, up to PEERS ranks to send to and as many to receive from, all ranks doing so at once."""
+        """Returns up to PEERS pairs of ranks in the node (to send to, to receive from); all ranks exchange at once."""
         first, place = rank - rank % self.per_node, rank % self.per_node
         shifts = range(1, min(PEERS, self.per_node - 1) + 1)
         return [(first + (place + i) % self.per_node, first + (place - i) % self.per_node) for i in shifts]
 
     def counterparts(self, rank: int) -> list[tuple[int, int]]:
-        """The same across nodes: the ranks at this place on other nodes."""
+        """Returns such pairs across nodes: the ranks with the same local rank on other nodes."""
         shifts = range(self.per_node, min(PEERS * self.per_node, self.ranks - self.per_node) + 1, self.per_node)
         return [((rank + i) % self.ranks, (rank - i) % self.ranks) for i in shifts]
 
 
 def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
-    """intra_node_bytes_per_s, inter_node_bytes_per_s (where there are such pairs), and latency_s: the greater one.
+    """Measures intra_node_bytes_per_s, inter_node_bytes_per_s (where such pairs of ranks exist) and latency_s.
 
-    Every rank exchanges with several others at once, as in ring attention: links may carry less then. Bandwidth is what one
-    more byte costs among messages that are long enough to tell, as buffers on the way take short ones faster than a link does.
-    latency_s is what the shortest message takes, times layers and passes.
+    Every rank exchanges with several others at once, as in ring attention, because that can lower bandwidth per link. Bandwidth
+    is fitted to long messages only, as buffers hide the cost of short ones. latency_s is the time of the shortest message,
+    the larger one of intra-node and inter-node, times layers and passes.
     """
     links: dict[str, list[tuple[int, int]]] = {}
     if nodes.per_node > 1:
@@ -81,7 +81,7 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
         shortest, *others = profiled.time(*(_messages(profiled, count, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
-        how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, shared out to {len(peers)} ranks, all ranks at once"
+        how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, split over {len(peers)} peers, all ranks at once"
         found.append(Measurement({name: 1 / line.slope}, how, line.residual))
     latency, spread = max(latencies)
     passes = len(profiled.spec.layers) * (profiled.fetches + 1)
@@ -90,7 +90,7 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
 
 
 def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
-    """So many rows to the first of each pair of `peers` together, and as many from the second ones."""
+    """Builds an exchange of `rows`, split over `peers`: sent to the first of each pair, received from the second."""
     exchange = Exchange(profiled.mesh.exchange, "longctx profile")
     outgoing, incoming = profiled.kv_rows(rows), profiled.kv_rows(rows)
     shares = [len(part) for part in outgoing.tensor_split(len(peers))]
@@ -105,10 +105,10 @@ def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) ->
 
 
 def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfile) -> Measurement:
-    """overlap: ring attention as training runs it, against the same without messages and the same messages alone.
+    """Measures overlap: ring attention as in training, compared with attention without messages and messages alone.
 
-    Rings inside nodes, and rings across nodes, as far as there are both. Lengths are those at which the exchange matters: where
-    it takes at least a quarter of the time of attention, by what was measured before; else the shortest.
+    Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange matters: where, by
+    the constants measured so far, it takes at least a quarter of the attention time; otherwise the shortest lengths.
     """
     rank = profiled.mesh.rank
     tried, times = [], []
@@ -116,7 +116,7 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
     across = nodes.ranks, min(max(WIDEST_RING, 2 * nodes.per_node), nodes.ranks)
     for among, degree in sorted({inside, across}):
         place = rank % among
-        in_ring = place < among // degree * degree  # ranks left over look on
+        in_ring = place < among // degree * degree  # left-over ranks hold no document
         for rows in _rows(profiled, profile, degree) if degree > 1 else ():
             remote = profiled.config.context.max_remote_tokens
             stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
@@ -133,7 +133,7 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
 
 
 def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[int]:
-    """Rows a rank at which to compare."""
+    """Returns the rows per rank at which `measure_overlap` compares."""
     affordable: list[int] = []
     telling: list[int] = []
     rows = min(LEAST_ROWS, profiled.config.batch.tokens_per_rank)
@@ -152,7 +152,7 @@ def _rows(profiled: ProfiledRun, profile: HardwareProfile, degree: int) -> list[
 
 
 def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
-    """The messages of one layer in all passes, as `attention_passes` exchanges them, with nothing computed."""
+    """Builds a run of one layer's messages in all passes, as in `attention_passes` but without computation."""
     schedule = profiled.attention(layout).schedule
     exchange = Exchange(profiled.mesh.exchange, "longctx profile")
     rows = profiled.kv_rows

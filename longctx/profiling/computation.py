@@ -1,4 +1,4 @@
-"""Computation: the time of everything but attention by the number of tokens, of attention by length, and of ending a step."""
+"""Measures the time of everything except attention by tokens, of attention by length, and the fixed cost of a step."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,16 @@ from longctx.planning.layout import Layout
 from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 
 SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
-"""Tokens of the shortest document by degree. Few split shorter ones, and there a kernel call costs mostly itself."""
+"""Shortest document measured, in tokens, by degree. Shorter ones are rarely split, and kernel launches dominate their time."""
 DOCUMENTS_AT_FIRST = 64
 
 
 class OutOfMemory(UserError):
-    """The configured micro-batch does not fit into the GPU."""
+    """The configured micro-batch does not fit into GPU memory."""
 
 
 class _Through(torch.autograd.Function):
-    """Queries come out unchanged, and keys and values get gradients: attention that costs nothing."""
+    """Attention without cost: returns q unchanged and gives k and v gradients of the right shape."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -36,22 +36,22 @@ class _Through(torch.autograd.Function):
 
 
 def no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-    """In place of attention, where all the rest is to be timed. q, k and v must have one head size."""
+    """Replaces attention to time everything else. q, k and v must have the same head size."""
     out: torch.Tensor = _Through.apply(q, k, v)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 class Silent(Exchange):
-    """Sends nothing and receives zeros at once: attention on remote keys, without waiting for them."""
+    """An exchange that sends nothing and receives zeros at once, to time attention without messages."""
 
     def start(self, outgoing: object, incoming: torch.Tensor, rows: Rows) -> Pending:
         return Pending(self, [], incoming.zero_(), [], [])
 
 
 def measure_linear(profiled: ProfiledRun) -> Measurement:
-    """linear_s_per_token and launch_s: the line through an empty micro-batch and three numbers of tokens, without attention.
+    """Measures linear_s_per_token and launch_s: a line through four micro-batches without attention, one of them empty.
 
-    An empty micro-batch gathers all parameters and builds the attention's schedule, so that both are in launch_s.
+    An empty micro-batch gathers all parameters and builds the attention schedule, so launch_s includes both.
     """
     most = profiled.config.batch.tokens_per_rank
     counts = [0, most // 4, most // 2, most]
@@ -60,27 +60,27 @@ def measure_linear(profiled: ProfiledRun) -> Measurement:
     seconds = [timing.seconds for timing in timings]
     if not all(map(math.isfinite, seconds)):
         raise OutOfMemory(
-            f"{most} tokens on a rank, without attention, need more memory than the GPU has: lower batch.tokens_per_rank "
-            "(it may be smaller here than in training), or set train.recompute"
+            f"{most} tokens per rank, without attention, exceed GPU memory: lower batch.tokens_per_rank (the profile may use "
+            "a smaller value than training), or set train.recompute"
         )
     line = fit_line(counts, seconds)
     return Measurement(
         {"linear_s_per_token": line.slope, "launch_s": line.intercept},
-        f"model without attention, empty and with {', '.join(f'{count:,}' for count in counts[1:])} tokens",
+        f"model without attention, with 0, {', '.join(f'{count:,}' for count in counts[1:])} tokens",
         line.residual,
     )
 
 
 def measure_step(profiled: ProfiledRun) -> Measurement:
-    """step_s: what a step of one empty micro-batch, with everything that ends it, takes longer than another empty one."""
+    """Measures step_s: the time of a step with one empty micro-batch minus that of an empty micro-batch."""
     alone = profiled.batch([no_documents(profiled.mesh.rank)], [0])
     other, whole = profiled.time(profiled.micro_batch(0), profiled.step(alone))
-    how = "gradient reduction with nothing to hide it, norm, flags, optimizer"
+    how = "gradient reduction (not hidden), gradient norm, flags, optimizer"
     return Measurement({"step_s": max(0.0, whole.seconds - other.seconds)}, how, whole.spread)
 
 
 def attention_passes(profiled: ProfiledRun, layout: Layout, exchange: type[Exchange] = Exchange) -> Callable[[], None]:
-    """Forward and backward of one layer's attention, as often as a step runs them, on random tensors."""
+    """Builds a run of one layer's attention passes in a step, forward and backward, on random tensors."""
     layer, device = profiled.layer, profiled.mesh.device
 
     def random(heads: int) -> torch.Tensor:
@@ -102,11 +102,10 @@ def attention_passes(profiled: ProfiledRun, layout: Layout, exchange: type[Excha
 
 
 def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
-    """attention_s_per_token2 and attention_efficiency by whole documents, attention_split_penalty by one rank's part of rings.
+    """Measures attention_s_per_token2 and attention_efficiency on unsplit documents, attention_split_penalty on split ones.
 
-    Every buffer is filled with documents of one length, so that what a kernel call costs in itself, whatever it holds, is not
-    counted for each of them. Lengths are doubled until a document would take longer than a measurement may, does not fit into
-    batch.tokens_per_rank, or memory is short.
+    Every buffer is filled with documents of one length, so that the fixed cost of a kernel call is shared by all of them.
+    Lengths double until a document would take too long for one measurement, exceeds batch.tokens_per_rank, or memory runs out.
     """
     times: list[AttentionTime] = []
     for degree, shortest in SHORTEST.items():
@@ -121,23 +120,23 @@ def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
             rate = seconds / times[-1].pairs
             length *= 2
     if not any(time.degree == 1 for time in times):
-        raise OutOfMemory(f"attention over {SHORTEST[1]} tokens needs more memory than the GPU has: free some")
+        raise OutOfMemory(f"attention on {SHORTEST[1]} tokens exceeds free GPU memory: stop other programs on the GPU")
     fit = fit_attention(times)
     longest = max(time.length for time in times if time.degree == 1)
     table = Measurement(
         {"attention_s_per_token2": fit.s_per_token2, "attention_efficiency": fit.efficiency},
-        f"whole documents of {SHORTEST[1]} to {longest:,} tokens",
+        f"unsplit documents of {SHORTEST[1]} to {longest:,} tokens",
         fit.residual,
     )
     if fit.split_penalty is None:
         return [table]
     degrees = sorted({time.degree for time in times} - {1})
-    how = f"one rank's part of rings of {', '.join(map(str, degrees))}, forward and backward, without messages"
+    how = f"one rank of rings of degree {', '.join(map(str, degrees))}, forward and backward, without messages"
     return [table, Measurement({"attention_split_penalty": fit.split_penalty}, how, fit.split_residual)]
 
 
 def _attention_time(profiled: ProfiledRun, documents: int, length: int, degree: int) -> float:
-    """Seconds of one document in one layer, the cost of a call without documents taken off; infinite if out of memory."""
+    """Returns the seconds of one document in one layer, without the fixed cost of a call; infinite if out of memory."""
     layouts = layout_of(profiled.mesh.rank, documents, length, degree=degree), no_documents(profiled.mesh.rank)
     full, empty = (
         timing.seconds for timing in profiled.time(*(attention_passes(profiled, layout, Silent) for layout in layouts))

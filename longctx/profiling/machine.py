@@ -1,4 +1,4 @@
-"""Machine: what a profile was measured on, in words."""
+"""Describes the machine that a profile was measured on."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from longctx.parallel.mesh import Mesh
 
 
 def describe_machine(mesh: Mesh) -> dict[str, Any]:
-    """CPU and GPU, versions and date."""
+    """Returns CPU, GPU, software versions and date as plain data."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -26,7 +26,7 @@ def describe_machine(mesh: Mesh) -> dict[str, Any]:
 
 
 def _cpu() -> str:
-    """The CPU's name where the system tells it, else its architecture."""
+    """Returns the CPU's name if the system reports it, else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Measurement of a whole hardware profile, one group of constants after the other, checked against a step at the end."""
+"""Measures a whole hardware profile, one group of constants at a time, and checks it against a real step."""
 
 import math
 from collections.abc import Callable
@@ -22,14 +22,14 @@ from longctx.profiling.profiled_run import Measurement, ProfiledRun
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
 CHECK_S = 5.0
-"""The step that is predicted and measured at the end takes at most about so many times as long as a measurement may."""
+"""Approximate maximum duration of the final check step, as a multiple of `longest_s`."""
 WORTH_A_WARNING = 0.2
-"""A relative error above it is pointed out."""
+"""Relative error above which a warning is given."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a constant comes from; `residual` says how far it is off its measurements, if it was measured."""
+    """The source of a constant; `residual` is the relative error of its fit, or None if it was not measured."""
 
     how: str
     residual: float | None = None
@@ -38,7 +38,15 @@ class Source:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured profile. `sources` tells of every constant, `run` what was measured, `check` how a step was predicted."""
+    """A measured profile.
+
+    Attributes:
+        profile: the constants.
+        about: one-line description of model and machine.
+        sources: source of every constant, by name.
+        run: machine and settings of the measurement.
+        check: a step as predicted by the profile and as measured.
+    """
 
     profile: HardwareProfile
     about: str
@@ -48,18 +56,21 @@ class Measured:
 
     @property
     def warnings(self) -> list[str]:
-        """What should not be trusted, in sentences."""
+        """Warnings about constants that should not be trusted."""
         found = [
-            f"{name} is {source.residual:.0%} off its measurements: quiet the machine, raise --longest or batch.tokens_per_rank"
+            f"{name}: the fit is {source.residual:.0%} off its measurements; stop other load on the machine, or raise "
+            "--longest or batch.tokens_per_rank"
             for name, source in self.sources.items()
             if source.residual is not None and source.residual > WORTH_A_WARNING
         ]
         if abs(self.check["error"]) > WORTH_A_WARNING:
-            found.append(f"a step was predicted {self.check['error']:+.0%} off: quiet the machine and measure again")
+            found.append(
+                f"the predicted step time is {self.check['error']:+.0%} off: stop other load on the machine and measure again"
+            )
         return found
 
     def to_yaml(self) -> str:
-        """The file that `HardwareProfile.load` reads."""
+        """Returns the profile as YAML, as `HardwareProfile.load` reads it."""
         residuals = {name: _short(source.residual) for name, source in self.sources.items() if source.residual is not None}
         not_measured = {name: source.how for name, source in self.sources.items() if source.taken_over}
         measured = {**self.run, "relative_residual": residuals, "not_measured": not_measured, "check": self.check}
@@ -67,7 +78,7 @@ class Measured:
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     def to_json(self) -> dict[str, Any]:
-        """The file as plain data, with where every constant is from, and warnings."""
+        """Returns the content of the YAML file plus the source of every constant and the warnings."""
         how = {name: source.how for name, source in self.sources.items()}
         return {**yaml.safe_load(self.to_yaml()), "sources": how, "warnings": self.warnings}
 
@@ -82,21 +93,25 @@ def measure_profile(
     longest_s: float = 1.0,
     tell: Callable[[str], None] = lambda stage: None,
 ) -> Measured:
-    """Measures what this machine and this number of ranks can tell; the rest is taken from the profile named `base`.
+    """Measures all constants that this machine and number of ranks allow; the others come from the profile named `base`.
+
+    All ranks of the mesh must call it, and get the same profile.
 
     Args:
-        config: settings of the run that the profile is for; its data are not read.
-        shape: the model, with a vocabulary.
-        local_rank: this process's number on its node.
-        longest_s: about the time that one measurement may take; also bounds how long the longest segments get.
-        tell: is told what comes next.
+        config: settings of the run that the profile is for; its data is not read.
+        mesh: process groups of the run.
+        shape: the model, including the size of its vocabulary.
+        base: name or path of the profile for constants that cannot be measured.
+        local_rank: this process's rank on its node.
+        longest_s: approximate time of one measurement in seconds; also limits the longest segments.
+        tell: called with a description of each stage before it starts.
 
-    All ranks of the mesh call it, and get the same profile. Raises UserError for a budget of too few tokens, nodes with
-    different numbers of ranks, or too little memory.
+    Raises:
+        UserError: for a token budget that is too small, nodes with different numbers of ranks, or too little memory.
     """
     tokens = config.batch.tokens_per_rank
     if tokens < LEAST_TOKENS:
-        raise UserError(f"batch.tokens_per_rank is {tokens}: nothing can be told from fewer than {LEAST_TOKENS} tokens")
+        raise UserError(f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens per rank")
     given, nodes = HardwareProfile.load(base), Nodes.find(mesh, local_rank)
     several_nodes = nodes.per_node < nodes.ranks
     per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
@@ -109,12 +124,12 @@ def measure_profile(
     profile = replace(profile, kv_bytes_per_token=kv_bytes)
     why = "one process" if nodes.ranks == 1 else "one node"
     if several_nodes and nodes.per_node == 1:
-        why = "one rank a node"
-    sources = {name: Source(f"{why}: taken over from {base}", taken_over=True) for name in profile.to_dict()}
-    sources["exchange_levels"] = Source("the settings: context.two_level_exchange")
-    sources["kv_bytes_per_token"] = Source(f"the model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
+        why = "one rank per node"
+    sources = {name: Source(f"{why}: taken from {base}", taken_over=True) for name in profile.to_dict()}
+    sources["exchange_levels"] = Source("setting context.two_level_exchange")
+    sources["kv_bytes_per_token"] = Source(f"model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
     if several_nodes:
-        sources["ranks_per_node"] = Source("the launcher")
+        sources["ranks_per_node"] = Source("launcher")
 
     def note(measurement: Measurement) -> None:
         nonlocal profile
@@ -122,7 +137,7 @@ def measure_profile(
         profile = replace(profile, **constants)
         sources.update(dict.fromkeys(constants, Source(measurement.how, measurement.residual)))
 
-    tell("everything but attention")
+    tell("everything except attention")
     note(measure_linear(profiled))
     note(measure_step(profiled))
     tell("attention")
@@ -134,7 +149,7 @@ def measure_profile(
             note(measurement)
         tell("overlap of attention and exchange")
         note(measure_overlap(profiled, nodes, profile))
-    tell("a step, predicted and measured")
+    tell("a step, to compare with its prediction")
     check = _check(profiled, profile)
     machine = describe_machine(mesh)
     run = {
@@ -152,12 +167,15 @@ def measure_profile(
         "model": shape.model_dump(),
     }
     where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
-    about = f"A model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}; by longctx profile."
+    about = f"Model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}, by `longctx profile`."
     return Measured(profile, about, sources, run, check)
 
 
 def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
-    """A step of documents that halve in length, the longest half of the step if so long ones were measured."""
+    """Predicts and measures a step of documents of halving lengths; returns the comparison as plain data.
+
+    The longest document has half of the step's tokens, unless attention was measured only up to a shorter length.
+    """
     context, budget = profiled.config.context, profiled.config.batch.tokens_per_rank
     tokens, measured = profiled.mesh.ranks * budget, profile.attention_efficiency[-1][0]
     while True:
@@ -177,9 +195,7 @@ def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
         tokens //= 2
     seconds = profiled.time(profiled.step(profiled.planned(plan)))[0].seconds
     if not math.isfinite(seconds):
-        raise OutOfMemory(
-            f"a step with {budget} tokens on a rank needs more memory than the GPU has: lower batch.tokens_per_rank"
-        )
+        raise OutOfMemory(f"a step with {budget} tokens per rank exceeds GPU memory: lower batch.tokens_per_rank")
     return {
         "documents": len(lengths),
         "longest": max(lengths),
@@ -202,7 +218,7 @@ def _halving(tokens: int, longest: int) -> list[int]:
 
 
 def _short(value: Any) -> Any:
-    """Four significant digits: more were not measured."""
+    """Rounds floats to four significant digits, the precision of the measurements."""
     if isinstance(value, tuple):
         return tuple(_short(item) for item in value)
     return float(f"{value:.4g}") if isinstance(value, float) else value

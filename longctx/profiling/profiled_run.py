@@ -1,4 +1,4 @@
-"""Profiled run: what is measured, a trainer of the run's model and optimizer on batches of random tokens."""
+"""Profiled run: a trainer with the run's model and optimizer, which measurements run on random tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ from longctx.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Measurement:
-    """Some constants of a profile as measured.
+    """Measured constants of a profile.
 
     Attributes:
-        constants: by their names in HardwareProfile.
-        how: what was timed, in a few words.
-        residual: how far the constants are from what they were fitted to (relative, root mean square).
+        constants: values by name in HardwareProfile.
+        how: short description of the timed work.
+        residual: relative root mean square error of the fit.
     """
 
     constants: dict[str, Any]
@@ -39,14 +39,13 @@ class Measurement:
 
 
 class ProfiledRun:
-    """What the measurements share.
+    """The model, trainer and stopwatch shared by all measurements.
 
-    Rings are plain ones, as the cost model knows no others: `context.ulysses_degree` is taken as 1. Attention is timed without
-    windows.
+    Measures plain rings (`context.ulysses_degree` is set to 1), as the cost model expects, and attention without windows.
     """
 
     def __init__(self, config: Config, mesh: Mesh, shape: ModelShape, longest_s: float, profile: HardwareProfile) -> None:
-        """`profile` says how many ranks a node has."""
+        """Builds the trainer. `profile` gives the number of ranks per node."""
         context = config.context.model_copy(update={"ulysses_degree": 1})
         self.config, self.mesh, self.longest_s = config.model_copy(update={"context": context}), mesh, longest_s
         self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
@@ -54,30 +53,30 @@ class ProfiledRun:
         self.time = Stopwatch(mesh, longest_s)
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
         self.forwards = 2 if config.train.recompute == "full" else 1
-        """How often a step computes attention forward."""
+        """Number of attention forward passes per step."""
         self.fetches = self.forwards + (0 if context.keep_kv else 1)
-        """How often a step exchanges K and V; once more, it exchanges their gradients."""
+        """Number of exchanges of K and V per step; one more exchange returns their gradients."""
         self.heads = self.layer.num_attention_heads // mesh.tensor.size()
         self.kv_heads = self.layer.num_key_value_heads // mesh.tensor.size()
-        """Of one rank."""
+        """Heads per tensor-parallel rank."""
         budget = config.batch.tokens_per_rank
         self.no_plan = Plan("static", "none", mesh.ranks, budget, (), (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0))
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
-        """As the run attends, in a layer without a window."""
+        """Returns the run's attention for `layout`, in a layer without a window."""
         make = make_attention(self.config, self.mesh, self.spec, self.no_plan, layout, exchange=exchange)
         attention = make(self.spec.attention_scale, self.spec.attention_softcap, None)
         assert isinstance(attention, RingAttention)
         return attention
 
     def kv_rows(self, count: int) -> torch.Tensor:
-        """Room for so many rows of K and V, as they are exchanged in one layer: [count, 2 · kv heads · head_dim]."""
+        """Returns a buffer for the K and V of `count` rows in one layer: [count, 2 · kv heads · head_dim]."""
         return torch.zeros(count, 2 * self.kv_heads * self.layer.head_dim, dtype=self.dtype, device=self.mesh.device)
 
     def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
-        """A step of micro-batches with these layouts and so many random tokens, padded as tensor parallelism needs it.
+        """Returns a step of micro-batches with these layouts and random tokens, padded for tensor parallelism.
 
-        They are the same on all ranks that share them.
+        Tensor-parallel ranks get the same tokens.
         """
         assert self.spec.vocab_size is not None
         multiple = self.mesh.tensor.size()
@@ -91,14 +90,14 @@ class ProfiledRun:
         return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))
 
     def planned(self, plan: Plan) -> StepBatch:
-        """A step of random tokens by a plan."""
+        """Returns a step of random tokens with the layouts of a plan."""
         layouts = [plan.layout(number, self.mesh.rank) for number in range(len(plan.micro_batches))]
         return self.batch(layouts, [layout.tokens for layout in layouts], plan)
 
     def micro_batch(self, tokens: int, attention: Attention | None = None) -> Callable[[], None]:
-        """Forward and backward of so many tokens in a micro-batch that is not the last of its step.
+        """Builds a run of forward and backward on `tokens` tokens, in a micro-batch that is not the last of its step.
 
-        `attention` is in place of the run's, which has nothing to do: no document is here.
+        The layout holds no document, so the run's attention computes nothing; `attention` replaces it.
         """
         batch = self.batch([no_documents(self.mesh.rank)] * 2, [tokens, 0])
         weights = StepWeights(batch.target_tokens)
@@ -110,7 +109,7 @@ class ProfiledRun:
         return run
 
     def step(self, batch: StepBatch) -> Callable[[], None]:
-        """The step of the trainer."""
+        """Builds a run of a whole training step."""
 
         def run() -> None:
             self.trainer.attend = None
@@ -120,11 +119,11 @@ class ProfiledRun:
 
 
 def no_documents(rank: int) -> Layout:
-    """The layout of a rank in a micro-batch that holds nothing."""
+    """Returns the layout of a rank that holds no tokens."""
     return Layout(0, rank, 1, ())
 
 
 def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, stages: int = 1) -> Layout:
-    """A layout that holds `ring_index` of so many documents of one length, all on the same ring."""
+    """Returns a layout that holds `ring_index` of several documents of one length, all on the same ring."""
     placements = [Placement(document, rank - ring_index, degree) for document in range(documents)]
     return Layout.of(placements, [length] * documents, 0, rank, stages)

@@ -1,4 +1,4 @@
-"""Stopwatch: times the same work on all ranks at once, because that is how a step runs it: a rank waits for the slowest."""
+"""Stopwatch: times the same work on all ranks at once; as in a training step, the slowest rank counts."""
 
 import math
 import statistics
@@ -16,29 +16,35 @@ LEAST_REPEATS, MOST_REPEATS = 3, 15
 
 @dataclass(frozen=True)
 class Timing:
-    """Median over repeats of the slowest rank's seconds, infinite if memory is short; and the median deviation, as a share."""
+    """A timing over several repeats.
+
+    Attributes:
+        seconds: median over repeats of the slowest rank's time; infinite if out of memory.
+        spread: median absolute deviation, relative to `seconds`.
+    """
 
     seconds: float
     spread: float
 
 
 class Stopwatch:
-    """Every rank calls it for the same work in the same order.
+    """Times work that all ranks run in the same order.
 
-    `longest_s` is about what the repeats of one piece of work may take together, once there are LEAST_REPEATS.
+    `longest_s` is the approximate total time of the repeats of one piece of work, beyond LEAST_REPEATS.
     """
 
     def __init__(self, mesh: Mesh, longest_s: float) -> None:
         self.mesh, self.longest_s = mesh, longest_s
 
     def __call__(self, *works: Callable[[], object]) -> list[Timing]:
-        """Runs every work once to warm up, then all of them in turn, so that they meet the same disturbances, 3 to 15 times.
+        """Times several pieces of work; returns one timing for each.
 
-        Does not raise where a GPU's memory is too small for one of them.
+        Runs each once to warm up, then all of them in turn 3 to 15 times, so that they see the same disturbances. Work that
+        runs out of GPU memory gets an infinite time.
         """
         first = self._slowest([self._once(work) for work in works])
         fitting = [work for work, seconds in zip(works, first, strict=True) if math.isfinite(seconds)]
-        # What the slowest rank needed decides, so that all ranks repeat as often.
+        # The slowest rank's time decides, so that all ranks repeat equally often.
         mean = math.fsum(filter(math.isfinite, first)) / max(1, len(fitting))
         repeats = min(MOST_REPEATS, max(LEAST_REPEATS, int(self.longest_s / max(mean, 1e-9))))
         rounds = [self._slowest([self._once(work) for work in fitting]) for _ in range(repeats)]

@@ -1,1 +1,1 @@
-"""Constants of a hardware profile from measured times."""
+"""Calibration: fits the constants of a hardware profile to measured times."""

@@ -1,7 +1,7 @@
-"""Calibration: from measured times to the constants of the cost model. Pure functions; `longctx.profiling` measures.
+"""Fits the constants of the cost model to measured times. Pure functions; `longctx.profiling` measures.
 
-Every fit weighs relative errors, so that short times count as much as long ones, and says how far it is off: `residual` is the
-root mean square of (modelled / measured - 1) over its points.
+Every fit minimizes relative errors, so short times count as much as long ones, and reports its `residual`: the root mean square
+of (modelled / measured - 1) over its points.
 """
 
 import math
@@ -16,12 +16,12 @@ from longctx.planning.cost.model import efficiency, equivalent_length
 
 OVERLAP_STEPS = 1000
 SPLIT_PENALTY_STEPS, MOST_SPLIT_PENALTY = 400, 4.0
-"""Penalties that are tried: with the greatest, a ring of 8 is as efficient as a whole document of a 29th of the length."""
+"""Number and maximum of the penalties tried; at 4.0 a ring of 8 is as efficient as an unsplit document 1/29 as long."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = intercept + slope · amount."""
+    """A fitted line: seconds = intercept + slope · amount."""
 
     intercept: float
     slope: float
@@ -29,10 +29,10 @@ class Line:
 
 
 def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The line through measured times, intercept ≥ 0 and slope > 0.
+    """Fits a line to measured times, with intercept ≥ 0 and slope > 0.
 
-    Where time does not grow with the amount, within the noise, the slope is that of the largest amount from zero: the most
-    that it can be. The residual then tells that this is no line.
+    If time does not grow with the amount, because of noise, returns the line from zero to the largest amount, an upper bound on
+    the slope. The residual then shows that the line fits badly.
     """
     rows = [(1 / y, x / y) for x, y in zip(amounts, seconds, strict=True)]
     intercept, slope = nonnegative_least_squares(rows, [1.0] * len(rows))
@@ -44,7 +44,7 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
 
 @dataclass(frozen=True)
 class AttentionTime:
-    """What each rank needed for its part of a document of `length` tokens at that `degree`."""
+    """Measured seconds per rank for attention on a document of `length` tokens at `degree`."""
 
     length: int
     degree: int
@@ -52,13 +52,16 @@ class AttentionTime:
 
     @property
     def pairs(self) -> float:
-        """What time grows with: length² / degree, in tokens²."""
+        """Attention work per rank: length² / degree, in tokens²."""
         return self.length**2 / self.degree
 
 
 @dataclass(frozen=True)
 class AttentionFit:
-    """`split_penalty` is None where no document was split. Residuals: of whole documents, and of split ones."""
+    """Fitted attention constants; `split_penalty` is None if no document was split.
+
+    `residual` is that of unsplit documents, `split_residual` that of split ones.
+    """
 
     s_per_token2: float
     efficiency: EfficiencyTable
@@ -68,11 +71,11 @@ class AttentionFit:
 
 
 def fit_attention(times: Sequence[AttentionTime]) -> AttentionFit:
-    """Seconds per token² of the longest whole document, the efficiency of shorter ones, and what splitting costs.
+    """Fits seconds per token² to the longest unsplit document, efficiencies to shorter ones, and the split penalty.
 
-    Whole documents alone make the table, so that they are met exactly, as far as they allow a table that never falls with the
-    length: one that was measured faster than a longer one counts as equally fast. The split penalty is the one under which the
-    table meets the split documents best. There must be a whole document.
+    The table uses unsplit documents only and matches them exactly, except that efficiency never falls with length: a document
+    that was measured faster than a longer one counts as equally fast. The split penalty is the one that fits the split
+    documents best. At least one document must be unsplit.
     """
     whole = {time.length: time for time in times if time.degree == 1}
     slowest, table = 0.0, []
@@ -98,7 +101,7 @@ def fit_attention(times: Sequence[AttentionTime]) -> AttentionFit:
 
 @dataclass(frozen=True)
 class OverlapTime:
-    """Seconds of the same ring attention without messages, of its messages alone, and of both together."""
+    """Seconds of the same ring attention: without messages, its messages alone, and both together."""
 
     attention: float
     exchange: float
@@ -106,7 +109,7 @@ class OverlapTime:
 
 
 def fit_overlap(times: Sequence[OverlapTime]) -> tuple[float, float]:
-    """(overlap in [0, 1], residual): both = attention + max(0, exchange - overlap · attention), as in the cost model."""
+    """Returns (overlap in [0, 1], residual) for both = attention + max(0, exchange - overlap · attention)."""
 
     def modelled(overlap: float) -> list[float]:
         return [t.attention + max(0.0, t.exchange - overlap * t.attention) for t in times]
@@ -124,11 +127,11 @@ def _residual(modelled: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, element_bytes: int, passes: int = 3) -> int:
-    """Bytes of one token's K and V in all layers and passes: fetched forward, fetched again and returned in backward.
+    """Returns the bytes of K and V per token in all layers and passes: fetched forward, fetched and returned in backward.
 
-    That is what crosses the wire at the ends of a ring: index 0 fetches all rows of its mates and returns all their gradients,
-    the last index sends all of its rows and gets all their gradients back. Ranks between them move less (three quarters on
-    average), but a pass takes as long as its slowest rank. Recomputed attention makes 4 `passes`, K and V kept for backward one
-    less. Gradients travel in the dtype of K and V.
+    Ranks at the ends of a ring move this many bytes: index 0 fetches all rows of its peers and returns all their gradients; the
+    last index sends all its rows and receives all their gradients. Ranks in between move less (three quarters on average), but
+    a pass takes as long as its slowest rank. `passes` is 4 if attention is recomputed, and one less if K and V are kept for
+    backward. Gradients travel in the dtype of K and V.
     """
     return layers * 2 * kv_heads * head_dim * element_bytes * passes

@@ -1,4 +1,4 @@
-"""Least squares in a few unknowns, none of them negative, by plain IEEE operations: ranks that solve it agree bit by bit."""
+"""Non-negative least squares for a few unknowns, in plain IEEE operations so that all ranks agree bit by bit."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ Row = Sequence[float]
 
 
 def nonnegative_least_squares(rows: Sequence[Row], targets: Row, weights: Row | None = None) -> tuple[float, ...]:
-    """The x ≥ 0 with the least Σ weight·(row · x - target)².
+    """Returns the x ≥ 0 that minimizes Σ weight·(row · x - target)².
 
-    rows [equations][unknowns]. Every set of unknowns that may be positive is tried, so there should be only a few; unknowns
-    that the rows do not tell apart are left at 0.
+    rows [equations][unknowns]. Tries every subset of positive unknowns, so there should be only a few; unknowns that the rows
+    do not distinguish stay 0.
     """
     unknowns = len(rows[0])
     weights = [1.0] * len(rows) if weights is None else weights
@@ -35,7 +35,7 @@ def _dot(weights: Row, a: Row, b: Row) -> float:
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solves a symmetric, positive definite system by elimination; None if it is singular to rounding."""
+    """Solves a symmetric positive definite system by elimination; returns None if it is numerically singular."""
     size = len(right)
     rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
     for i in range(size):

@@ -1,5 +1,6 @@
-"""OnlineFit: constants of the cost model from the measured times of training steps. Pure, and bit for bit the same on ranks
-that are given the same times, because the plans of later steps follow from it.
+"""OnlineFit: refines the constants of the cost model from measured step times.
+
+Pure, and bitwise identical on ranks with the same times, because the plans of later steps depend on it.
 """
 
 import math
@@ -18,33 +19,33 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
 
 STEPS = 32
-"""Steps that are looked back on."""
+"""Number of recent steps that the fit uses."""
 LEAST_STEPS = 4
-"""Before so many steps nothing is refined: the first ones are slower than the rest, and must be few."""
+"""Minimum number of steps before the profile is refined: the first steps are slower and must not dominate."""
 PRIOR_STEPS = 0.01
-"""How many steps the given profile counts for: enough to settle what the steps do not tell apart, such as linear and launch
-time where every step has as many tokens."""
+"""Weight of the given profile in steps: enough to decide what the steps cannot distinguish, such as linear and launch time if
+every step has the same number of tokens."""
 LEAST_FACTOR = 0.05
-"""No constant shrinks below this part of the given one: linear and attention time must stay positive."""
+"""Lower bound of each constant as a share of the given one: linear and attention time must stay positive."""
 ROUNDS = 10
 HUBER, LEAST_ERROR = 1.345, 0.01
-"""Steps count less from so many usual errors on, and no smaller error is usual."""
+"""Steps with errors above HUBER typical errors count less; the typical error is at least LEAST_ERROR."""
 
 Factors = tuple[float, float, float]
-"""Of launch, linear and attention time."""
+"""Factors of launch, linear and attention time."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What a step took, and the work of every rank in every micro-batch, as arrays [micro-batches, ranks].
+    """The measured time of a step and the work of every rank in every micro-batch (arrays [micro-batches, ranks]).
 
     Attributes:
         seconds: measured time of the step.
-        tokens: tokens that a rank holds.
-        attention: Σ length² / degree / efficiency, in tokens².
+        tokens: tokens per rank.
+        attention: Σ length² / degree / efficiency per rank, in tokens².
         exposed_s: exchange that attention does not hide, in seconds.
-        step_s: the fixed cost of a step.
-        pipeline: what the micro-batches went through.
+        step_s: fixed cost of a step, in seconds.
+        pipeline: pipeline that ran the micro-batches.
     """
 
     seconds: float
@@ -70,10 +71,10 @@ class Observation:
         )
 
     def parts(self, profile: HardwareProfile, factors: Factors) -> tuple[list[float], float]:
-        """([launch, linear, attention] of the given profile, the rest) in seconds, on the slowest rank of every micro-batch.
+        """Returns ([launch, linear, attention], rest) in seconds by `profile`, summed over each micro-batch's slowest rank.
 
-        Which rank is the slowest follows from the profile scaled by `factors`. The longest micro-batch counts as often as the
-        bubble of a pipeline makes others wait for it.
+        The slowest rank is determined by the profile scaled with `factors`. In a pipeline, the bubble adds further counts of
+        the longest micro-batch.
         """
         _, by_linear, by_attention = factors
         linear, attention = profile.linear_s_per_token * self.tokens, profile.attention_s_per_token2 * self.attention
@@ -89,10 +90,10 @@ class Observation:
 
 
 def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> HardwareProfile:
-    """The profile with launch, linear and attention time scaled so that the modelled times of the steps meet the measured ones.
+    """Scales launch, linear and attention time of the profile to fit modelled to measured step times.
 
-    Least squares of relative errors, factors ≥ LEAST_FACTOR, drawn to 1 by PRIOR_STEPS; single steps that are far off (a
-    stalled disk, the first step) count less (Huber, 1964). A constant that is 0 stays 0.
+    Least squares of relative errors with factors ≥ LEAST_FACTOR and a prior of weight PRIOR_STEPS at 1; outliers (a stalled
+    disk, the first step) count less (Huber, 1964). A constant that is 0 stays 0.
     """
     factors: Factors = (1.0, 1.0, 1.0)
     weights = [1.0] * len(observations)
@@ -102,10 +103,10 @@ def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> Har
         for observation in observations:
             parts, rest_s = observation.parts(profile, factors)
             modelled = math.fsum(factor * part for factor, part in zip(factors, parts, strict=True)) + rest_s
-            # Relative to the mean of measured and modelled time: to either alone, slow steps count too little or too much.
+            # Relative to the geometric mean: measured or modelled time alone would weigh slow steps too little or too much.
             scale = math.sqrt(observation.seconds * modelled)
             rows.append([part / scale for part in parts])
-            # The unknowns are factors - LEAST_FACTOR, so that they are not negative.
+            # Solve for factor - LEAST_FACTOR, which the solver keeps ≥ 0.
             targets.append((observation.seconds - rest_s) / scale - LEAST_FACTOR * math.fsum(rows[-1]))
         found = nonnegative_least_squares(
             [*rows, (prior, 0.0, 0.0), (0.0, prior, 0.0), (0.0, 0.0, prior)],
@@ -127,13 +128,16 @@ def refine(profile: HardwareProfile, observations: Sequence[Observation]) -> Har
 
 
 class OnlineFit:
-    """The given profile, refined by the last `STEPS` steps."""
+    """A given profile, refined by the last `STEPS` steps."""
 
     def __init__(self, profile: HardwareProfile) -> None:
         self.given = profile
         self.observations: deque[Observation] = deque(maxlen=STEPS)
 
     def after(self, plan: Plan, seconds: float) -> HardwareProfile:
-        """The profile after one more step, whose plan took `seconds`: the same on all ranks if `seconds` is."""
+        """Records that the step of `plan` took `seconds` and returns the refined profile.
+
+        All ranks get the same profile if they pass the same `seconds`.
+        """
         self.observations.append(Observation.of(plan, seconds))
         return self.given if len(self.observations) < LEAST_STEPS else refine(self.given, list(self.observations))

@@ -1,1 +1,1 @@
-"""The cost model: what a plan takes by a hardware profile, and what no plan can beat."""
+"""The cost model: the modelled time of a plan on given hardware, and lower bounds on the time of any plan."""

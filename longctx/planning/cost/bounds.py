@@ -1,11 +1,11 @@
-"""Bounds: times that no plan can beat under the cost model.
+"""Lower bounds on step time under the cost model.
 
-The lower bound takes all work at its best efficiency, evenly spread, on a free network. The tight bound is closer where few
-documents are long. A document's busiest rank takes no less than it would alone, whatever else it holds: overlap is at most 1,
-so attention of others hides no more exchange than it costs. In a step with M nanoseconds beside its fixed costs every document
-therefore has a degree at which it alone takes at most M, and work over all ranks, which never falls with the degree, is at most
-M a rank. The tight bound is the least M for which both can be. It says how much of a plan's gap to the lower bound no plan
-could avoid.
+The lower bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
+a few documents are long. A document's busiest rank takes at least as long as with that document alone: overlap is at most 1, so
+attention to other documents hides no more exchange than it costs. If a step takes M nanoseconds beyond its fixed costs, every
+document therefore has a degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees
+rise, is at most M. The tight bound is the smallest M that meets both conditions. Its distance from the lower bound is the part
+of a plan's gap that no plan can avoid.
 """
 
 import math
@@ -30,9 +30,9 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
 
 ROUNDING = 2
-"""Nanoseconds by which the best whole K may be missed."""
+"""Error in nanoseconds of choosing a whole number of micro-batches K."""
 MOST = 512
-"""Distinct longest lengths whose degrees are looked at; the others are taken at their best efficiency."""
+"""Number of distinct longest lengths whose degrees are searched; shorter documents count at their best efficiency."""
 
 
 def plan_cost(
@@ -43,7 +43,7 @@ def plan_cost(
     tokens_per_rank: int,
     pipeline: Pipeline = NO_PIPELINE,
 ) -> PlanCost:
-    """The score of an assignment, beside the lower bound."""
+    """Returns the modelled cost of an assignment together with the lower bound."""
     result = score(profile, lengths, assignment, ranks, pipeline)
     return PlanCost(
         makespan_s=result.makespan_ns / NANOSECONDS,
@@ -57,10 +57,10 @@ def plan_cost(
 def lower_bound_ns(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
 ) -> int:
-    """Time of a step that no plan can beat, even on a free network: all work at its best efficiency, evenly spread.
+    """Returns a lower bound on step time in nanoseconds: all work at its best efficiency, evenly spread, on a free network.
 
     A document of s tokens takes at least ⌈s / tokens_per_rank⌉ ranks, and attention on smaller chunks is never faster. In a
-    pipeline of K micro-batches the longest takes no less than a K-th of all work, and K is at most the number of documents.
+    pipeline with K micro-batches the longest takes at least 1/K of all work, and K is at most the number of documents.
     """
     least = -(-lengths // tokens_per_rank)
     bound = bound_ns(profile, lengths, least, ranks, tokens_per_rank)
@@ -68,7 +68,7 @@ def lower_bound_ns(
         return bound
     launch, launches = nanoseconds(profile.launch_s), -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     work = bound - nanoseconds(profile.step_s) - launches * launch
-    # Launches rise and the bubble falls with K: the best K is where the two change alike, or the last one.
+    # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or the largest K.
     even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else len(lengths)
     choices = {min(max(k, launches), len(lengths)) for k in (even, even + 1)}
     least_bubble = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
@@ -76,7 +76,7 @@ def lower_bound_ns(
 
 
 def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:
-    """Time that no plan can beat in which documents have at least these degrees: their work evenly spread, exchange free."""
+    """Returns a lower bound for plans whose documents have at least these degrees: work evenly spread, exchange free."""
     attention = np.floor(whole_ring_attention_ns(profile, lengths, degrees)).astype(np.int64)
     linear = np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
@@ -85,7 +85,7 @@ def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ran
 
 
 def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
-    """Time of a step that no plan can beat; never less than `lower_bound_ns`. Every document must fit at some degree."""
+    """Returns the tight lower bound on step time, ≥ `lower_bound_ns`. Every document must fit at some degree."""
     least = -(-lengths // tokens_per_rank)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
@@ -109,28 +109,28 @@ def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, toke
 
 
 def tight_bound_s(plan: Plan) -> float:
-    """Seconds that no plan of the same documents, ranks, budget, profile and pipeline can beat."""
+    """Returns the tight lower bound in seconds for the plan's documents, ranks, budget, profile and pipeline."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     tight = tight_bound_ns(plan.profile, lengths, plan.ranks, plan.tokens_per_rank) / NANOSECONDS
-    return max(tight, plan.lower_bound_s)  # which also counts the bubble of a pipeline
+    return max(tight, plan.lower_bound_s)  # only lower_bound_s counts the pipeline bubble
 
 
 def unavoidable_gap(tight_s: float, lower_s: float) -> float:
-    """How far the tight bound is above the lower bound: the part of a gap that no plan can avoid. 0.02 means 2 %."""
+    """Returns the relative distance of the tight bound from the lower bound: the gap that no plan can avoid (0.02 is 2 %)."""
     return tight_s / lower_s - 1 if lower_s > 0 else 0.0
 
 
 def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, tokens_per_rank: int) -> Integers:
-    """The busiest rank of a document takes no less, wherever its ring stands; a very long time where it does not fit."""
+    """Returns a lower bound on the busiest rank's time for each document, on any ranks; NEVER where it does not fit."""
     attention = attention_ns(profile, lengths, degrees)
     intra, inter = mate_ns(profile, lengths, degrees)
     fewest, _ = node_parts(degrees, profile.ranks_per_node, None)
-    both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # its mates shared out at best
+    both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     exchange = nanoseconds(profile.latency_s) + np.maximum(across, both)
     exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
-    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # that of the rank that waits longest
-    rounding = 4 + 2 * degrees  # every mate was rounded up
+    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # smallest: the longest wait
+    rounding = 4 + 2 * degrees  # the time of every peer was rounded up
     time = attention + np.maximum(linear_ns(profile, shard), linear_ns(profile, smallest) + exposed) - rounding
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -1,8 +1,8 @@
 """Cost model: the time of a step under an assignment, in integer nanoseconds.
 
-All planners are compared by `score`. Every float is the result of single IEEE operations (no library logarithm, no sum of
-floats), and costs are rounded up and the bound down to whole nanoseconds: ranks agree bit by bit on any machine, and a makespan
-is never below the bound. A rank of a ring pays for attention even where a document is too short to give it a token.
+`score` compares the plans of all planners. Every float comes from single IEEE operations (no library logarithm, no sum of
+floats); costs are rounded up and lower bounds down to whole nanoseconds. So all ranks agree bit by bit on any machine, and a
+makespan is never below its bound. Every rank of a ring pays for attention, even if it gets no token of a short document.
 """
 
 import math
@@ -20,12 +20,12 @@ NANOSECONDS = 1_000_000_000
 
 
 def nanoseconds(seconds: float) -> int:
-    """Seconds as whole nanoseconds, rounded up."""
+    """Converts seconds to whole nanoseconds, rounded up."""
     return math.ceil(seconds * NANOSECONDS)
 
 
 def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
-    """Efficiency of the attention kernel on documents of that many tokens: linear in log2 between the points of the table."""
+    """Returns the attention kernel's efficiency for documents of `tokens`, interpolated linearly in log2(tokens)."""
     points = log2(np.array([row[0] for row in table], dtype=np.float64))
     values = np.array([row[1] for row in table], dtype=np.float64)
     if len(points) == 1:
@@ -38,17 +38,17 @@ def efficiency(table: EfficiencyTable, tokens: Floats) -> Floats:
 
 
 def equivalent_length(lengths: Floats, degrees: Floats, split_penalty: float) -> Floats:
-    """Length of the whole document on which attention is as efficient as on a split one: s / (1 + κ (d - 1)).
+    """Returns the length of an unsplit document with the same attention efficiency as a split one: s / (1 + κ (d - 1)).
 
-    A ring's calls are a chunk of queries by many keys. So they lose far less than a document as short as the chunk would. κ,
-    the split penalty, is near 0 for kernels that fill the device with few queries, larger for others.
+    In a ring, each kernel call works on one chunk of queries and many keys, so it loses far less efficiency than a document as
+    short as the chunk. The split penalty κ is near 0 for kernels that fill the device with few queries, larger for others.
     """
     result: Floats = lengths / (1 + split_penalty * (degrees - 1))
     return result
 
 
 def log2(x: Floats) -> Floats:
-    """Binary logarithm from IEEE operations alone: libraries differ in the last bit, and then ranks would plan differently."""
+    """Computes log2 from IEEE operations alone: libraries differ in the last bit, and ranks would make different plans."""
     mantissa, exponent = np.frexp(x)
     z = (mantissa - math.sqrt(0.5)) / (mantissa + math.sqrt(0.5))
     square = z * z
@@ -60,13 +60,13 @@ def log2(x: Floats) -> Floats:
 
 
 def attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Integers:
-    """Attention time that a document of that length costs each rank of a ring of that degree."""
+    """Returns the attention time per rank in nanoseconds for documents of `lengths` at `degrees`."""
     result: Integers = np.ceil(whole_ring_attention_ns(profile, lengths, degrees) / degrees).astype(np.int64)
     return result
 
 
 def whole_ring_attention_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> Floats:
-    """Nanoseconds over the whole ring, unrounded."""
+    """Returns the attention time summed over the ranks of each ring, in nanoseconds, unrounded."""
     s = lengths.astype(np.float64)
     whole = equivalent_length(s, degrees.astype(np.float64), profile.attention_split_penalty)
     result: Floats = profile.attention_s_per_token2 * NANOSECONDS * (s * s) / efficiency(profile.attention_efficiency, whole)
@@ -74,22 +74,22 @@ def whole_ring_attention_ns(profile: HardwareProfile, lengths: Integers, degrees
 
 
 def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
-    """Time of everything but attention for that many tokens on one rank."""
+    """Returns the time in nanoseconds of everything except attention for `tokens` on one rank."""
     result: Integers = np.ceil(profile.linear_s_per_token * NANOSECONDS * tokens).astype(np.int64)
     return result
 
 
 def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
-    """Time to exchange one document's K and V with one ring mate: in the same node, and in another node."""
+    """Returns the time to exchange a document's K and V with one peer of its ring: in the same node, in another node."""
     size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
 
 
 def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, offset: Integers | None = None) -> Integers:
-    """Time of the busiest rank of a ring if its ranks hold nothing but their shards of this one document.
+    """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
-    The ring starts at rank `offset` of a node, by default where its worst rank has most mates in its own node. A rank with
+    The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
     several documents takes at most the sum of their times.
     """
     attention = attention_ns(profile, lengths, degrees)
@@ -106,10 +106,10 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
 def gather_ns(
     profile: HardwareProfile, degrees: Integers, here: Integers, intra_ns: Integers, inter_ns: Integers
 ) -> tuple[Integers, Integers]:
-    """How long a rank's links, inside its node and across, take for its mates' rows, with `here` ranks of the ring in its node.
+    """Returns the time of a rank's exchange inside its node and across nodes, with `here` ranks of the ring in its node.
 
-    `intra_ns` and `inter_ns` are for one mate. In two levels, the ranks here share out what comes from other nodes, and pass it
-    on to each other.
+    `intra_ns` and `inter_ns` are the times for one peer. With two exchange levels, the ranks of a node share the rows that come
+    from other nodes and pass them on to each other.
     """
     if profile.exchange_levels == 1:
         return (here - 1) * intra_ns, (degrees - here) * inter_ns
@@ -117,8 +117,8 @@ def gather_ns(
 
 
 def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[Integers, Integers]:
-    """How many ranks of a ring its least and its most used node hold."""
-    if offset is None:  # on as few nodes as possible, its first and its last part alike
+    """Returns the smallest and the largest number of ranks that a ring has on one of its nodes."""
+    if offset is None:  # on as few nodes as possible, with equal parts on the first and the last node
         ends = np.where(degrees % node == 0, 2 * node, degrees % node + node)
         first = np.where(degrees <= node, degrees, ends // 2)
     else:
@@ -129,20 +129,20 @@ def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[I
 
 
 def hidden_ns(profile: HardwareProfile, attention: Integers) -> Integers:
-    """How much exchange that much attention time hides."""
+    """Returns the exchange time that `attention` hides, both in nanoseconds."""
     result: Integers = np.floor(profile.overlap * attention).astype(np.int64)
     return result
 
 
 @dataclass(frozen=True)
 class Score:
-    """Times of an assignment in integer nanoseconds, arrays [micro-batches, ranks].
+    """Times of an assignment in integer nanoseconds; arrays are [micro-batches, ranks].
 
     Attributes:
-        time: time_r of every rank in every micro-batch: linear, attention and exposed exchange.
-        exposed: the part of it in which the rank waits for K and V.
-        launch_ns, step_ns: fixed cost of a micro-batch and of the step.
-        pipeline: what the micro-batches go through.
+        time: time of every rank in every micro-batch: linear, attention and exposed exchange.
+        exposed: part of `time` in which the rank waits for K and V.
+        launch_ns, step_ns: fixed cost per micro-batch and per step.
+        pipeline: the pipeline that runs the micro-batches.
     """
 
     time: Integers
@@ -153,13 +153,13 @@ class Score:
 
     @property
     def micro_batch_ns(self) -> Integers:
-        """Time of each micro-batch: that of its slowest rank, without the launch."""
+        """Time of each micro-batch on its slowest rank, without the launch."""
         result: Integers = self.time.max(axis=1)
         return result
 
     @property
     def bubble_ns(self) -> int:
-        """What a pipeline adds while it fills and drains, and for empty micro-batches."""
+        """Time that a pipeline adds for filling, draining and empty micro-batches."""
         empty = self.pipeline.runs(len(self.time)) - len(self.time)
         return empty * self.launch_ns + self.pipeline.bubble_ns(self.launch_ns + int(self.micro_batch_ns.max()))
 
@@ -175,7 +175,7 @@ class Score:
 
     @property
     def idle_share(self) -> float:
-        """Share of all ranks' time in which one waits for the slowest of its micro-batch."""
+        """Share of all ranks' time spent waiting for the slowest rank of the micro-batch."""
         waits = int((self.micro_batch_ns[:, None] - self.time).sum())
         return waits / float(self.time.shape[1] * max(1, self.makespan_ns))
 
@@ -183,7 +183,7 @@ class Score:
 def score(
     profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline = NO_PIPELINE
 ) -> Score:
-    """Times of every rank in every micro-batch under an assignment, by the cost model of `HardwareProfile`."""
+    """Returns the modelled times of an assignment of documents of `lengths`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
@@ -196,7 +196,10 @@ def score(
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """exchange_r: every ring is cut at node edges into its first node, whole nodes, and its last node."""
+    """Returns the exchange time of every rank in every micro-batch, an array of `shape` in nanoseconds.
+
+    Splits every ring at node boundaries into its first node, its full nodes and its last node.
+    """
     rings = np.flatnonzero(a.degree > 1)
     row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
     intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)

@@ -1,9 +1,9 @@
-"""Pipeline: what a plan has to know of the pipeline that its micro-batches go through.
+"""Pipeline: the pipeline parallelism that the cost model counts.
 
-Every rank takes as long as any other for a micro-batch (the profile's constants are those of one rank's layers). Then a step
-takes the sum over micro-batches, and in addition the bubble: while the pipeline fills and drains, a rank waits for as long as
-the longest micro-batch takes on p - 1 others. Chunks and the zero-bubble schedule divide that (Narayanan et al., 2021, §2.2; Qi
-et al., 2023).
+Every pipeline rank is assumed to take equally long for a micro-batch (the profile describes one rank's layers). A step then
+takes the sum over its micro-batches plus the bubble: while the pipeline fills and drains, each rank waits p - 1 times the time
+of the longest micro-batch. Chunks and the zero-bubble schedule divide the bubble (Narayanan et al., 2021, §2.2; Qi et al.,
+2023).
 """
 
 import math
@@ -12,16 +12,16 @@ from fractions import Fraction
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 IN_CHUNKS = ("interleaved", "zero-bubble")
-"""The schedules that can give a rank several stages."""
+"""Schedules that support several stages per rank."""
 ZERO_BUBBLE = 3
-"""Forward, gradients of inputs and gradients of weights take a third each, and weights fill what the other two leave."""
+"""Divisor of the bubble: forward, input gradients and weight gradients take a third each; weight gradients fill the gaps."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """`ranks` p, each with `chunks` v stages, run by `schedule`; by default no pipeline at all.
+    """A pipeline of `ranks` p with `chunks` v stages per rank, run by `schedule`; no pipeline by default.
 
-    Stage s is on rank s mod p.
+    Stage s runs on rank s mod p.
     """
 
     ranks: int = 1
@@ -34,22 +34,22 @@ class Pipeline:
 
     @property
     def problem(self) -> tuple[str, str] | None:
-        """The rule that its chunks break, and a way out."""
+        """The rule that `chunks` breaks and the fix, or None."""
         if self.chunks > 1 and self.ranks == 1:
-            return "only a pipeline has stages, and this one has 1 rank", "give 1, or 2 or more pipeline ranks"
+            return "several chunks need a pipeline of 2 or more ranks", "use 1 chunk, or 2 or more pipeline ranks"
         if self.chunks > 1 and self.schedule not in IN_CHUNKS:
             return (
-                f"schedule {self.schedule} runs one stage on every rank",
-                f"give 1, or choose schedule {' or '.join(IN_CHUNKS)}",
+                f"schedule {self.schedule} runs one stage per rank",
+                f"use 1 chunk, or choose schedule {' or '.join(IN_CHUNKS)}",
             )
         if self.chunks == 1 and self.ranks > 1 and self.schedule == "interleaved":
-            return "interleaving takes 2 chunks at least", "give 2, or choose schedule 1f1b"
+            return "schedule interleaved needs at least 2 chunks", "use 2 chunks, or choose schedule 1f1b"
         return None
 
     def runs(self, micro_batches: int) -> int:
-        """How many micro-batches the schedule runs for so many real ones: the others are empty.
+        """Returns the number of micro-batches that the schedule runs, including empty ones added to `micro_batches`.
 
-        1f1b has one in each stage at least; chunks are run in rounds of p or more, each of as many.
+        1f1b needs at least one micro-batch per stage; schedules with chunks run equal rounds of p or more micro-batches.
         """
         if self.ranks == 1 or self.schedule == "gpipe":
             return micro_batches
@@ -61,11 +61,11 @@ class Pipeline:
 
     @property
     def bubble(self) -> Fraction:
-        """How many times as long as the longest micro-batch the bubble is."""
+        """Length of the bubble as a multiple of the longest micro-batch."""
         return Fraction(self.ranks - 1, self.chunks * (ZERO_BUBBLE if self.schedule == "zero-bubble" else 1))
 
     def bubble_ns(self, longest_ns: int) -> int:
-        """What the pipeline adds to the sum over micro-batches, of which the longest takes a rank `longest_ns`."""
+        """Returns the bubble in nanoseconds if the longest micro-batch takes `longest_ns` per rank."""
         return math.ceil(self.bubble * longest_ns)
 
 

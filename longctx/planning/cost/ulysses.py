@@ -1,8 +1,8 @@
-"""Ulysses: how many neighbouring ranks should swap heads for tokens in a micro-batch (see `longctx.attention.ulysses`).
+"""Ulysses: the choice of the Ulysses degree u of a micro-batch (see `longctx.attention.ulysses`).
 
-A ring of d ranks becomes u rings of d/u on u times longer chunks, so it moves fewer keys; queries, outputs and their gradients
-move too, among the u neighbours, and nothing hides that. Which u is best is a question of bytes: many kv heads, wide rings and
-rings across nodes speak for it, one kv head for many query heads against it.
+A ring of d ranks becomes u rings of d/u ranks on chunks u times as long, so fewer keys move. In exchange, queries, outputs and
+their gradients move among u neighbouring ranks, and nothing hides these messages. Many kv heads, wide rings and rings across
+nodes favour a large u; many query heads per kv head favour a small one.
 """
 
 from dataclasses import replace
@@ -15,19 +15,19 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, 
 from longctx.planning.plan import Plan
 
 PASSES = 3
-"""What the profile's kv_bytes_per_token counts: K and V fetched forward, fetched again and returned in backward."""
+"""Passes counted in the profile's kv_bytes_per_token: K and V fetched in forward, fetched again and returned in backward."""
 
 
 def swaps_heads(length: int, first_rank: int, degree: int, ulysses_degree: int) -> bool:
-    """Whether a document's ring consists of whole groups of `ulysses_degree` ranks, each with a token in both of its chunks."""
+    """Returns whether a ring consists of whole groups of `ulysses_degree` ranks, with tokens in both chunks of each rank."""
     whole = first_rank % ulysses_degree == 0 and degree % ulysses_degree == 0
     return ulysses_degree > 1 and whole and length >= 2 * degree
 
 
 def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_heads: int) -> int:
-    """The number of ranks that should exchange heads in a micro-batch, by the cost model; 1 for plain rings.
+    """Returns the Ulysses degree with the lowest modelled time of a micro-batch; 1 means plain rings.
 
-    It divides `kv_heads` and the ranks of a node; heads are those of one rank under tensor parallelism. Ties go to the smaller.
+    The degree divides `kv_heads` and the ranks per node; head counts are per tensor-parallel rank. Ties go to the smaller one.
     """
     choices = [u for u in range(1, kv_heads + 1) if kv_heads % u == 0 and plan.profile.ranks_per_node % u == 0]
     choices = [u for u in choices if u == 1 or plan.ranks % u == 0]
@@ -35,11 +35,11 @@ def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_hea
 
 
 def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_heads: int, kv_heads: int) -> int:
-    """Modelled time of a micro-batch's slowest rank if groups of `ulysses_degree` ranks exchange heads.
+    """Returns the modelled time of a micro-batch's slowest rank at a Ulysses degree u that divides the ranks.
 
-    The time of a rank is linear + attention + max(0, exchange - what attention hides of it) + swaps. With u = `ulysses_degree`,
-    which divides the ranks, a document of length s on d ranks that swap heads costs each of them attention(s, d/u) / u, the
-    exchange of a ring of d/u ranks with 1/u of the heads, and the swaps of s/d tokens. Others cost what they do with u = 1.
+    The time of a rank is linear + attention + max(0, exchange - hidden exchange) + swaps. A document of length s on d ranks
+    that swap heads costs each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads, and the
+    swaps of s/d tokens. Documents that do not swap heads cost the same as with u = 1.
     """
     placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
     rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
@@ -57,7 +57,7 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
 
 
 def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv_head: float) -> Integers:
-    """Time in which a rank of that many tokens swaps all but its own 1/u of q, k, v, out and their gradients."""
+    """Returns the time in which a rank with `tokens` swaps all but its own 1/u of q, k, v, out and their gradients."""
     per_token = profile.kv_bytes_per_token / PASSES * 2 * (1 + queries_per_kv_head)
     moved = per_token * ((u - 1) / u)
     result: Integers = np.ceil(tokens * (moved * NANOSECONDS / profile.intra_node_bytes_per_s)).astype(np.int64)
@@ -65,15 +65,15 @@ def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv
 
 
 def _on_ranks(values: Integers, first: Integers, degree: Integers, ranks: int) -> Integers:
-    """Sums a value of every document over the ranks of its ring."""
+    """Adds the value of every document to each rank of its ring; returns an array [ranks]."""
     result: Integers = spread(values, np.zeros_like(first), first, first + degree, (1, ranks))[0]
     return result
 
 
 def _ring_ns(profile: HardwareProfile, documents: Integers, ranks: int, u: int = 1) -> Integers:
-    """Exchange on every rank of rings whose members are groups of u ranks, each rank with 1/u of its group's heads.
+    """Returns the exchange time per rank for rings of groups of u ranks, where each rank has 1/u of its group's heads.
 
-    `documents` [3, documents] are lengths, first ranks and degrees.
+    The rows of `documents` [3, documents] are lengths, first ranks and degrees.
     """
     lengths, first, degree = documents
     group = replace(profile, ranks_per_node=profile.ranks_per_node // u, kv_bytes_per_token=profile.kv_bytes_per_token / u)

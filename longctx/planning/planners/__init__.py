@@ -1,1 +1,1 @@
-"""Ways to choose degrees and places: one degree for all, by a table of lengths, or by search."""
+"""Planners: choose degrees and ranks by one degree for all documents, by a table of lengths, or by search."""

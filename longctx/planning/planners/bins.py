@@ -1,7 +1,7 @@
-"""Bins: plans by a table from length bins to degrees, given by the user or derived from the hardware profile.
+"""Bins: plans by a table that maps length bins to degrees, given by the user or derived from the hardware profile.
 
-The derived table keeps a rank busy with one document no longer than with a full budget of documents at degree 1: the bin of
-degree d ends at the longest document for which that holds. Degrees are powers of two, and N.
+In the derived table, the bin of degree d ends at the longest document whose ranks take no longer than one rank takes for a
+document of `tokens_per_rank` tokens. Degrees are powers of two, and N.
 """
 
 from collections.abc import Mapping
@@ -17,23 +17,23 @@ from longctx.planning.planners.auto.packing import even_out, fill, place_rings
 from longctx.planning.planners.step import Candidate, Step
 
 ROUNDS = 64
-"""Rounds of evening out a plan by bins."""
+"""Maximum rounds of local search in mode bins."""
 
 
 def plan_bins(step: Step) -> Candidate:
-    """The plan by the table that was given or is derived. Raises PlanError if it does not hold every document."""
+    """Plans by the given or derived table. Raises PlanError if a document does not fit the table."""
     return pack_bins(step, bin_degrees(step))
 
 
 def bin_degrees(step: Step) -> Integers:
-    """The degree of every document by the table that the step was given; see `degrees_by_bins` and `derived_degrees`."""
+    """Returns the degree of every document by the step's table; see `degrees_by_bins` and `derived_degrees`."""
     if step.bins is None:
         return derived_degrees(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
     return degrees_by_bins(step.bins, step.lengths, step.ranks, step.tokens_per_rank)
 
 
 def pack_bins(step: Step, degrees: Integers) -> Candidate:
-    """The packing of mode auto with these degrees, in the fewest micro-batches that can be packed."""
+    """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that work."""
     split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
         rings = place_rings(step, split, micro_batches, 0, micro_batches)
@@ -47,11 +47,11 @@ def pack_bins(step: Step, degrees: Integers) -> Candidate:
 
 @lru_cache(maxsize=64)
 def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> dict[int, int]:
-    """The table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
+    """Returns the table {longest document of the bin: degree}, ascending; the last bin ends at what the whole domain holds."""
     one = np.ones(1, dtype=np.int64)
     limit = int(alone_ns(profile, one * tokens_per_rank, one)[0])
     degrees = np.array([1 << i for i in range(ranks.bit_length()) if 1 << i < ranks] + [ranks], dtype=np.int64)
-    low, high = np.zeros_like(degrees), degrees * tokens_per_rank  # the longest document of each bin lies in [low, high]
+    low, high = np.zeros_like(degrees), degrees * tokens_per_rank  # bounds of the longest document of each bin
     while (low < high).any():
         middle = (low + high + 1) // 2
         fits = largest_shards(middle, degrees) <= tokens_per_rank
@@ -65,9 +65,9 @@ def derived_bins(profile: HardwareProfile, ranks: int, tokens_per_rank: int) -> 
 
 
 def derived_degrees(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """The degree of every document by the derived table. Every document must fit at some degree.
+    """Returns the degree of every document by the derived table. Every document must fit at some degree.
 
-    An odd budget of few tokens holds some lengths only at odd degrees: these documents take the smallest one that does.
+    With a small odd budget some lengths fit only at odd degrees: such a document takes its smallest fitting degree.
     """
     bins = derived_bins(profile, ranks, tokens_per_rank)
     bounds, table = np.array(list(bins), dtype=np.int64), np.array(list(bins.values()), dtype=np.int64)
@@ -77,9 +77,9 @@ def derived_degrees(profile: HardwareProfile, lengths: Integers, ranks: int, tok
 
 
 def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """The degree of every document: that of the first bin that holds its length.
+    """Returns the degree of every document: the degree of the first bin whose limit is at least its length.
 
-    Raises PlanError for a malformed table, a document beyond the last bin, or a degree too small for the token budget.
+    Raises PlanError for a malformed table, a document longer than the last bin, or a degree too small for the token budget.
     """
     table = dict(bins)
     for bound, degree in table.items():
@@ -88,14 +88,14 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
                 f"bin {bound!r}: {degree!r} must map a length ≥ 1 to a degree in 1..{ranks}, the size of the domain"
             )
     if not table:
-        raise PlanError("bins are empty: give at least one, such as 8192: 1, or leave them out to have them derived")
+        raise PlanError("bins are empty: give at least one bin, such as 8192: 1, or leave bins out to derive them")
     bounds = np.array(sorted(table), dtype=np.int64)
     index = np.searchsorted(bounds, lengths)
     beyond = np.flatnonzero(index == len(bounds))
     if len(beyond):
         document = int(beyond[0])
         raise PlanError(
-            f"document {document} has {lengths[document]} tokens: the bins end at {bounds[-1]}; add a bin, or take mode auto"
+            f"document {document} has {lengths[document]} tokens, but the bins end at {bounds[-1]}: add a bin, or use mode auto"
         )
     degrees = np.array([table[int(bound)] for bound in bounds], dtype=np.int64)[index]
     shards = largest_shards(lengths, degrees)
@@ -103,7 +103,7 @@ def degrees_by_bins(bins: Mapping[int, int], lengths: Integers, ranks: int, toke
     if len(over):
         document = int(over[0])
         raise PlanError(
-            f"document {document} has {lengths[document]} tokens, and its bin's degree {degrees[document]} holds "
+            f"document {document} has {lengths[document]} tokens, but degree {degrees[document]} of its bin holds at most "
             f"{int(degrees[document]) * tokens_per_rank}: raise the bin's degree to "
             f"{least_degrees(lengths[[document]], ranks, tokens_per_rank)[0]}, or tokens_per_rank to {shards[document]}"
         )

@@ -1,4 +1,4 @@
-"""Modes: the table of planners by the name of their mode, which `make_plan` and its checks take them from."""
+"""Modes: the table of planners by mode, used by `make_plan` and its checks."""
 
 import contextlib
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 
 
 def plan_auto(step: Step) -> Candidate:
-    """The plan that the search finds, or that of mode bins or static where it is faster. Their bounds spare most of them."""
+    """Returns the fastest plan of the search, mode bins and mode static; lower bounds skip most static degrees."""
     assignment, makespan = search(step)
     best = Candidate(makespan, "search", assignment)
-    with contextlib.suppress(PlanError):  # a given table may not hold these documents; auto does not depend on it
+    with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
         if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
             best = fastest(best, pack_bins(step, degrees))
@@ -23,4 +23,4 @@ def plan_auto(step: Step) -> Candidate:
 
 
 MODES: dict[str, Callable[[Step], Candidate]] = {"auto": plan_auto, "static": plan_static, "bins": plan_bins}
-"""Mode → its planner, which raises PlanError where the mode cannot hold the documents."""
+"""Mode → planner; planners raise PlanError if the documents do not fit."""

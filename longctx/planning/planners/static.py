@@ -1,9 +1,9 @@
-"""Static plans: every document on the same degree, the baseline that everyone knows.
+"""Static plans: the same degree for every document, the usual baseline.
 
-The domain is cut into ⌊N / degree⌋ groups of `degree` neighbouring ranks; ranks left over when the degree does not divide N
-stay empty. Documents are packed into groups by best-fit decreasing over the token budget, which gives the number of
-micro-batches; if these leave groups empty or half full, the emptiest group first is tried as well. Packed groups run longest
-first, so that equals share a micro-batch. The better packing by the exact cost is kept.
+The domain is cut into ⌊N / degree⌋ groups of `degree` neighbouring ranks; if the degree does not divide N, the remaining ranks
+stay empty. Best-fit decreasing packs documents into groups under the token budget and sets the number of micro-batches. A
+second packing, with the same number of micro-batches, gives each document, longest first, to the emptiest group. Groups run in
+descending order of work, so groups of similar work share a micro-batch. The packing with the lower exact cost wins.
 """
 
 import bisect
@@ -19,7 +19,7 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 
 
 def plan_static(step: Step) -> Candidate:
-    """The plan of the degree given, or of the best one. Raises PlanError if none holds every document."""
+    """Plans with the given or the best degree. Raises PlanError if no degree fits every document."""
     degree = step.degree
     best = best_static(step, range(1, step.ranks + 1) if degree is None else range(degree, degree + 1))
     if best is None:
@@ -28,9 +28,10 @@ def plan_static(step: Step) -> Candidate:
 
 
 def best_static(step: Step, degrees: range, below: int | None = None) -> Candidate | None:
-    """The best static plan; degrees whose bound is no better than the best plan so far, or than `below`, are not tried.
+    """Returns the best static plan, or None. Skips degrees with a lower bound no better than `below` or the best plan so far.
 
-    Attention is never faster on smaller chunks, so once a degree's work on all ranks is too much, that of higher ones is too.
+    Attention is never faster on smaller chunks, so if the work of one degree on all ranks is too much, so is that of higher
+    degrees.
     """
     bounds = []
     for degree in degrees:
@@ -53,18 +54,18 @@ def best_static(step: Step, degrees: range, below: int | None = None) -> Candida
 def _no_degree(step: Step) -> str:
     lengths, ranks, tokens_per_rank, degree = step.lengths, step.ranks, step.tokens_per_rank, step.degree
     if degree is None:
-        return f"no single degree in 1..{ranks} holds every document at {tokens_per_rank} tokens a rank: take mode auto"
+        return f"no single degree from 1 to {ranks} fits every document with {tokens_per_rank} tokens per rank: use mode auto"
     shards = largest_shards(lengths, np.full_like(lengths, degree))
     document = int(shards.argmax())
     least = int(least_degrees(lengths[[document]], ranks, tokens_per_rank)[0])
     return (
-        f"document {document} has {lengths[document]} tokens: {degree} ranks of {tokens_per_rank} hold at most "
-        f"{degree * tokens_per_rank}; take degree {least}, tokens_per_rank {shards[document]}, or mode auto"
+        f"document {document} has {lengths[document]} tokens, but {degree} ranks of {tokens_per_rank} tokens hold at most "
+        f"{degree * tokens_per_rank}: use degree {least}, tokens_per_rank {shards[document]}, or mode auto"
     )
 
 
 def pack_static(step: Step, degree: int) -> Candidate | None:
-    """The better packing at one degree, or None if a document does not fit at this degree."""
+    """Returns the better packing at one degree, or None if a document does not fit."""
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     weights = largest_shards(lengths, np.full_like(lengths, degree))
     if int(weights.max()) > tokens_per_rank:
@@ -81,19 +82,19 @@ def pack_static(step: Step, degree: int) -> Candidate | None:
 
 
 def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
-    """Times that no static plan of this degree can beat: its work evenly spread, its exchange hidden as well as can be.
+    """Returns two lower bounds for static plans of one degree: work evenly spread, as much exchange hidden as possible.
 
-    The first spreads it over all ranks, and holds for higher degrees as well: neither attention nor exchange gets less with the
-    degree. The second spreads it over this degree's groups.
+    The first spreads work over all ranks and also holds for higher degrees, as attention and exchange never shrink as the
+    degree rises. The second spreads work over the groups of this degree.
     """
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     degrees, groups = np.full_like(lengths, degree), ranks // degree
-    rounding = 3 * len(lengths)  # shares were rounded up; never let that lift a bound
+    rounding = 3 * len(lengths)  # shares were rounded up, which must not raise a lower bound
     linear = int(linear_ns(profile, lengths // degree).sum())
     attention = int(attention_ns(profile, lengths, degrees).sum())
     in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
     _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
-    exchange = int(across.sum()) - degree * len(lengths)  # every mate was rounded up
+    exchange = int(across.sum()) - degree * len(lengths)  # the time of every peer was rounded up
     exposed = max(0, exchange - math.ceil(profile.overlap * attention))
     work = max(0, linear + attention + exposed - rounding)
     total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
@@ -102,7 +103,7 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
-    """Best-fit decreasing: the fullest group that still has room. Returns the group of every document."""
+    """Packs by best-fit decreasing, each document into the fullest group with room. Returns the group of every document."""
     group = np.zeros(len(weights), dtype=np.int64)
     room: list[tuple[int, int]] = []  # (tokens free, group), ascending
     groups = 0
@@ -119,7 +120,7 @@ def best_fit(weights: Integers, capacity: int) -> Integers:
 
 
 def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers | None:
-    """Longest document first to the group with the fewest tokens; None if one does not fit that way."""
+    """Packs documents, longest first, into the group with the fewest tokens; returns None if one does not fit."""
     group = np.zeros(len(weights), dtype=np.int64)
     filled = [(0, g) for g in range(groups)]
     values = weights.tolist()
@@ -133,7 +134,7 @@ def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers |
 
 
 def _run_longest_first(group: Integers, work: Integers, groups: int, degree: int) -> Assignment:
-    """Places packed groups on the domain, those with the most work first, so that similar ones share a micro-batch."""
+    """Places packed groups on the domain in descending order of work, so that similar groups share a micro-batch."""
     total = np.bincount(group, work)
     turn = np.empty(len(total), dtype=np.int64)
     turn[np.argsort(-total, kind="stable")] = np.arange(len(total))

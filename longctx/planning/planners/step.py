@@ -1,4 +1,4 @@
-"""Step and candidate: what a planner of any mode is given, and what it gives back."""
+"""Step and Candidate: the input and the result of every planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from longctx.planning.cost.model import alone_ns
 
 @dataclass(frozen=True)
 class Step:
-    """A step to plan: `lengths` [documents], each of which fits some degree, and what `make_plan` was asked for."""
+    """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree."""
 
     profile: HardwareProfile
     lengths: Integers
@@ -25,16 +25,16 @@ class Step:
 
     @cached_property
     def single_ns(self) -> Integers:
-        """What each document would take on one rank alone."""
+        """Time of each document alone on one rank, in nanoseconds."""
         return alone_ns(self.profile, self.lengths, np.ones_like(self.lengths))
 
     @property
     def fewest_micro_batches(self) -> int:
-        """No plan has fewer: all tokens over all ranks' budgets."""
+        """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
         return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
 
     def split(self, degrees: Integers) -> "Degrees":
-        """The documents on these degrees."""
+        """Returns the cost of each document at its degree."""
         time, tokens = self.single_ns.copy(), self.lengths.copy()
         rings = np.flatnonzero(degrees > 1)
         time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents])."""
+    """Degree, time per rank in nanoseconds and maximum tokens per rank of every document (arrays [documents])."""
 
     degree: Integers
     time: Integers
@@ -52,12 +52,12 @@ class Degrees:
 
     @cached_property
     def work(self) -> int:
-        """Nanoseconds of all documents on all their ranks."""
+        """Time summed over all documents and their ranks, in nanoseconds."""
         return int((self.degree * self.time).sum())
 
 
 class Candidate(NamedTuple):
-    """A plan that may be taken; `winner` is its name in `Plan.winner`."""
+    """A possible plan; `winner` becomes `Plan.winner` if it is chosen."""
 
     makespan_ns: int
     winner: str
@@ -65,5 +65,5 @@ class Candidate(NamedTuple):
 
 
 def fastest(*candidates: Candidate | None) -> Candidate:
-    """The least makespan; the first of equals. Some may be missing, not all."""
+    """Returns the candidate with the smallest makespan, the first of equals. At least one must not be None."""
     return min((found for found in candidates if found is not None), key=lambda found: found.makespan_ns)

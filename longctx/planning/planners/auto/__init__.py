@@ -1,1 +1,1 @@
-"""The search of mode auto: over degrees and numbers of micro-batches."""
+"""The search of mode auto over degrees and numbers of micro-batches."""

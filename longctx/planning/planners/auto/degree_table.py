@@ -1,4 +1,4 @@
-"""Degree table: what long documents would cost at every degree worth looking at, and the degrees that keep a limit."""
+"""Degree table: the cost of long documents at every useful degree, and the degrees that meet a time limit."""
 
 from functools import cached_property
 
@@ -11,15 +11,17 @@ from longctx.planning.planners.step import Degrees, Step
 
 
 class DegreeTable:
-    """Costs of the documents that may need a ring (arrays [long documents, degrees]); what else there is stays on one rank.
+    """Costs of the long documents, which may need a ring (arrays [long documents, degrees]); the others stay on one rank.
 
     Attributes:
-        long: these documents, longest first; `degrees` are ascending.
-        time, tokens: nanoseconds (NEVER where a document does not fit) and tokens of a document on each of its ranks.
-        times: `time` for each of `settings.waste`, NEVER also where work is wasted beyond that.
-        quickest, least_work: the least time of each document, and the least nanoseconds over all its ranks.
-        work: the least of all documents, short ones among them; these take `short_ns_per_token`.
-        width: ranks that a ring has for itself; 0 for degree 1, whose rank others may share.
+        long: indices of the long documents, longest first.
+        degrees: candidate degrees, ascending.
+        time, tokens: nanoseconds and tokens of a document on each of its ranks; time is NEVER where it does not fit.
+        times: `time` for each value of `settings.waste`, NEVER also where the work exceeds that multiple of the minimum.
+        quickest, least_work: minimum time of each document, and minimum time summed over its ranks.
+        work: minimum work of all documents, including short ones.
+        short_ns_per_token: mean time per token of short documents.
+        width: ranks that a ring occupies alone; 0 for degree 1, as other documents may share the rank.
     """
 
     def __init__(self, step: Step, settings: SearchSettings) -> None:
@@ -44,7 +46,7 @@ class DegreeTable:
         self.width = np.where(self.degrees > 1, self.degrees, 0)
 
     def split(self, index: Integers) -> Degrees:
-        """All documents, the long ones on these degrees (indices of `degrees`), the others on one rank."""
+        """Returns all documents with long ones at the given degrees (indices into `degrees`) and the others on one rank."""
         row, step = np.arange(len(self.long)), self.step
         degree, time, tokens = np.ones_like(step.lengths), step.single_ns.copy(), step.lengths.copy()
         degree[self.long], time[self.long], tokens[self.long] = (
@@ -55,12 +57,15 @@ class DegreeTable:
         return Degrees(degree, time, tokens)
 
     def side_by_side(self, ranks: int) -> int:
-        """How many of the longest documents fit side by side on that many ranks."""
+        """Returns the number of longest documents that fit side by side on `ranks`."""
         narrowest = self.width[(self.time < NEVER).argmax(axis=1)]
         return int(np.searchsorted(np.cumsum(np.maximum(1, narrowest)), ranks, side="right"))
 
     def even_ns(self, slots: int) -> int:
-        """The least time of a slot that holds an even share of all work, and no document that takes longer."""
+        """Returns the minimum time in which `slots` (a rank in a micro-batch each) can do all work, evenly spread.
+
+        No document takes longer than this time.
+        """
         low, high = self.work // slots, int(self.quickest.max(initial=0)) + 2 * self.work // slots
         while high - low > low // 256:
             middle = (low + high) // 2
@@ -71,7 +76,7 @@ class DegreeTable:
         return high
 
     def within(self, limit: int, time: Integers) -> Integers:
-        """For every long document the smallest degree (its index) by which it takes at most `limit`, or the quickest one.
+        """Returns, for every long document, the index of the smallest degree with time ≤ `limit`, or of the fastest degree.
 
         With a `time` of 8, 5, 4, 4 on 1 to 4 ranks, a limit of 5 gives index 1, and a limit of 3 gives index 2.
         """
@@ -79,22 +84,22 @@ class DegreeTable:
         return result
 
     def lowest_limit(self, documents: int, ranks: int) -> tuple[int, Integers]:
-        """The lowest limit at which so many of the longest documents fit side by side on that many ranks, and their degrees.
+        """Returns the lowest limit at which the longest `documents` fit side by side on `ranks`, and their degree indices.
 
-        Two documents that take 8, 4 and 2 ns on 1, 2 and 4 ranks: on 4 ranks the limit is 4, by which both take 2. Below 8 and
-        below 4 each takes 2 ranks more; of these four steps, in descending order of limits, the third is one too many.
+        Example: two documents that take 8, 4 and 2 ns on 1, 2 and 4 ranks. On 4 ranks the limit is 4, where both take 2 ranks.
+        Each document needs 2 more ranks below 8 and again below 4; by descending limit, the third of these steps is too many.
         """
         limits, wider, row = self._widenings
         here = np.flatnonzero(row < documents)
         too_wide = np.cumsum(wider[here]) > ranks
         limit = int(limits[here[too_wide.argmax()]]) if too_wide.any() else 0
         time = self.time[:documents]
-        limit = min(limit, int(time[time < NEVER].max(initial=0)))  # rings are wider than asked for if they must be
+        limit = min(limit, int(time[time < NEVER].max(initial=0)))  # token budgets may force wider rings than the limit
         return max(limit, int(self.quickest[:documents].max(initial=0))), self.within(limit, time)
 
     @cached_property
     def _widenings(self) -> tuple[Integers, Integers, Integers]:
-        """As the limit falls, documents take ever higher degrees: below which limit, how many ranks more, and whose row."""
+        """The steps to higher degrees as the limit falls: the limit below which each occurs, its extra ranks and its row."""
         before = np.minimum.accumulate(self.time, axis=1)[:, :-1]
         row, index = np.nonzero(self.time[:, 1:] < before)
         wider = self.width[index + 1].copy()
@@ -105,9 +110,9 @@ class DegreeTable:
 
 
 def _degrees(ranks: int, least: Integers, node: int) -> Integers:
-    """Every degree up to 32, then whole nodes or steps of about 3 %, N, and the smallest degree of each document.
+    """Returns all degrees up to 32, then whole nodes or steps of about 3 %, N, and the smallest degree of each document.
 
-    A ring beyond its node waits for the network where it has fewest mates in the node: whole nodes are best.
+    A ring that crosses nodes waits longest where it has the fewest ranks in a node, so whole nodes are best.
     """
     steps = [1]
     while steps[-1] < ranks:

@@ -1,9 +1,9 @@
-"""Local search: evens out ranks by moving and swapping documents of degree 1, the fullest ranks first.
+"""Local search: balances ranks by moving and swapping documents of degree 1, starting with the fullest ranks.
 
-A slot is a rank in a micro-batch, with a time to keep to. In each round every document of the slots that exceed theirs most is
-compared with documents anywhere that are shorter by about as much as is too much there, and with the emptiest slots: the swap
-or move is made after which the fuller of both slots exceeds least, within the token budget. A micro-batch takes as long as its
-fullest slot: where that one cannot be helped, the others of its micro-batch may be as full.
+A slot is a rank in a micro-batch, with a target time. In each round, every document of the slots that most exceed their target
+is compared with documents that are shorter by about that excess, and with the emptiest slots. The search makes the swap or move
+that leaves the smallest excess on the fuller of the two slots, within the token budget. A micro-batch takes as long as its
+fullest slot: if that slot cannot be improved, the other slots of the micro-batch may be as full.
 """
 
 from typing import NamedTuple
@@ -13,25 +13,25 @@ import numpy as np
 from longctx.planning.assignment import NEVER, Integers
 
 FULLEST = 32
-"""How many slots a round looks at, at least: more make fewer but slower rounds."""
+"""Minimum number of slots per round: a larger number means fewer but slower rounds."""
 SHARE = 16
-"""It looks at one in so many of all."""
+"""A round looks at 1/SHARE of all slots, if that is more than FULLEST."""
 NEAREST = 16
-"""Documents that each document of these slots is compared with: a round takes time in proportion."""
+"""Number of documents that each document of these slots is compared with; the time of a round is proportional."""
 EMPTIEST = 8
-"""Slots that each of them may move to; the same."""
+"""Number of slots that each document may move to; the time of a round is proportional."""
 EXCHANGED = (1.0, 0.5, 0.75)
-"""How much of what is too much an exchange should take away, in turn."""
+"""Shares of the excess that an exchange should remove, tried in turn."""
 NONE = -1
 
 
 def balance(
     slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, ranks: int, rounds: int
 ) -> Integers:
-    """Improves `slots` [documents], where each document of degree 1 stands; slot = micro-batch · ranks + rank.
+    """Returns improved `slots` [documents] of documents of degree 1; slot = micro-batch · ranks + rank.
 
-    `room` and `free` [slots] are the nanoseconds to keep to and the free tokens of every slot without these documents. With
-    room for 11 in each of two slots, and documents of 9 and 8 in one, of 3 and 2 in the other, 9 and 3 change places.
+    `room` and `free` [slots] are the target nanoseconds and the free tokens of every slot without these documents. Example: two
+    slots have room for 11 each and hold documents of 9 and 8, and of 3 and 2: 9 and 3 change places.
     """
     if len(slots) == 0:
         return slots.copy()
@@ -54,9 +54,9 @@ def balance(
 
 
 class _Exchanges(NamedTuple):
-    """Document `given` goes from a slot to another one, and `taken` (NONE: nothing) comes back (arrays [exchanges]).
+    """Exchanges of document `given` in slot `source` for `taken` (NONE: nothing) in slot `target` (arrays [exchanges]).
 
-    `time` and `tokens` are what that takes from the source and adds to the target, `after` what the fuller one exceeds by then.
+    `time` and `tokens` move from source to target; `after` is the excess of the fuller slot afterwards.
     """
 
     given: Integers
@@ -72,13 +72,13 @@ class _Exchanges(NamedTuple):
 
 
 class _Slots:
-    """Where documents stand, and how full the slots are: nanoseconds in excess of what to keep to, and spare tokens."""
+    """The slot of every document, and the excess nanoseconds and spare tokens of every slot."""
 
     def __init__(self, slots: Integers, time: Integers, tokens: Integers, room: Integers, free: Integers, ranks: int) -> None:
         count = len(room)
         self.of_document = slots.copy()
         self.micro_batch = np.arange(count) // ranks
-        self.accepted = np.zeros(count // ranks, dtype=np.int64)  # excess of the fullest slot that cannot be helped
+        self.accepted = np.zeros(count // ranks, dtype=np.int64)  # excess of the fullest slot that cannot be improved
         self.excess = np.bincount(slots, time, count).astype(np.int64) - room
         self.spare = free - np.bincount(slots, tokens, count).astype(np.int64)
         self.by_time = np.argsort(time, kind="stable")
@@ -86,7 +86,7 @@ class _Slots:
         self.time, self.tokens = np.append(time, 0), np.append(tokens, 0)  # at index NONE: no document
 
     def best_exchanges(self, full: Integers, over: Integers, share: float) -> _Exchanges:
-        """The best exchange for each document of the `full` slots, one that should take away this share of what is `over`."""
+        """Returns the best exchange for each document of the `full` slots; it should remove about `share` of their excess."""
         is_full = np.zeros(len(over), dtype=bool)
         is_full[full] = True
         given = np.flatnonzero(is_full[self.of_document])
@@ -100,7 +100,10 @@ class _Slots:
         return _Exchanges(given, taken[best], source, target[best], time[best], tokens[best], after[best])
 
     def _partners(self, wanted: Integers, over: Integers) -> tuple[Integers, Integers]:
-        """Documents of about these times and NONE for the emptiest slots, and where they stand: [documents, partners] each."""
+        """Returns documents of about the wanted times, plus NONE for the emptiest slots, and their slots.
+
+        Both arrays are [documents, partners].
+        """
         emptiest = _greatest(-over, EMPTIEST)[:EMPTIEST]
         place = np.searchsorted(self.sorted_time, wanted)[:, None] + (np.arange(NEAREST) - NEAREST // 2)
         taken = np.full((len(wanted), NEAREST + len(emptiest)), NONE, dtype=np.int64)
@@ -111,7 +114,7 @@ class _Slots:
         return taken, target
 
     def make(self, exchanges: _Exchanges) -> None:
-        """Makes these exchanges, no two of which share a slot."""
+        """Applies exchanges, no two of which may share a slot."""
         given, taken, source, target, time, tokens, _ = exchanges
         self.of_document[given] = target
         self.of_document[taken[taken != NONE]] = source[taken != NONE]
@@ -122,13 +125,13 @@ class _Slots:
 
 
 def _greatest(values: Integers, count: int) -> Integers:
-    """Indices of the `count` greatest values, and of all that equal the least of them: alike on every machine."""
+    """Returns the indices of the `count` largest values and of all ties with the last: the same on every machine."""
     count = min(count, len(values))
     return np.flatnonzero(values >= np.partition(values, len(values) - count)[len(values) - count])
 
 
 def _disjoint(exchanges: _Exchanges, over: Integers) -> Integers:
-    """Exchanges that gain, at most one for each slot: the fullest source chooses first, the one that leaves least."""
+    """Returns the rows of exchanges that gain, at most one per slot; the fullest sources choose their best exchange first."""
     before = over[exchanges.source]
     gain = np.flatnonzero(exchanges.after < before)
     gain = gain[np.lexsort((exchanges.after[gain], -before[gain]))]

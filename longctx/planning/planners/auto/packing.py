@@ -1,10 +1,11 @@
-"""Packing: puts documents whose degrees are known into K micro-batches of N ranks.
+"""Packing: places documents of known degree into K micro-batches of N ranks.
 
-Three steps. Rings first, and with them whatever takes more than half a micro-batch: longest document first, each on the run of
-ranks that is least loaded so far. Then targets: how long each micro-batch must become to take the rest, as if this were a
-fluid, within the token budget. Then the rest, longest first, each on the rank with most room under its micro-batch's target
-(list scheduling, Graham 1969). The sum of the targets estimates the makespan before the last step: many layouts are compared,
-and few are filled.
+1. Rings and documents that take more than half a micro-batch: longest first, each on the least loaded run of ranks.
+2. Targets: the time of each micro-batch once it takes the remaining documents, treated as a fluid, within the token budget.
+3. Remaining documents: longest first, each on the rank with the most room below its micro-batch's target (list scheduling,
+   Graham 1969).
+
+The sum of the targets estimates the makespan without step 3, so many layouts are compared and few are filled.
 """
 
 import heapq
@@ -20,19 +21,19 @@ from longctx.planning.planners.auto.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2
-"""Load of a rank without the tokens for a document: more than any time, and another one can be added to it."""
+"""Load of a rank without room for a document's tokens: more than any time, and small enough to add a time to."""
 
 
 @dataclass(frozen=True)
 class Rings:
-    """A layout of the rings and of other large documents, before the rest is placed.
+    """A layout of rings and other large documents, before the remaining documents are placed.
 
     Attributes:
-        degree, time, tokens: of every document: ranks, nanoseconds and most tokens on each of them (arrays [documents]).
-        placed: which documents have their place already; the others are of degree 1.
-        micro_batch, first_rank: where these stand.
-        load, free: nanoseconds of them and free tokens on every rank (arrays [micro-batches, ranks]).
-        target: nanoseconds of every micro-batch once the rest is in, as a fluid.
+        degree, time, tokens: degree, time per rank in nanoseconds and maximum tokens per rank (arrays [documents]).
+        placed: mask of the documents placed so far; the others have degree 1.
+        micro_batch, first_rank: places of these documents (arrays [documents]).
+        load, free: their nanoseconds and the free tokens on every rank (arrays [micro-batches, ranks]).
+        target: nanoseconds of every micro-batch including the remaining documents, treated as a fluid.
     """
 
     degree: Integers
@@ -47,7 +48,7 @@ class Rings:
 
     @classmethod
     def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
-        """All documents in one micro-batch, on ranks from these on."""
+        """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
         stop, row = first_rank + split.degree, np.zeros_like(first_rank)
         load = spread(split.time, row, first_rank, stop, (1, step.ranks))
         free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
@@ -60,7 +61,7 @@ class Rings:
 
     @cached_property
     def bare(self) -> tuple[Integers, Integers]:
-        """Nanoseconds and free tokens of every slot with nothing but rings in it (arrays [slots])."""
+        """Nanoseconds and free tokens of every slot, counting rings only (arrays [slots])."""
         early = np.flatnonzero(self.placed & (self.degree == 1))
         slots, cells = self.micro_batch[early] * self.load.shape[1] + self.first_rank[early], self.load.size
         time = np.bincount(slots, self.time[early], cells).astype(np.int64)
@@ -71,11 +72,11 @@ class Rings:
 def place_rings(
     step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
 ) -> Rings | None:
-    """Places rings and large documents on micro-batches `start` to `stop` - 1, which may differ by document.
+    """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
 
-    Where tokens do not fit there, a document stands on any; None if they fit nowhere. `dense` places rings side by side where
-    they would else leave gaps so as not to cross the edges of nodes. In one micro-batch of 4 ranks, documents of 30 ns on 2
-    ranks, 20 ns on 2 and 10 ns on 1 stand on ranks 0 and 1, on 2 and 3, and on 2, by then the least loaded.
+    A document without room there goes to any other micro-batch; returns None if it fits nowhere. `dense` places rings side by
+    side even where they cross node boundaries, instead of leaving gaps. Example: in one micro-batch of 4 ranks, documents of
+    30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
     load = np.zeros((micro_batches, step.ranks), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
@@ -102,7 +103,7 @@ def place_rings(
 
 
 def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
-    """Nanoseconds of these documents by the first rank of their ring [documents, ranks], which repeats from node to node."""
+    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks]; they repeat on every node."""
     offsets = np.arange(min(step.profile.ranks_per_node, step.ranks))
     times = alone_ns(step.profile, step.lengths[documents][:, None], split.degree[documents][:, None], offsets)
     return times[:, np.arange(step.ranks) % len(offsets)]
@@ -111,9 +112,9 @@ def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Int
 def _best_run(
     load: Integers, free: Integers, start: int, stop: int, degree: int, tokens: int, time: Integers
 ) -> tuple[int, int] | None:
-    """Micro-batch and first rank of the run of `degree` ranks that is done first with one more ring, if tokens fit anywhere.
+    """Returns micro-batch and first rank of the `degree` ranks that finish first with one more ring; None if tokens do not fit.
 
-    `time` [ranks] is that of the ring by its first rank: crossing the edge of a node moves exchange to the slow network.
+    `time` [ranks] is the ring's time by first rank: crossing a node boundary moves exchange to the slow network.
     """
     done = _sliding_max(np.where(free[start:stop] >= tokens, load[start:stop], FULL), degree)
     done = done + time[: done.shape[1]]
@@ -122,7 +123,7 @@ def _best_run(
 
 
 def _sliding_max(values: Integers, width: int) -> Integers:
-    """Maximum over every run of `width` columns, by doubling."""
+    """Returns the maximum over every run of `width` columns."""
     result, covered = values, 1
     while covered < width:
         step = min(covered, width - covered)
@@ -132,11 +133,11 @@ def _sliding_max(values: Integers, width: int) -> Integers:
 
 
 def _fluid_targets(load: Integers, free: Integers, work: int, tokens: int) -> Integers | None:
-    """The targets with the smallest sum that take `work` more nanoseconds, holding `tokens`; None if tokens do not fit.
+    """Returns the targets with the smallest sum that take `work` more nanoseconds and `tokens`; None if tokens do not fit.
 
-    A rank takes work up to the target of its micro-batch or until its tokens are used up, at the mean time per token. Raising a
-    target fills as many ranks as have tokens left, so that of the micro-batch where most have is raised first. With tokens to
-    spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
+    A rank takes work up to its micro-batch's target or until its tokens are used up, at the mean time per token. Raising a
+    target adds work to every rank with free tokens, so the micro-batch with the most such ranks is raised first. Example: with
+    tokens to spare, loads of 4 and 2 in one micro-batch and of 3 and 1 in another take 6 more at targets 5 and 3.
     """
     if tokens > int(free.sum()):
         return None
@@ -155,7 +156,7 @@ def _fluid_targets(load: Integers, free: Integers, work: int, tokens: int) -> In
 
 
 def fill(rings: Rings) -> Assignment | None:
-    """Adds the documents that are not placed yet; None if their tokens do not fit this way."""
+    """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
     if slots is None:
@@ -164,7 +165,7 @@ def fill(rings: Rings) -> Assignment | None:
 
 
 def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
-    """Moves and swaps documents of degree 1 until all targets are kept, or for that many rounds."""
+    """Moves and swaps documents of degree 1 until all targets are met, for at most `rounds` rounds."""
     ranks = rings.load.shape[1]
     singles = np.flatnonzero(rings.degree == 1)
     slots = plan.micro_batch * ranks + plan.first_rank
@@ -175,16 +176,16 @@ def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
 
 
 def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
-    """A slot is a rank in a micro-batch: micro-batch · N + rank."""
+    """Builds the assignment from slots: slot = micro-batch · N + rank."""
     return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 
 
 def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
-    """Slots of these documents, taken in this order: each goes to the one with most room whose free tokens hold it.
+    """Returns slots for `documents`, in order: each document gets the slot with the most room and enough free tokens.
 
-    A slot without tokens for the document at hand waits aside until the documents, ever shorter, fit it again.
+    Slots without enough tokens wait until shorter documents fit them again.
     """
-    excess = (rings.load - rings.target[:, None]).ravel().tolist()  # negative room: heaps give the smallest
+    excess = (rings.load - rings.target[:, None]).ravel().tolist()  # negative room, as heaps return the smallest item
     free = rings.free.ravel().tolist()
     ready = [(value, slot) for slot, value in enumerate(excess)]
     heapq.heapify(ready)

@@ -1,14 +1,14 @@
-"""Search: the planner of mode `auto`. It chooses how many micro-batches a step has and the degree of every document.
+"""Search: the planner of mode `auto`. Chooses the number of micro-batches and the degree of every document.
 
-A document takes the smallest degree at which its ranks are done with it within a limit. Limits come from three families:
-- one for all documents, a share of the time that micro-batches take if all work is spread evenly: a lower limit makes more and
-  finer pieces, which pack better but lose kernel efficiency;
-- a higher one for the longest documents, which have some micro-batches for themselves and are split no further than their
-  like; a closed form says how many documents these should be;
-- one for each micro-batch, where even on all ranks the longest document takes longer than that time (`shortest_path.py`).
-Where there are few documents for each rank, some more layouts let them share groups of ranks (`shared_rings.py`).
-Layouts are ranked by their estimated makespan (`packing.py`). The best few for each number of micro-batches are filled with the
-documents of degree 1, ever fewer of them are evened out for ever more rounds (`local_search.py`), and the exact cost decides.
+A document takes the smallest degree at which its ranks finish it within a time limit. There are three families of limits:
+- one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
+  better but lose kernel efficiency;
+- two limits: the longest documents get the first micro-batches for themselves and a higher limit; a closed form estimates how
+  many documents that should be;
+- one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
+With few documents per rank, further layouts let several documents share groups of ranks (`shared_rings.py`).
+Layouts are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with the documents
+of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
 """
 
 import bisect
@@ -27,11 +27,11 @@ from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Degrees, Step
 
 Filled = tuple[Rings, Assignment]
-"""A layout, and a plan with all documents in it."""
+"""A layout of rings, and its assignment of all documents."""
 
 
 def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, int]:
-    """The best packing found and its makespan in nanoseconds. Every document must fit at some degree."""
+    """Returns the best assignment found and its makespan in nanoseconds. Every document must fit at some degree."""
     table = DegreeTable(step, settings)
     micro_batches = step.fewest_micro_batches
     uneven = int(table.quickest.max(initial=0)) * micro_batches * step.ranks > table.work
@@ -44,14 +44,14 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, 
 
 
 class Layouts:
-    """The most promising ring layouts for one number of micro-batches, by their estimated makespan."""
+    """The most promising ring layouts for one number of micro-batches, by estimated makespan."""
 
     def __init__(self, table: DegreeTable, micro_batches: int) -> None:
         self.table, self.step, self.settings, self.micro_batches = table, table.step, table.settings, micro_batches
         self.best: list[Rings] = []
 
     def add(self, split: Degrees, start: Integers | int, stop: Integers | int) -> None:
-        """Places the rings, unless their work alone says that `filled` others are better."""
+        """Adds the layout of these degrees, unless its work alone shows that `settings.filled` other layouts are better."""
         filled = self.settings.filled
         if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.ranks:
             return
@@ -59,13 +59,13 @@ class Layouts:
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
     def add_split(self, split: Degrees) -> None:
-        """Adds layouts with rings in as few micro-batches as they fill, and in all."""
+        """Adds layouts with rings in as few micro-batches as possible, and in all micro-batches."""
         fewest = max(1, -(-int(split.degree[split.degree > 1].sum()) // self.step.ranks))
         for stop in sorted({min(self.micro_batches, fewest), self.micro_batches}):
             self.add(split, 0, stop)
 
     def add_one_limit(self) -> None:
-        """Adds layouts by one limit for all documents."""
+        """Adds layouts with one limit for all documents."""
         table = self.table
         even_ns = table.even_ns(self.micro_batches * self.step.ranks)
         seen = set()
@@ -76,7 +76,7 @@ class Layouts:
                 self.add_split(table.split(index))
 
     def add_two_limits(self) -> None:
-        """Adds layouts in which the longest documents have the first micro-batches for themselves, and another limit."""
+        """Adds layouts whose longest documents have the first micro-batches for themselves and a higher limit."""
         table, step, micro_batches = self.table, self.step, self.micro_batches
         choices = [
             (*_two_limits_ns(table, micro_batches, own, longest), own, longest)
@@ -96,7 +96,7 @@ class Layouts:
 
 
 def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
-    """The best plans of that many micro-batches and of one more."""
+    """Returns the best plans with `micro_batches` and with one more."""
     step, settings = table.step, table.settings
     fewest, more = Layouts(table, micro_batches), Layouts(table, micro_batches + 1)
     roomy = int(step.lengths.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
@@ -116,7 +116,7 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
 
 
 def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
-    """The best plans in which every micro-batch has a limit of its own."""
+    """Returns the best plans with a separate limit for every micro-batch."""
     step, launch_ns = table.step, nanoseconds(table.step.profile.launch_s)
     documents = table.time, table.tokens, table.degrees
     graph = LimitGraph.of(*documents, step.ranks, step.tokens_per_rank, table.short_ns_per_token, launch_ns)
@@ -136,13 +136,13 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
 
 
 def _filled(layouts: Sequence[Rings], count: int) -> list[Filled]:
-    """The first `count` of these layouts that hold all documents, with them in."""
+    """Fills layouts with the remaining documents and returns the first `count` that fit."""
     attempts = ((rings, fill(rings)) for rings in layouts)
     return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), count))
 
 
 def _some(most: int) -> list[int]:
-    """Numbers from 1 to `most`, about 15 % apart."""
+    """Returns numbers from 1 to `most`, about 15 % apart."""
     numbers = [1]
     while numbers[-1] < most:
         numbers.append(min(most, numbers[-1] + 1 + numbers[-1] // 7))
@@ -150,11 +150,11 @@ def _some(most: int) -> list[int]:
 
 
 def _two_limits_ns(table: DegreeTable, micro_batches: int, own: int, longest: int) -> tuple[int, int]:
-    """Time of all micro-batches, and of each after the first `own`, if so many of the longest documents have these.
+    """Estimates the total time, and the time per later micro-batch, if the `longest` documents have the first `own` ones.
 
-    The first is own · limit + (micro-batches - own) · lower: limit is the lowest one for the longest documents, and lower what
-    remains of all work over the ranks of the others. Short documents are a fluid beside the rings and after them, up to the
-    limit or until tokens are used up.
+    The total is own · limit + (micro-batches - own) · lower. `limit` is the lowest limit at which the longest documents fit;
+    `lower` is the remaining work per rank of the later micro-batches. Short documents count as a fluid that fills the space
+    beside and after the rings, up to the limit or until tokens are used up.
     """
     step, short_ns = table.step, table.short_ns_per_token
     limit, index = table.lowest_limit(longest, own * step.ranks)
@@ -176,7 +176,7 @@ def _two_limits_ns(table: DegreeTable, micro_batches: int, own: int, longest: in
 
 
 def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, int]:
-    """Evens out the best of these plans, and returns the best of all with its makespan."""
+    """Balances the best of these plans and returns the best assignment with its makespan in nanoseconds."""
     step = table.step
 
     def makespan(plan: Assignment) -> int:
@@ -187,7 +187,7 @@ def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, i
     for kept, rounds in table.settings.evened:
         lowest = best[0][0]
         for place, (before, i, rings, plan) in enumerate(best):
-            if fixed_ns + plan.micro_batches * launch_ns + rings.estimate_ns < lowest:  # else it will not be the best
+            if fixed_ns + plan.micro_batches * launch_ns + rings.estimate_ns < lowest:  # otherwise it cannot become the best
                 even = even_out(rings, plan, rounds)
                 if (after := makespan(even)) < before:
                     best[place] = after, i, rings, even

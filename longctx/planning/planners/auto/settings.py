@@ -1,4 +1,4 @@
-"""Settings of mode auto's search: how many layouts it looks at, and which. Plans change with any of them."""
+"""Settings of the search of mode auto: the number and kinds of layouts tried. Any change changes plans."""
 
 import math
 from collections.abc import Sequence
@@ -7,41 +7,41 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What the search tries. Where nothing else is said, more values find better plans at times, and planning takes longer."""
+    """Settings of the search. Unless noted otherwise, more values sometimes find better plans and make planning slower."""
 
     shares: Sequence[int] = range(44, 10, -2)
-    """Limits for all documents, in 32nds of the time that micro-batches take if all work is spread evenly. Descending: the
-    highest give least work, and once these are placed others need not be."""
+    """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
+    which often makes it unnecessary to place the others."""
     lower_shares: Sequence[float] = (1.2, 1.0, 0.8)
-    """The same for the documents that come after the longest, where these have micro-batches of their own."""
+    """Limits for all other documents where the longest have micro-batches for themselves, as shares of their estimated time."""
     waste: Sequence[float] = (1.1, 1.25, math.inf)
-    """Work of a document over all its ranks, as a multiple of the least of any degree, that a layout allows. Each is tried with
+    """Maximum work of a document over all its ranks, as a multiple of its minimum over all degrees. Each value is combined with
     each of `shares`."""
     few: int = 4
-    """Up to so many documents a rank, layouts in which they share groups of ranks are tried as well."""
+    """Maximum number of documents per rank for which layouts with shared groups of ranks are tried."""
     narrowest: Sequence[int] = (1, 2, 4)
-    """How many ranks each of these groups has at least; one layout for each."""
+    """Minimum number of ranks of each shared group; one layout per value."""
     short: float = 0.3
-    """Documents that take less of the even time than this, and at most half a token budget, are left on one rank. A lower value
-    looks at the degrees of more documents, and tables grow."""
+    """Documents stay on one rank if they take less than this share of the even time and at most half the token budget. A lower
+    value searches degrees for more documents and makes tables larger."""
     own_micro_batches: int = 2
-    """Most micro-batches that the longest documents have for themselves."""
+    """Maximum number of micro-batches that the longest documents have for themselves."""
     own_choices: int = 3
-    """How many ways to choose these documents are placed, of all that the closed form compares."""
+    """Number of choices of these documents that are placed, out of those that the closed form compares."""
     prices: Sequence[float] = (1, 0.75, 0.5, 0.25, 0)
-    """What room for short documents may be worth where every micro-batch has its own limit; a shortest path for each."""
+    """Values of room for short documents if every micro-batch has its own limit; one shortest path per value."""
     many: int = 12
-    """From so many micro-batches on, these layouts are taken alone if there are any. A higher value looks at the others too,
-    which takes longest where micro-batches are many."""
+    """Number of micro-batches from which only layouts with one limit per micro-batch are used, if any fit. A higher value also
+    tries the other layouts, which is slowest with many micro-batches."""
     tight: float = 0.9
-    """Share of the token budget from which one more micro-batch is searched as thoroughly as the fewest. A lower value does so
-    more often, which about doubles the time."""
+    """Share of the token budget from which one more micro-batch is searched as thoroughly as the minimum. A lower value does
+    this more often, which about doubles the time."""
     promising: int = 2
-    """How many of the best layouts are tried with one more micro-batch where the tokens leave room for fewer."""
+    """Number of best layouts tried with one more micro-batch if the token budget is not tight."""
     filled: int = 3
-    """How many of the best layouts for each number of micro-batches are filled with the documents of degree 1."""
+    """Number of best layouts per number of micro-batches that are filled with the documents of degree 1."""
     evened: Sequence[tuple[int, int]] = ((2, 8), (1, 24), (1, 48))
-    """How many of the best plans are evened out, and for how many rounds, in turn: most of the time of large steps."""
+    """Number of best plans that are balanced and number of rounds, in turn: most of the planning time of large steps."""
 
 
 DEFAULT = SearchSettings()

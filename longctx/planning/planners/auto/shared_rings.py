@@ -1,9 +1,9 @@
-"""Shared rings: layouts for steps with few documents for each rank, where several split documents have to share the same ranks.
+"""Shared rings: layouts for steps with few documents per rank, where several split documents share the same ranks.
 
-All documents are done within a limit, in one micro-batch, if each, longest first, joins the narrowest group of ranks that still
-has time and tokens for it, or else opens the narrowest group that is fast enough. Few widths are used, so that documents
-of like length meet in one group. The least limit for which the domain holds all groups is found by bisection. The groups are
-those of FlexSP (ASPLOS 2025, arXiv 2412.01523), whose integer program this greedy choice replaces.
+All documents run in one micro-batch within a time limit. Each document, longest first, joins the narrowest group of ranks that
+has time and tokens left for it, or opens the narrowest group that is fast enough. Only few widths are used, so documents of
+similar length share a group. Bisection finds the lowest limit at which the domain holds all groups. FlexSP (ASPLOS 2025,
+arXiv 2412.01523) forms such groups by integer programming; this greedy choice replaces it.
 """
 
 import heapq
@@ -16,17 +16,17 @@ from longctx.planning.planners.auto.packing import Rings
 from longctx.planning.planners.step import Degrees, Step
 
 PRECISION = 512
-"""Limits are told apart to one part of the even time in so many: more take more steps of bisection."""
+"""Bisection stops at 1/PRECISION of the even time."""
 
 Choice = tuple[list[int], list[int]]
-"""Nanoseconds (0 where it does not fit) and tokens of a document on each rank of a group, for every width."""
+"""Nanoseconds (0 where it does not fit) and tokens per rank of a document, for every group width."""
 
 
 def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
-    """The quickest layout found that takes between once and twice `even_ns`; None if there is none.
+    """Returns the fastest layout found with a time between `even_ns` and twice that, or None.
 
-    No group has fewer than `narrowest` ranks: fine pieces pack better where small documents are wanting. Three times a power of
-    two is a width then, too.
+    Widths are powers of two; above a `narrowest` of 1 also three times a power of two. Every group has at least `narrowest`
+    ranks: finer pieces pack better if there are few small documents.
     """
     bases = (1,) if narrowest == 1 else (1, 3)
     possible = sorted(base << power for base in bases for power in range(step.ranks.bit_length()))
@@ -46,7 +46,7 @@ def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
     which, group = np.empty((2, len(order)), dtype=np.int64)
     which[order], group[order] = np.array(best, dtype=np.int64).T
     groups = [int(group[which == i].max(initial=-1)) + 1 for i in range(len(widths))]
-    wider = np.cumsum((widths * groups)[::-1])[::-1] - widths * groups  # ranks of all wider groups: these stand first
+    wider = np.cumsum((widths * groups)[::-1])[::-1] - widths * groups  # ranks of all wider groups, which come first
     document, degree = np.arange(len(order)), widths[which]
     split = Degrees(degree, times[document, which], shards[document, which])
     return Rings.in_one(step, split, wider[which] + group * degree)
@@ -55,9 +55,9 @@ def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
 def place_within(
     limit: int, choices: list[Choice], widths: list[int], ranks: int, tokens_per_rank: int
 ) -> list[tuple[int, int]] | None:
-    """For every document, longest first, which width its group has, and which group of that width it is.
+    """Returns, for every document, longest first, the index of its group's width and the group's number at that width.
 
-    None if not all are done within the limit on so many ranks.
+    Returns None if the documents do not all fit within the limit on `ranks`.
     """
     groups: list[list[tuple[int, int, int]]] = [[] for _ in choices[0][0]]  # (time, tokens, number) of the groups of each width
     free, places = ranks, []

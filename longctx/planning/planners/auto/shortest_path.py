@@ -1,10 +1,10 @@
-"""Shortest path: layouts in which every micro-batch has a limit of its own, where documents are too long for even ones.
+"""Shortest path: layouts with a separate time limit per micro-batch, for documents too long for even micro-batches.
 
-Documents are cut into runs, longest first: each run is what the rings of one micro-batch hold, side by side on all ranks, if
-each takes the smallest degree at which it is done within that micro-batch's limit. The best cuts and limits are a shortest path
-from the longest document to the shortest (dynamic programming over documents × limits). Room that rings leave is worth a price,
-for short documents will take it: at price 1 they fill all of it, at 0 there are none. Which price is right shows when the
-layouts are placed, so the caller tries some.
+Documents, longest first, are cut into runs. The rings of one run fill one micro-batch side by side, each at the smallest degree
+that meets the micro-batch's limit. The best cuts and limits are a shortest path from the longest to the shortest document
+(dynamic programming over documents × limits). Room left by rings has a price, because short documents can use it: price 1
+assumes that they fill all of it, price 0 that there are none. The best price is known only after placement, so the caller tries
+several.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from longctx.planning.assignment import NEVER, Integers
 from longctx.planning.cost.model import Floats
 
 FINER = 1.05
-"""Each limit as a multiple of the one below: closer ones find lower paths, and the graph and its time grow."""
+"""Ratio of consecutive limits: a smaller ratio finds shorter paths but makes the graph larger and slower."""
 
 
 @dataclass(frozen=True)
 class LimitGraph:
-    """Edges from a document to the first one that its micro-batch no longer holds, one for each limit.
+    """Edges from each document to the first document of the next micro-batch, one edge per limit.
 
     Attributes (arrays [documents, limits]):
-        index: the first degree by which a document is done within the limit, as a column of the table it came from.
-        stop: where the run of documents ends that such a micro-batch holds.
-        time, room: nanoseconds that it takes, and that each of its ranks has for short documents on average.
+        index: smallest degree that meets the limit, as a column of the degree table.
+        stop: end (exclusive) of the run of documents in the micro-batch.
+        time, room: nanoseconds of the micro-batch, and mean nanoseconds per rank left for short documents.
     """
 
     index: Integers
@@ -44,9 +44,9 @@ class LimitGraph:
         ns_per_token: float,
         launch_ns: int,
     ) -> "LimitGraph":
-        """From the nanoseconds and tokens of each document on a rank [documents, degrees], longest document first.
+        """Builds the graph from nanoseconds and tokens per rank of each document [documents, degrees], longest first.
 
-        `time` is NEVER where a document does not fit; each fits somewhere. A token of short documents takes `ns_per_token`.
+        `time` is NEVER where a document does not fit; every document fits at some degree. Short documents take `ns_per_token`.
         """
         limits = _limits(int(time.min()), int(time[time < NEVER].max()))
         documents, count = len(time), len(limits)
@@ -69,9 +69,9 @@ class LimitGraph:
         return cls(index, stop, np.where(stop > row, limits + float(launch_ns), np.inf), room)
 
     def shortest_path(self, price: float) -> tuple[Integers, Integers]:
-        """Degree (its index) and micro-batch of every document, if room is worth that share of its time.
+        """Returns degree index and micro-batch of every document if room is worth `price` times its nanoseconds.
 
-        From the last document i back, left(i) = least over the limits of time - price · room + left(stop).
+        Backward recursion over documents i: left(i) = min over limits of time - price · room + left(stop).
         """
         documents = len(self.stop)
         cost, left = self.time - price * self.room, np.zeros(documents + 1)
@@ -98,5 +98,5 @@ def _limits(lowest: int, highest: int) -> Integers:
 
 
 def _sums(values: Integers) -> Integers:
-    """Sums of the first 0, 1, 2, … rows."""
+    """Returns the sums of the first 0, 1, 2, … rows."""
     return np.concatenate([np.zeros((1, values.shape[1]), dtype=np.int64), np.cumsum(values, axis=0)])
