@@ -151,6 +151,7 @@ def folder(tmp_path: Path) -> Path:
         words = [f"word{(7 * number + place) % 97}" for place in range(60 * (1 + number % 5))]
         (texts / f"{number}.txt").write_text(" ".join(words))
     (tmp_path / "made").mkdir()
+    (tmp_path / "docs").mkdir()
     (tmp_path / "stores").mkdir()
     store = make_store(tmp_path / "made")
     for name in ("python-stdlib", "other"):
