@@ -1,7 +1,7 @@
-"""Is an attention kernel right? Packed documents of mixed degrees, all ranks of the ring one after the other in one process.
+"""Checks attention kernels on packed documents of mixed degrees; one process plays all ranks of the ring in turn.
 
-The errors of out, dQ, dK and dV against float64 may have at most twice the norm of those that the same kernel makes when it
-gets the same documents whole, and a second run must give the same bits.
+The errors of out, dQ, dK and dV against float64 may have at most twice the norm of the errors of the same kernel on whole
+documents, and a second run must be bit-identical.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,10 @@ from longctx.attention.masks import Mask
 from longctx.planning.layout import Layout, Placement
 
 Tensors = tuple[torch.Tensor, ...]
-MOST_ROUNDINGS = 10  # error that a kernel itself may have, in units of the last digit of the largest number of a result
+MOST_ROUNDINGS = 10  # maximum error of a kernel, in units of rounding of the largest number in a result
 COLUMNS = ("kernel", "mask", "dtype", "head_dim", "tensor", "ring", "single", "same_bits", "right", "failed")
 """`ring` and `single` are distances from float64 by norm, relative to the norm of the result."""
-TIMED_MASKS = "causal", "dense"  # of which a ring's parts are; a kernel that fails at others is timed, and its failure told
+TIMED_MASKS = "causal", "dense"  # masks of a ring's parts; a kernel that fails only other masks is timed all the same
 
 
 def masks(window: int) -> dict[str, Mask]:
@@ -36,7 +36,7 @@ def masks(window: int) -> dict[str, Mask]:
 
 
 def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Every mask, dtype and head size that the kernel takes; first those that are timed."""
+    """Yields every mask, dtype and head size that the kernel supports; those to be timed first."""
     timed = sizes.dtype, sizes.head_dim
     kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
     for dtype, head_dim in kinds:
@@ -46,7 +46,7 @@ def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dic
 
 
 def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """A row for every result of a case."""
+    """Yields a row for every result of a case."""
     kernel, mask_name, dtype, head_dim = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
     rings = [Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 2), Placement(3, 3, 1), Placement(4, 0, 2)]
@@ -64,14 +64,14 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
         single_error, ring_error = (float((x - exact).norm() / exact.norm()) for x in (whole, split))
         same = torch.equal(split, second)
         right = same and ring_error <= 2 * single_error + rounding / 4
-        # A fault in a few numbers hardly shows in a norm, one of the kernel itself is in both.
+        # Errors in a few numbers hardly change the norm, and errors of the kernel itself are in both norms.
         most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
         right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
         yield {**case, "tensor": tensor, "ring": ring_error, "single": single_error, "same_bits": same, "right": right}
 
 
 def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """For each row of a rank's buffer, its row in the documents laid one after the other."""
+    """Returns, for each row of a rank's buffer, its row in the concatenated documents."""
     spans = [(s.document, span) for s in layout.shards for span in (s.head, s.tail)]
     parts = [torch.arange(*span) + sum(lengths[:document]) for document, span in spans]
     return torch.cat([torch.empty(0, dtype=torch.int64), *parts]).to(device)
@@ -80,9 +80,9 @@ def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) 
 def play(
     kernel: str, inputs: Tensors, lengths: Sequence[int], placements: Sequence[Placement], ranks: int, mask: Mask
 ) -> Tensors:
-    """out, dq, dk, dv (float64) of ring attention in which this process is one rank after the other."""
+    """Returns out, dq, dk, dv (float64) of ring attention, with this process as every rank in turn."""
     device = inputs[0].device
-    # Every layout says that it is rank 0, as this process is; its ring indices are its own.
+    # Every layout gets rank 0, the rank of this process, but keeps its ring indices.
     layouts = [replace(Layout.of(placements, lengths, 0, rank, 2), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
     rings = [RingAttention(layout, mask=mask, kernel=kernel, device=device, keep_kv=True) for layout in layouts]
@@ -108,7 +108,7 @@ def play(
 
 
 def messages(kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch.Tensor]) -> type[Exchange]:
-    """An exchange of one rank: stage by stage it gets rows of `kv`, and adds the gradients it returns to `gradients`."""
+    """Makes the exchange of one rank: every stage receives rows of `kv`, and adds the returned gradients to `gradients`."""
 
     class Messages(Exchange):
         def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> Pending:

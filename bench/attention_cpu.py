@@ -1,10 +1,10 @@
-"""Ring attention on CPUs against one process: CPU time of all ranks together, and the bytes that they send.
+"""Ring attention on CPUs compared with one process: total CPU time of all ranks, and bytes sent.
 
-    torchrun --nproc-per-node 4 bench/attention_cpu.py                  # one causal document of 16,384 tokens: a minute or two
+    torchrun --nproc-per-node 4 bench/attention_cpu.py                  # one causal document of 16,384 tokens: 1 to 2 minutes
     torchrun --nproc-per-node 4 bench/attention_cpu.py --tokens 4096
 
-One thread a process. CPU time (all threads, the communication's too) and not wall clock, because ranks share cores; the least
-of some repetitions, ring and single in turn. Prints JSON.
+One thread per process. Measures CPU time (of all threads, including communication) because ranks share cores; the minimum of
+several repetitions, with ring and single process in turn. Prints JSON.
 """
 
 import json
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(tokens: int) -> dict[str, Any]:
-    """CPU seconds of forward and backward, of all ranks and of rank 0 alone; and the bytes sent."""
+    """Returns the CPU seconds of forward and backward, of all ranks and of a single process, and the bytes sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = Layout.of([Placement(0, 0, ranks)], [tokens], 0, rank, 1)
     attention = RingAttention(layout, exchange=Counting)
@@ -93,7 +93,7 @@ def measure(tokens: int) -> dict[str, Any]:
 
 
 def summed(work: Callable[[], None]) -> float:
-    """CPU seconds of all ranks together."""
+    """Returns the CPU seconds of `work`, summed over ranks."""
     dist.barrier()
     before = time.process_time()
     work()

@@ -1,19 +1,19 @@
-"""Attention on one GPU: is every kernel right, how fast is one rank's part of a ring, and what does it lose to one plain call.
+"""Attention on one GPU: correctness of every kernel, throughput of one rank's part of a ring, and of one plain call.
 
     python bench/attention_gpu.py                     # everything, in about 25 minutes at most
-    python bench/attention_gpu.py --minutes 9         # what fits in so many: every kernel gets its share of them
-    python bench/attention_gpu.py --kernels triton    # one kernel, in a process that takes no other with it
-    python bench/attention_gpu.py --append            # what the files do not have yet
-    python bench/attention_gpu.py --smoke             # tiny, on any machine: that the script works; its times mean nothing
+    python bench/attention_gpu.py --minutes 9         # as much as fits; every kernel gets an equal share of the time
+    python bench/attention_gpu.py --kernels triton    # one kernel
+    python bench/attention_gpu.py --append            # only rows that the files do not have yet
+    python bench/attention_gpu.py --smoke             # tiny, on any machine: tests the script, times are meaningless
 
-A kernel (of flash, every library that is installed) is checked first (attention_checks.py says how) and then timed
-(attention_times.py): one GPU measures every degree, since one rank is measured. A kernel that fails in what is timed is not
-timed; the others are. The script's status is 1 if any check failed.
+Every kernel (and every installed flash attention library) is first checked (attention_checks.py), then timed
+(attention_times.py). One GPU measures every degree, since only one rank is timed. A kernel that fails a check of what is timed
+is not timed. The exit status is 1 if any check failed.
 
-Writes OUT.csv (times), OUT.png (throughput), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step beside a
-copy); prints a hardware profile's efficiency table by kernel. Rows are appended as they come, and one that cannot be measured
-says why. A process that has lost the GPU to an error ends: the same command with --append goes on behind the row at fault. Not
-measured here: messages, and whether they hide behind the calls.
+Writes OUT.csv (times), OUT.png (throughput), OUT-checks.csv and OUT-elementwise.csv (memory-bound pieces of a step compared
+with a copy), and prints the efficiency table of a hardware profile by kernel. Rows are appended as they are measured; failed
+rows have a reason. If an error makes the GPU unusable, the process ends; the same command with --append continues after the
+failed row. Not measured: messages, and whether attention hides them.
 """
 
 import gc
@@ -45,21 +45,21 @@ PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 def main() -> None:
     parser = options(__doc__, "attention_gpu", minutes=25.0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--kernels", help="only these, such as triton,reference (default: all that run here)")
-    parser.add_argument("--layers", type=int, default=32, help="layers of the model that efficiency tables are for")
-    parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure those that it does not have")
+    parser.add_argument("--kernels", help="only these kernels, such as triton,reference (default: all that run here)")
+    parser.add_argument("--layers", type=int, default=32, help="number of layers of the model, for the efficiency tables")
+    parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure only missing rows")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not given.smoke:
-        parser.error("there is no GPU here: --smoke tries the script on a CPU")
+        parser.error("no GPU is available: --smoke tests the script on a CPU")
     sizes = Sizes() if not given.smoke else GPU_SMOKE if device.type == "cuda" else SMOKE
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}
     columns = {"": attention_times.COLUMNS, "-checks": attention_checks.COLUMNS, "-elementwise": PIECE_COLUMNS}
     files = [(given.out.with_name(f"{given.out.name}{end}.csv"), names) for end, names in columns.items()]
-    times, checks, pieces = (Table(path, names, about, anew=not given.append) for path, names in files)
+    times, checks, pieces = (Table(path, names, about, overwrite=not given.append) for path, names in files)
     names = kernels_here(given.kernels, sizes, device)
     if not dist.is_initialized():
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -77,13 +77,13 @@ def main() -> None:
         sys.exit("no kernel was checked")
     if failed:
         told = ["; ".join(f"{name} {check[name]}" for name in attention_checks.COLUMNS) for check in failed]
-        sys.exit("\n".join(["these checks failed; a kernel with one among what is timed was not timed:", *told]))
+        sys.exit("\n".join(["these checks failed; kernels that failed a check of what is timed were not timed:", *told]))
 
 
 def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list[str]:
-    """Kernels that can do what is timed, of those wanted; every library of flash attention is a kernel of its own name.
+    """Returns the requested kernels that support what is timed; prints the reason for the others.
 
-    Says why of those that cannot.
+    Every flash attention library is a kernel of its own name.
     """
     KERNELS.update({library.name: Flash([library]) for library in LIBRARIES})
     names = wanted.split(",") if wanted else [name for name in KERNELS if name not in ("flash", "reference")]
@@ -98,7 +98,7 @@ def kernels_here(wanted: str | None, sizes: Sizes, device: torch.device) -> list
 
 
 def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, checks: Table, deadline: float) -> None:
-    """Appends checks and, if what is timed is right, times, until time is over. What tables have already is left out."""
+    """Appends checks and, if those of what is timed pass, times, until the deadline. Skips rows that tables already have."""
     for case in checks.missing(attention_checks.check_cases(name, sizes, device), deadline):
         with failures(checks, device, **case, right=False):
             for row in attention_checks.check_kernel(case, sizes, device):
@@ -122,10 +122,10 @@ def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, 
 
 @contextmanager
 def failures(table: Table, device: torch.device, **row: object) -> Iterator[None]:
-    """Whatever goes wrong becomes a row that says so. Ends the process if it has lost the GPU."""
+    """Appends a row with the reason if an error occurs. Ends the process if the GPU is unusable then."""
     try:
         yield
-    except Exception as error:  # of libraries, compilers, drivers: the other rows go on
+    except Exception as error:  # any error of libraries, compilers or drivers: continue with the other rows
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         table.append({**row, "failed": why})
         print(f"{', '.join(map(str, row.values()))}: {why}", flush=True)
@@ -137,11 +137,11 @@ def failures(table: Table, device: torch.device, **row: object) -> Iterator[None
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         except Exception:  # an error that stays, such as an illegal address
-            sys.exit("this process has lost the GPU: the same command with --append goes on behind this row")
+            sys.exit("the GPU is unusable after this error: run the same command with --append to continue after this row")
 
 
 def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:
-    """Memory-bound pieces beside a copy, which is the first of them."""
+    """Measures memory-bound pieces of a step relative to a copy, the first piece."""
     copied = 0.0
     for name, (run, moved) in attention_times.pieces(sizes, device).items():
         with failures(table, device, piece=name):
@@ -152,7 +152,7 @@ def measure_pieces(sizes: Sizes, device: torch.device, table: Table) -> None:
 
 
 def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
-    """Throughput by tokens a rank: a column for every kernel and number of documents, a line for each degree."""
+    """Plots throughput by tokens per rank: one column per kernel and number of documents, one line per degree."""
     kinds = list(dict.fromkeys((row["kernel"], row["documents"]) for row in rows))
     degrees = sorted({int(row["degree"]) for row in rows})
     figure = Figure((2 + 3 * len(kinds), 6), layout="constrained")
@@ -167,15 +167,15 @@ def plot(rows: Sequence[dict[str, str]], path: Path) -> None:
             ring, single = ([float(row[f"{way}_{what}_tflops"]) for row in chosen] for what in ("ring", "single"))
             line[column].plot(tokens, ring, "o-", color=colour, markersize=4, label=f"degree {degree}")
             line[column].plot(tokens, single, "--", color=colour)
-        line[column].set(title=f"{kernel}, documents: {documents}", xlabel="tokens a rank", ylabel=f"{way}, TFLOP/s")
+        line[column].set(title=f"{kernel}, documents: {documents}", xlabel="tokens per rank", ylabel=f"{way}, TFLOP/s")
         line[column].set_xscale("log", base=2)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.suptitle("One rank of a ring (solid), and one call on as much work (dashed)")
+    figure.suptitle("One rank of a ring (solid), and one call with equal work (dashed)")
     figure.savefig(path, dpi=110)
 
 
 def efficiency(rows: Sequence[dict[str, str]], layers: int) -> str:
-    """Constants for a hardware profile: forward and backward of one kernel in so many layers, merging included."""
+    """Returns constants of a hardware profile: forward and backward of one kernel in `layers` layers, including merging."""
     times = []
     for row in rows:
         degree, documents = int(row["degree"]), int(row["documents"])

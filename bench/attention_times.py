@@ -1,10 +1,10 @@
-"""How fast is one rank's part of a ring (ring index degree / 2), with random tensors for what other ranks would send?
+"""Times one rank's part of a ring (ring index degree / 2), with random tensors instead of messages of other ranks.
 
-`calls` are the kernel calls alone; `ring` is RingAttention as in training, with merging, picking out keys and summing of
-gradients, less the time of the copies that stand for its messages, so that `ring` less `calls` is what those cost; `single` is
-one call of the same kernel on as many whole documents and as much work: length / √degree instead of length. Forward counts 4
-FLOP a visible pair, head and number of a head, backward 2.5 times as many. Memory-bound pieces of a step are compared with a
-copy.
+`calls`: only the kernel calls. `ring`: RingAttention as in training, with merging, selecting keys and summing gradients, less
+the time of the copies that replace messages, so that `ring` - `calls` is the cost of merging, selecting and summing. `single`:
+one call of the same kernel on as many whole documents with equal work: length / √degree instead of length. Forward counts 4
+FLOP per visible pair, head and element of a head, backward 2.5 times as many. Memory-bound pieces of a step are compared with
+a copy.
 """
 
 import math
@@ -26,20 +26,20 @@ from longctx.attention.segments import Segment, Segments
 from longctx.model.rope import Rope, rotate
 from longctx.planning.layout import Layout, Placement
 
-MOST_REMOTE_TOKENS = 1 << 18  # received tokens that a stage may hold: beyond, a ring gets more stages
+MOST_REMOTE_TOKENS = 1 << 18  # maximum received tokens per stage; rings with more get several stages
 KINDS = [f"{direction}_{what}" for direction, what in product(("forward", "backward"), ("calls", "ring", "single"))]
 COLUMNS = [
     *("kernel", "tokens", "degree", "documents", "stages", "calls", "pairs", "single_pairs", "flop_a_pair"),
     *(*KINDS, *(f"{kind}_tflops" for kind in KINDS), *(f"{kind}_share" for kind in KINDS), "failed"),
 ]
-"""Seconds of one rank's attention in one layer, throughput, and its share of that of the single call."""
+"""Seconds of one rank's attention in one layer, throughput, and throughput relative to the single call."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: tokens a rank, degrees, documents a rank; and the heads, of an 8B model unless it is a smoke test.
+    """Sizes to measure: tokens per rank, degrees, documents per rank; heads of an 8B model unless it is a smoke test.
 
-    Most telling first, so that what has little time has them.
+    In the order of interest, as time may not suffice for all.
     """
 
     tokens: tuple[int, ...] = (8192, 1024, 32768, 4096, 2048, 16384)
@@ -56,7 +56,7 @@ class Sizes:
     longest_s: float = 0.3
 
     def request(self, device: torch.device) -> Request:
-        """What is asked of kernels that are timed."""
+        """Returns the request for kernels that are timed."""
         return Request(device.type, self.dtype, self.head_dim, self.head_dim)
 
 
@@ -74,17 +74,17 @@ SMOKE = Sizes(
     checked_window=12,
     longest_s=0.005,
 )
-# What libraries of flash attention take.
+# Sizes that flash attention libraries support.
 GPU_SMOKE = replace(SMOKE, head_dim=64, dtype=torch.bfloat16, checked_dtypes=(torch.bfloat16,), checked_head_dims=(64, 128))
 
 
 def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """A row: the seconds of forward and backward, and what follows from them."""
+    """Measures a row: seconds of forward and backward, and derived values."""
     name, tokens, degree, documents = cell.values()
     length, scale = tokens * degree // documents, sizes.head_dim**-0.5
     stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
     placements = [Placement(document, 0, degree) for document in range(documents)]
-    # It says that it is rank 0, as this process is; its ring index is its own.
+    # The layout gets rank 0, the rank of this process, but keeps its ring index.
     layout = replace(Layout.of(placements, [length] * documents, 0, degree // 2, stages), rank=0)
     q, k, v, dout = random(layout.tokens, sizes, device)
     for x in (q, k, v):
@@ -140,7 +140,7 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
 
 
 def from_pool(pool: torch.Tensor, copied: list[int]) -> type[Exchange]:
-    """An exchange that copies the first rows of `pool` to whatever is to be received, and notes how many in `copied`."""
+    """Makes an exchange that receives the first rows of `pool`, and appends the number of rows to `copied`."""
 
     class Pool(Exchange):
         def start(self, outgoing: object, incoming: torch.Tensor, rows: Rows) -> Pending:
@@ -151,20 +151,20 @@ def from_pool(pool: torch.Tensor, copied: list[int]) -> type[Exchange]:
 
 
 def random(tokens: int, sizes: Sizes, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """q, k, v, dout."""
+    """Returns random q, k, v, dout [tokens, heads, head_dim]."""
     heads = sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads
     return tuple(torch.randn(tokens, count, sizes.head_dim, dtype=sizes.dtype, device=device) for count in heads)
 
 
 def pairs(segment: Segment) -> int:
-    """Visible pairs of a query and a key; there is no window, and the last query sees all keys."""
+    """Returns the number of visible pairs of query and key, without windows; the last query sees all keys."""
     queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
     hidden = 0 if segment.hi is None else keys - 1 - segment.hi  # from the first query; one fewer from every other
     return queries * keys - hidden * (hidden + 1) // 2
 
 
 def pieces(sizes: Sizes, device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """Memory-bound pieces of a step, a copy first, and their bytes: every tensor that must be read or written counts once."""
+    """Returns memory-bound pieces of a step, a copy first, with their bytes: every tensor read or written counts once."""
     tokens, width = max(sizes.tokens), sizes.heads * sizes.head_dim
     x, y = (torch.randn(tokens, sizes.heads, sizes.head_dim, dtype=sizes.dtype, device=device) for _ in range(2))
     cos, sin = Rope(sizes.head_dim, 10000.0).tables(torch.arange(tokens, device=device))

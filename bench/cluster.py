@@ -1,30 +1,30 @@
-"""Real multi-node training on one machine: nodes are network namespaces (namespaces.py); needs root on Linux.
+"""Multi-node training on one machine, with network namespaces as nodes (namespaces.py); needs root on Linux.
 
     python bench/cluster.py --nodes 2 --ranks-per-node 2
     python bench/cluster.py --nodes 4 --ranks-per-node 1 --network workload
 
-Links between nodes have a limited rate; loopback stands for NVLink; latency is that of the bridge. By real `torchrun --nnodes`,
+Links between nodes have a limited rate; loopback replaces NVLink; latency is that of the bridge. With `torchrun --nnodes`,
 `longctx profile` measures this cluster, and `longctx compare --measure` trains the same documents under every mode in turn,
 planned with that profile.
 
-Computing. Ranks outnumber cores, and a rank that waits would lend its core to the others: imbalance would look cheaper than it
-is. So every rank has a quota of `--share` of a core, which it has whether the others wait or not, as a GPU would; all quotas
-together must stay below the number of cores. Give the machine a rest from other work all the same.
+Computing. There are more ranks than cores, so a waiting rank would leave its core to the others, and imbalance would seem
+cheaper than it is. So every rank has a fixed quota of `--share` of a core, whether the others wait or not, like a GPU; the sum
+of all quotas must be below the number of cores. The machine should be idle otherwise.
 
-Network. An H100 does 450e12 useful FLOP/s in bf16 (46 % of its 989e12; training reaches 40 to 50 %) and has 50e9 bytes/s of
-InfiniBand (400 Gb/s a GPU): 9,000 FLOP for every byte, 18,000 for every bf16 number. A rank here does F FLOP/s, measured on
-matrix products of the model's size under its quota, and sends float32, 4 bytes a number. Two rates have a meaning:
-  hardware  as many FLOP per number sent as the H100: R = F / 18,000 · 4 bytes/s a rank.
-  workload  the same share of time for K and V as an 8B model on H100s. A wide model computes far more for every number of K and
-            V than the small one that fits here (Llama 3.1 8B: 6 · 8.03e9 FLOP a token for 32 layers · 2 · 8 heads · 128 · 3
-            passes numbers), so with `hardware` K and V weigh more than they do in large models.
+Network. An H100 reaches 450e12 useful FLOP/s in bf16 (46 % of its 989e12; training reaches 40 to 50 %) and has 50e9 bytes/s of
+InfiniBand (400 Gb/s per GPU): 9,000 FLOP per byte, 18,000 per bf16 number. A rank here reaches F FLOP/s, measured on matrix
+products of the model's size under its quota, and sends float32, 4 bytes per number. Two network rates can be chosen:
+  hardware  as many FLOP per number sent as an H100: R = F / 18,000 · 4 bytes/s per rank.
+  workload  the same share of time for K and V as an 8B model on H100s. A wide model computes far more per number of K and V
+            than the small model that fits here (Llama 3.1 8B: 6 · 8.03e9 FLOP per token for 32 layers · 2 · 8 heads · 128 · 3
+            passes numbers), so with `hardware` K and V take a larger share than in large models.
             R_workload = R_hardware · (FLOP per number of the 8B) / (FLOP per number here).
-A node's link carries R times its ranks. Gathering of parameters (FSDP2) uses the same links: with `hardware` it, too, weighs
-more than in a large model with long micro-batches, equally for all modes.
+The link of a node has R times its ranks. Gathering parameters (FSDP2) uses the same links: with `hardware` it also takes a
+larger share than in a large model with long micro-batches, equally for all modes.
 
-Documents. Pieces of the source of this Python's standard library, as bytes, their lengths drawn from a published mix
-(`longctx.comparison.mixes`) divided by `--scale`. Attention outweighs all else from about 2,500 tokens on here and from 44,000
-on for the 8B, so 1/16 of the lengths keeps the share of attention about right.
+Documents. Pieces of the source code of this Python's standard library, as bytes, with lengths from a published mix
+(`longctx.comparison.mixes`) divided by `--scale`. Attention dominates from about 2,500 tokens on here, and from 44,000 on in
+the 8B model, so lengths divided by 16 keep the share of attention about equal.
 """
 
 import argparse
@@ -65,9 +65,9 @@ MODEL = {
     "head_dim": 32,
     "tie_word_embeddings": True,
 }
-OPTIONS = ("nodes", "ranks_per_node", "network", "mix", "scale", "global_tokens", "tokens_per_rank")  # that the result has
+OPTIONS = ("nodes", "ranks_per_node", "network", "mix", "scale", "global_tokens", "tokens_per_rank")  # recorded in the result
 DOCUMENTS = 2000
-FLOPS_S = 4.0  # seconds in which F is measured
+FLOPS_S = 4.0  # duration of the measurement of F in seconds
 FLOPS_CODE = """
 import sys, time, torch
 torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--network", choices=("hardware", "workload"), default="hardware")
-    parser.add_argument("--share", type=float, default=0.25, help="of a core, for every rank")
+    parser.add_argument("--share", type=float, default=0.25, help="share of a core for every rank")
     parser.add_argument("--mix", default="wlb_128k")
     parser.add_argument("--scale", type=int, default=16, help="lengths of the mix are divided by this")
     parser.add_argument("--tokens-per-rank", type=int, default=2048)
@@ -94,8 +94,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--modes", help="default: auto, static and every static degree that holds the longest document")
-    parser.add_argument("--profile", type=Path, help="do not measure a profile, take this one")
-    parser.add_argument("--timeout", type=float, default=1500, help="seconds, for each of profile and comparison")
+    parser.add_argument("--profile", type=Path, help="use this profile instead of measuring one")
+    parser.add_argument("--timeout", type=float, default=1500, help="seconds, for profile and comparison each")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/cluster-NODESxRANKS-NETWORK.json)")
     given = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -108,7 +108,7 @@ def main() -> int:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("cluster: interrupted; everything it made is removed", file=sys.stderr)
+        print("cluster: interrupted; namespaces and control groups are removed", file=sys.stderr)
         return 130
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
@@ -119,14 +119,14 @@ def main() -> int:
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal ends the run; later ones must not disturb cleaning up."""
+    """Ends the run at the first signal; later signals are ignored during clean-up."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """The whole measurement; `stack` removes what it made."""
+    """Runs the whole measurement; `stack` removes namespaces, control groups and files."""
     refuse_impossible(given)
     nodes, per_node = given.nodes, given.ranks_per_node
     ranks = nodes * per_node
@@ -176,19 +176,19 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def refuse_impossible(given: argparse.Namespace) -> None:
-    """Raises ClusterError for what this machine cannot do."""
+    """Raises ClusterError if this machine cannot run the benchmark."""
     if os.geteuid() != 0:
-        raise ClusterError("making network namespaces needs root")
+        raise ClusterError("creating network namespaces needs root")
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
         if shutil.which(tool) is None:
-            raise ClusterError(f"there is no `{tool}`: install it (apt-get install {package})")
+            raise ClusterError(f"`{tool}` not found: install it (apt-get install {package})")
     ranks, cores = given.nodes * given.ranks_per_node, os.cpu_count() or 1
     if ranks * given.share > cores:
-        raise ClusterError(f"{ranks} ranks of {given.share} cores are more than the {cores} there are: lower --share")
+        raise ClusterError(f"{ranks} ranks with {given.share} cores each exceed the {cores} cores available: lower --share")
 
 
 def measure_flops(groups: Sequence[Path], rows: int) -> float:
-    """FLOP/s of a rank on the products of its MLP, all ranks at once."""
+    """Returns the mean FLOP/s of a rank on the matrix products of its MLP, with all ranks running."""
     sizes = [str(value) for value in (rows, MODEL["hidden_size"], MODEL["intermediate_size"], FLOPS_S)]
     words = shlex.join([sys.executable, "-c", FLOPS_CODE, *sizes])
     started = [
@@ -204,10 +204,10 @@ def measure_flops(groups: Sequence[Path], rows: int) -> float:
 
 
 def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
-    """Bytes/s of a rank, and the figures that it follows from (see the module's description)."""
+    """Returns bytes/s per rank, and the values it is derived from (see the module's docstring)."""
     shape = ModelShape.model_validate(MODEL)
     numbers = kv_bytes_per_token(shape.num_hidden_layers, shape.num_key_value_heads, shape.head_dim, 4) / 4
-    # The embedding is tied: its matrix is used once, in the head.
+    # The embedding is tied; its matrix is multiplied once, in the head.
     flop_per_number = 6 * shape.spec.parameters / numbers
     hardware = flops / (H100_FLOPS / H100_BYTES_PER_S * 2) * 4
     rates = {"hardware": hardware, "workload": hardware * LLAMA_8B_FLOP_PER_NUMBER / flop_per_number}
@@ -216,12 +216,12 @@ def network_rate(network: str, flops: float) -> tuple[float, dict[str, float]]:
 
 
 def make_lengths(mix: str, scale: int, longest: int) -> list[int]:
-    """Lengths of documents: those of a mix over `scale`, at most `longest`."""
+    """Returns document lengths: those of a mix divided by `scale`, at most `longest`."""
     return [min(longest, max(2, length // scale)) for length in load_mix(mix).draw(DOCUMENTS, 0)]
 
 
 def page(results: Sequence[dict[str, Any]]) -> str:
-    """A row a run, and below how to make them again."""
+    """Returns the page: one row per run, and the commands that reproduce them."""
     head = (
         *("nodes × ranks, network", "auto, median step", "best static", "**auto over best static**", "in total"),
         *("auto over oracle", "in total", "prediction error of auto", "of best static", "losses differ by"),
@@ -236,7 +236,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         auto, best, oracle = modes["auto"], min(single, key=lambda mode: mode["total_s"]), modes.get("static")
         rate = cluster["bytes_per_s_of_a_rank"] / 1e6
         line = [
-            f"{cluster['nodes']} × {cluster['ranks_per_node']}, {cluster['network']}: {rate:.1f} MB/s a rank",
+            f"{cluster['nodes']} × {cluster['ranks_per_node']}, {cluster['network']}: {rate:.1f} MB/s per rank",
             f"{auto['median_s']:.2f} s",
             f"{best['mode']}, {best['median_s']:.2f} s",
             *speedups(best, auto, "**"),
@@ -247,29 +247,29 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         lines.append(line)
     words = (
         "Measured times of training steps on emulated clusters (`bench/cluster.py` explains them and the two networks). Best "
-        "static: the fastest single degree that holds the longest document. Oracle: the degree that is best for each step by "
-        "the cost model, changed at every step, which a static run cannot. Speedups: medians over the steps, measured "
-        "(predicted); in total: of all steps together, as are prediction errors."
+        "static: the fastest single degree that holds the longest document. Oracle: the best static degree of every step by "
+        "the cost model, which a static run cannot use. Speedups: medians over steps, measured (predicted); in total: ratios "
+        "of the sums over steps, as are prediction errors."
     )
     runs = [f"- `{result['about']['command']}`: {told(result)}" for result in results]
     return "\n".join([words, "", *harness.markdown(head, lines), "", *runs, ""])
 
 
 def told(result: dict[str, Any]) -> str:
-    """Where and on what a run was made."""
+    """Returns a description of a run: documents, speeds, machine and versions."""
     about, cluster = result["about"], result["cluster"]
     speeds = ", ".join(f"{flops / 1e9:.1f}" for flops in cluster["flops_at_start_before_and_after_comparison"])
     return (
         f"{cluster['mix']} lengths / {cluster['scale']}, longest {cluster['longest']:,} tokens; "
-        f"steps of {cluster['global_tokens']:,} tokens, {cluster['tokens_per_rank']:,} a rank in a micro-batch; "
-        f"{cluster['share_of_a_core']} of a core a rank: {speeds} GFLOP/s at the start, before and after the comparison; "
-        f"{about['machine']}, load {about['load_average']:.1f} in the end; "
+        f"steps of {cluster['global_tokens']:,} tokens, {cluster['tokens_per_rank']:,} per rank in a micro-batch; "
+        f"{cluster['share_of_a_core']} of a core per rank: {speeds} GFLOP/s at the start, before and after the comparison; "
+        f"{about['machine']}, load {about['load_average']:.1f} at the end; "
         f"{', '.join(f'{name} {number}' for name, number in about['versions'].items())}; {about['date']}"
     )
 
 
 def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:
-    """The median over the steps, `mark` around it, and the ratio of all steps together: each measured (predicted)."""
+    """Returns the median speedup over steps, with `mark` around it, and that of total times; each measured (predicted)."""
     steps = list(zip(slow["steps"], fast["steps"], strict=True))
     medians = [statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")]
     total_s, total_predicted_s = (slow[key] / fast[key] for key in ("total_s", "predicted_s"))

@@ -1,8 +1,8 @@
-"""Nodes on one machine: network namespaces joined by links of limited rate, and ranks with a share of a core. Linux, as root.
+"""Nodes on one machine: network namespaces with links of limited rate, and ranks with a share of a core. Linux, as root.
 
-Every node is a network namespace with one link to a bridge, which `tc tbf` limits in both directions; ranks of one node talk
-over its loopback. Every rank has a control group with a quota. All names have this process's number in them, so that runs do
-not meet, and all is removed at the end; a run that is killed outright leaves its own (see `ip netns list` and /sys/fs/cgroup).
+Every node is a network namespace with one link to a bridge, limited by `tc tbf` in both directions; ranks of one node use its
+loopback. Every rank has a control group with a CPU quota. Names contain the process id, so that concurrent runs do not clash.
+Everything is removed at the end, unless the run is killed by SIGKILL (see `ip netns list` and /sys/fs/cgroup then).
 """
 
 import os
@@ -16,17 +16,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "longctx-bench-"  # of namespaces and control groups; the process's number follows
+PREFIX = "longctx-bench-"  # of names of namespaces and control groups; followed by the process id
 PORT = 29500
 PERIOD_US = 10_000
 
 
 class ClusterError(Exception):
-    """What this machine cannot do, or a run that failed."""
+    """Raised if this machine cannot run the benchmark, or a run fails."""
 
 
 def command(*words: str) -> str:
-    """Output of a short command. Raises ClusterError with what it said if it fails."""
+    """Runs a short command and returns its output. Raises ClusterError with its error output if it fails."""
     done = subprocess.run(words, capture_output=True, text=True, timeout=30)
     if done.returncode:
         raise ClusterError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -34,19 +34,19 @@ def command(*words: str) -> str:
 
 
 def group_root() -> Path:
-    """Where control groups that limit CPU time are made: version 2, or the cpu controller of version 1."""
+    """Returns the root of control groups that limit CPU time: version 2, or the cpu controller of version 1."""
     root = Path("/sys/fs/cgroup")
     controllers = root / "cgroup.controllers"
     if controllers.exists() and "cpu" in controllers.read_text().split():
         return root
     if (root / "cpu").is_dir():
         return root / "cpu"
-    raise ClusterError("there is no cpu controller under /sys/fs/cgroup, so ranks cannot be given a share of a core")
+    raise ClusterError("no cpu controller under /sys/fs/cgroup, which is needed to limit ranks to a share of a core")
 
 
 @contextmanager
 def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
-    """One control group a rank, with `share` of a core; together they go before everything else on the machine."""
+    """Creates one control group per rank, with `share` of a core and priority over everything else on the machine."""
     top = group_root() / f"{PREFIX}{os.getpid()}"
     groups = [top / f"rank-{rank}" for rank in range(ranks)]
     quota = int(share * PERIOD_US)
@@ -65,14 +65,14 @@ def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
                 (group / name).write_text(text)
         yield groups
     except OSError as error:
-        raise ClusterError(f"control groups cannot be made: {error}") from error
+        raise ClusterError(f"control groups cannot be created: {error}") from error
     finally:
         remove_groups(top)
 
 
 def remove_groups(top: Path) -> None:
     for group in [*top.glob("rank-*"), top]:
-        for _ in range(50):  # what was killed in it takes a moment to go
+        for _ in range(50):  # killed processes take a moment to leave the group
             with suppress(OSError):
                 group.rmdir()
             if not group.exists():
@@ -82,22 +82,22 @@ def remove_groups(top: Path) -> None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Namespaces that stand for nodes; `addresses` are theirs."""
+    """Namespaces as nodes, with their IP addresses."""
 
     namespaces: Sequence[str]
     addresses: Sequence[str]
 
     def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], timeout_s: float) -> None:
-        """Runs `longctx WORDS` on all ranks, whose output is ours. Raises ClusterError if it fails or takes too long."""
+        """Runs `longctx WORDS` on all ranks, with their output. Raises ClusterError if it fails or exceeds the timeout."""
         program = shlex.join([sys.executable, "-m", "longctx", *words])
-        # Every rank enters its group (0 is the writer itself) before Python starts.
+        # Every rank enters its control group (0: the writing process) before Python starts.
         entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && exec {program}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
         started: list[subprocess.Popen[bytes]] = []
         try:
             for node, namespace in enumerate(self.namespaces):
                 launcher = [
-                    # Not `ip netns exec`, which hides the control groups.
+                    # `ip netns exec` would hide the control groups.
                     *("nsenter", f"--net=/run/netns/{namespace}", sys.executable, "-m", "torch.distributed.run"),
                     *("--nnodes", str(len(self.namespaces)), "--node-rank", str(node), "--nproc-per-node", str(per_node)),
                     *("--rdzv-backend", "static", "--master-addr", self.addresses[0], "--master-port", str(PORT)),
@@ -110,7 +110,7 @@ class Cluster:
                     raise ClusterError(f"`longctx {words[0]}` took longer than {timeout_s:.0f} s")
                 time.sleep(0.2)
         finally:
-            for process in started:  # launchers end their ranks, and wait for them
+            for process in started:  # launchers stop their ranks and wait for them
                 process.terminate()
             for process in started:
                 with suppress(subprocess.TimeoutExpired):
@@ -127,7 +127,7 @@ class Cluster:
 
 @contextmanager
 def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
-    """Namespaces on one bridge (in a namespace of its own), each link limited to `bytes_per_s` in each direction."""
+    """Creates namespaces on a bridge (in another namespace), with links limited to `bytes_per_s` in each direction."""
     base = f"{PREFIX}{os.getpid()}"
     hub, names = f"{base}-hub", [f"{base}-node{node}" for node in range(nodes)]
     addresses = [f"10.77.0.{node + 1}" for node in range(nodes)]
@@ -148,22 +148,22 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
         yield Cluster(names, addresses)
     finally:
         for name in (*names, hub):
-            if Path(f"/run/netns/{name}").exists():  # devices go with it
+            if Path(f"/run/netns/{name}").exists():  # deleting it also deletes its devices
                 command("ip", "netns", "delete", name)
 
 
 def limit(namespace: str, device: str, bytes_per_s: float) -> None:
-    """Lets the device send at most so many bytes/s."""
-    # Half a millisecond, or ten packets. What the bucket holds is sent at once after every pause: a larger one makes the many
-    # short exchanges of a step faster than the rate, by up to a quarter.
+    """Limits the sending rate of a device."""
+    # Half a millisecond, or ten packets. A full bucket is sent at once after every pause: a larger one would make the many
+    # short exchanges of a step up to a quarter faster than the rate.
     burst = max(16_384, int(bytes_per_s * 0.0005))
-    # A queue that never overflows: the networks of GPU clusters lose no packet where several senders meet, and TCP would wait.
+    # A queue that never overflows: networks of GPU clusters are lossless under congestion, and TCP would back off.
     limits = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst), "limit", str(256 << 20))
     command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)
 
 
 def kill_inside(namespace: str) -> None:
-    """Kills what runs in a namespace that we made, so only what we started."""
+    """Kills all processes in a namespace created by this run."""
     for number in command("ip", "netns", "pids", namespace).split():
         with suppress(ProcessLookupError):
             os.kill(int(number), signal.SIGKILL)

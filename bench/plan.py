@@ -1,14 +1,14 @@
-"""Benchmark of planning: auto, bins, static degrees and other systems on every length mix, by the cost model alone.
+"""Benchmark of planning: auto, bins, static degrees and other systems on every length mix, by the cost model.
 
     python bench/plan.py      # both tables: some minutes
     python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
 
-Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, that
-of their longest document), and auto also over the best static degree of every step; `gaps` has auto's distance to the lower
-bound, and how much of it no plan can avoid, also on numbers of ranks that are no powers of two, and with documents stretched
-until the longest of a step has 2M tokens. Writes OUT.csv (a line for each planner and setting, means over seeds) and OUT.md.
-Where documents do not fit (few ranks), they are split as in training. Planning times are wall clock in one process: compare
-them within one run, on a machine that does nothing else (its load before the run is noted).
+Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, for
+their longest document), and auto also over the best static degree of every step; `gaps` has auto's gap to the lower bound, and
+the part that no plan can avoid, also for numbers of ranks other than powers of two, and with documents stretched until the
+longest of a step has 2M tokens. Writes OUT.csv (one line per planner and setting, means over seeds) and OUT.md. Documents that
+do not fit (on few ranks) are split as in training. Planning times are wall clock in one process: compare them within one run,
+on an idle machine (its load before the run is recorded).
 """
 
 import os
@@ -28,13 +28,13 @@ from longctx.planning.layout import longest_document
 TOKENS_PER_RANK = 16384
 PROFILE = "h100-nvlink-ib"
 STRETCHED = 2 << 20
-"""Tokens of the longest document of every step, where documents are stretched."""
+"""Tokens of the longest document of every step with stretched documents."""
 FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Steps of so many documents a rank from a mix, stretched until the longest of a step has so many tokens (None: not)."""
+    """Steps of documents from a mix, stretched until the longest of a step has `stretched_to` tokens (None: not stretched)."""
 
     table: str
     mix: str
@@ -52,7 +52,7 @@ Result = tuple[Setting, list[Row]]
 
 
 def settings(mixes: Sequence[str]) -> list[Setting]:
-    """Everything that is measured, in the order of the tables."""
+    """Returns all settings, in the order of the tables."""
     speedups = [Setting("speedups", mix, n, d) for mix in mixes for n in (8, 64, 256, 1024) for d in (1, 4, 16)]
     gaps = [Setting("gaps", mix, n, d) for mix in mixes for n in (6, 8, 24, 48, 64, 256) for d in (1, 4, 10)]
     return speedups + gaps + [Setting("gaps", mix, 256, d, STRETCHED) for mix in mixes for d in (1, 4, 10)]
@@ -60,7 +60,7 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
 
 def main() -> None:
     parser = options(__doc__, "plan")
-    parser.add_argument("--only", default="", metavar="REGEX", help="settings that have it in their label")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only settings whose label matches")
     parser.add_argument("--seeds", type=int, default=5)
     given = parser.parse_args()
     began = time.monotonic()
@@ -69,8 +69,8 @@ def main() -> None:
     about = facts("longctx", "numpy", "megatron-core") | {"profile": PROFILE, "seeds": str(given.seeds)}
     about |= {"load before": f"{os.getloadavg()[0]:.1f}", "command": command()}
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
-    table = Table(given.out.with_suffix(".csv"), columns, about, anew=True)
-    # One small step first, so that imports and first calls are not counted as planning.
+    table = Table(given.out.with_suffix(".csv"), columns, about, overwrite=True)
+    # A small step first, so that imports and first calls do not count as planning time.
     modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
@@ -79,14 +79,14 @@ def main() -> None:
         for row in results[-1][1]:
             table.append(asdict(row) | asdict(setting))
     if not results:
-        sys.exit(f"nothing was planned: no label such as {settings(mix_names())[0].label!r} has {given.only!r} (--only)")
+        sys.exit(f"--only {given.only!r} matches no label; labels look like {settings(mix_names())[0].label!r}")
     text = page(results, about | {"minutes": f"{(time.monotonic() - began) / 60:.1f}"})
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
 
 def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]:
-    """Mean rows of the setting's planners."""
+    """Returns the mean rows of all planners for a setting."""
     rows: list[Row] = []
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
@@ -99,28 +99,28 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
 
 
 def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
-    """All lengths times one factor, so that the longest becomes `longest`; as they are if it is None."""
+    """Scales all lengths by one factor, so that the longest becomes `longest` (None: no scaling)."""
     return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
 
 
 def page(results: Sequence[Result], about: dict[str, str]) -> str:
-    """Both tables in Markdown, and the facts of the run."""
+    """Returns both tables in Markdown, and the facts of the run."""
     speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
     gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
     lines = [*(speedup_table(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
-        f"{TOKENS_PER_RANK:,} tokens a rank; documents longer than all ranks hold are split. Means over seeds. {told}",
+        f"{TOKENS_PER_RANK:,} tokens per rank; documents longer than all ranks hold are split. Means over seeds. {told}",
         "",
     ]
     return "\n".join(lines)
 
 
 def speedup_table(results: Sequence[Result]) -> list[str]:
-    """All planners over fixed static, and auto over the best static degree of every step."""
+    """Returns the table of speedups: all planners over fixed static, and auto over the best static degree of every step."""
     others = [planner for planner in PLANNERS if planner not in ("auto", "fixed-static")]
-    head = ["mix", "ranks", "docs a rank", "fixed", "**auto**", "without barriers", "over best static"]
-    head += [*(TITLES[planner] for planner in others), "limit", "gap", "unavoidable gap", "auto plans in"]
+    head = ["mix", "ranks", "docs per rank", "fixed", "**auto**", "without barriers", "over best static"]
+    head += [*(TITLES[planner] for planner in others), "upper bound", "gap", "unavoidable gap", "planning time of auto"]
     lines, notes = [], []
     for setting, rows in results:
         by = {row.planner: row for row in rows}
@@ -135,11 +135,12 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
         lines.append([*line, f"{auto.gap:.1%}", f"{auto.unavoidable_gap:.1%}", f"{auto.planning_ms:,.0f} ms"])
         notes += [f"- {TITLES[row.planner]}, {setting.mix}, {row.ranks} ranks: {row.note}" for row in rows if row.note]
     return [
-        "Speedup over fixed static, modelled: one degree for all steps, the smallest power of two that holds the longest "
-        "document of all seeds, documents packed as they are drawn. `without barriers` is auto's speedup where the groups of "
-        "fixed static wait for each other at the end of the step alone, as every rank keeps all weights; `over best static` is "
-        "auto's over the best static degree of every step, an oracle that no trainer has. In brackets those ahead of auto; no "
-        "plan passes `limit`. The gap is that of auto to the lower bound; beside it stands the part that no plan can avoid.",
+        "Modelled speedup over fixed static: one degree for all steps, the smallest power of two that holds the longest "
+        "document of all seeds, documents packed in the order drawn. `without barriers`: speedup of auto if the groups of "
+        "fixed static synchronize only at the end of a step, as when every rank keeps all weights. `over best static`: speedup "
+        "of auto over the best static degree of every step, an oracle that no trainer has. Brackets mark planners ahead of "
+        "auto. `upper bound`: bound on the speedup of any plan. Gap: of auto to the lower bound on time, and its unavoidable "
+        "part.",
         "",
         *markdown(head, lines, 1),
         "",
@@ -149,7 +150,7 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
 
 
 def gap_table(results: Sequence[Result]) -> list[str]:
-    """Settings that differ only in the documents a rank share a line."""
+    """Returns the table of gaps; settings that differ only in documents per rank share a line."""
     counts = sorted({setting.documents_a_rank for setting, _ in results})
     gaps: dict[tuple[str, int, int | None], dict[int, str]] = {}
     for setting, rows in results:
@@ -158,11 +159,11 @@ def gap_table(results: Sequence[Result]) -> list[str]:
         line[setting.documents_a_rank] = f"{auto.gap:.1%} ({auto.unavoidable_gap:.1%})"
     lines = []
     for (mix, ranks, longest), line in gaps.items():
-        length = "that of the mix" if longest is None else f"all stretched to {longest:,}"
+        length = "as in the mix" if longest is None else f"stretched to {longest:,}"
         lines.append([mix, f"{ranks:,}", length, *(line.get(count, "") for count in counts)])
-    head = ["mix", "ranks", "longest document", *(f"{count} a rank" for count in counts)]
+    head = ["mix", "ranks", "longest document", *(f"{count} per rank" for count in counts)]
     return [
-        "Gap of auto to the lower bound by documents a rank; in brackets the part of it that no plan can avoid.",
+        "Gap of auto to the lower bound, by documents per rank; in brackets the part that no plan can avoid.",
         "",
         *markdown(head, lines, 1),
         "",

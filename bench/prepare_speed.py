@@ -2,9 +2,9 @@
 
     python -m bench.prepare_speed CHECKPOINT CONVERSATIONS.jsonl [--megabytes 80] [--rounds 3]
 
-The conversations are repeated, each time with another first line, until they have the wanted size. Each round runs both in a
-process of its own, one after the other, start of Python included; the loop keeps its tokens as Arrow arrays, and knows nothing
-of which of them are learnt.
+The conversations are repeated, each time with another first line, up to the given size. Each round runs both in turn, each in
+its own process, including the start of Python. The loop keeps tokens as Arrow arrays, and does not compute which tokens have
+loss.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from statistics import median
 
 
 def plain_loop(checkpoint: str, file: Path) -> None:
-    """What a script without longctx would do."""
+    """Tokenizes the conversations as a script without longctx would."""
     import pyarrow
     from transformers import AutoTokenizer
 
@@ -29,12 +29,12 @@ def plain_loop(checkpoint: str, file: Path) -> None:
         while batch := list(islice(lines, 1000)):
             texts = [tokenizer.apply_chat_template(json.loads(line)["messages"], tokenize=False) for line in batch]
             encoded = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-            kept.append(pyarrow.array([one.ids for one in encoded], pyarrow.list_(pyarrow.int32())))
+            kept.append(pyarrow.array([encoding.ids for encoding in encoded], pyarrow.list_(pyarrow.int32())))
     print(sum(len(array.values) for array in kept))
 
 
 def write(source: Path, file: Path, size: int) -> None:
-    """Repeats the conversations of `source`."""
+    """Writes the conversations of `source` repeatedly, up to `size` bytes."""
     conversations = [json.loads(line)["messages"] for line in source.read_text("utf-8").splitlines()]
     with file.open("w", encoding="utf-8") as out:
         while out.tell() < size:
@@ -52,7 +52,7 @@ def timed(command: list[str]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare `longctx prepare` with a plain loop")
     parser.add_argument("checkpoint", help="folder with a tokenizer and a chat template")
-    parser.add_argument("source", type=Path, help="JSONL of messages")
+    parser.add_argument("source", type=Path, help="JSONL file of conversations with messages")
     parser.add_argument("--megabytes", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--loop", action="store_true", help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Random splits of the trainer against one process: models and documents of odd sizes, and every setting that splits or orders.
+"""Compares random parallel settings of the trainer with one process, on models and documents of odd sizes.
 
-    python -m bench.random_splits                        # 200 cases of seed 0; goes on where an earlier run stopped
+    python -m bench.random_splits                        # 200 cases of seed 0; continues where an earlier run stopped
     python -m bench.random_splits --seed 7 --cases 50
-    python -m bench.random_splits --seed 0 --only 17     # one case again, with all its settings
+    python -m bench.random_splits --seed 0 --only 17     # one case, with all its settings
 
-A case draws a model, documents, up to eight processes (tensor ranks, pipeline, domain), a planning mode with its budget, and
-what is recomputed, resharded, reduced, kept, exchanged and compiled. What the rules on settings refuse is drawn anew. The rest
-trains a few float32 steps; tokens are those of one process, losses to 1e-5 relative and gradient norms to 1e-4. Every case
-depends on seed and number alone. Writes OUT.csv, a row for each case, and OUT.md; exits with 1 if a case failed.
+A case draws a model, documents, up to eight processes (tensor, pipeline, domain), a planning mode with its token budget, and
+settings of recomputation, resharding, reduction, exchange and compilation. Settings that the rules refuse are drawn again. Each
+case trains a few float32 steps; tokens must equal those of one process, losses to 1e-5 relative and gradient norms to 1e-4.
+A case depends only on seed and number. Writes OUT.csv, one row per case, and OUT.md; exits with 1 if a case failed.
 """
 
 import math
@@ -35,10 +35,10 @@ from longctx.training.setup import check_vocabulary
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
 
-LOSS, GRADIENT_NORM = 1e-5, 1e-4  # greatest relative errors
+LOSS, GRADIENT_NORM = 1e-5, 1e-4  # maximum relative errors
 STEPS = 3
 PROCESSES = 8
-BYTES = 257  # entries of the stores' vocabulary
+BYTES = 257  # vocabulary of the stores
 PROFILE = "h100-nvlink-ib"
 COLUMNS = (
     *("seed", "case", "world", "result", "loss_error", "gradient_norm_error", "seconds"),
@@ -50,7 +50,7 @@ Settings = dict[str, object]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: the split and the single process have the settings `common`; lengths are those of documents in bytes."""
+    """One case: `common` settings of split and single process, and settings of the `split`; document lengths in bytes."""
 
     world: int
     lengths: tuple[int, ...]
@@ -59,7 +59,7 @@ class Case:
     split: Settings
 
     def refused(self) -> bool:
-        """Whether its settings break a rule, or the trainer itself refuses them before the start."""
+        """Returns True if the settings break a rule, or the trainer refuses them."""
         try:
             config = load(None, [*SMALL, "data.store=store", *overrides(self.common | self.split)], world_size=self.world)
             check_vocabulary(config, config.model.shape(BYTES).spec)
@@ -76,7 +76,7 @@ def overrides(settings: Settings) -> list[str]:
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of this number: the first drawn that no rule refuses."""
+    """Draws the case of this number, the first that no rule refuses."""
     rng = random.Random(f"{seed}/{number}")
     while (case := draw_any(rng)).refused():
         pass
@@ -84,7 +84,7 @@ def draw(seed: int, number: int) -> Case:
 
 
 def draw_any(rng: random.Random) -> Case:
-    """A case that rules may refuse."""
+    """Draws a case, which rules may refuse."""
     tensor = rng.choice([1, 1, 2, 2, 4])
     pipeline = rng.choice([ranks for ranks in (1, 1, 1, 2, 2, 3) if tensor * ranks <= PROCESSES])
     domain = rng.randint(1, min(6, PROCESSES // (tensor * pipeline)))
@@ -129,7 +129,7 @@ def draw_any(rng: random.Random) -> Case:
 
 
 def draw_plan(rng: random.Random, domain: int, longest: int, tensor: int) -> Settings:
-    """A mode, and a budget between what holds the longest document and what holds it on one rank."""
+    """Draws a mode and a token budget, between what the longest document needs over all ranks and on one rank."""
     mode, pad = rng.choice(["static", "bins", "auto"]), rng.choice([1, 1, 1, 2, 3, 16])
     degree = rng.randint(1, domain)
     needed = next(tokens for tokens in range(1, longest + 1) if longest_document(degree, tokens) >= longest)
@@ -146,7 +146,7 @@ def draw_plan(rng: random.Random, domain: int, longest: int, tensor: int) -> Set
 
 
 def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, float]:
-    """The greatest relative errors of loss and gradient norm. Raises AssertionError if the case crashes, or tokens differ."""
+    """Returns the maximum relative errors of loss and gradient norm. Raises AssertionError if it fails or tokens differ."""
     one: Settings = {"batch.tokens_per_rank": case.common["data.max_length"], "context.mode": "static"}
     found = []
     with tempfile.TemporaryDirectory(prefix="longctx-random-") as name:
@@ -157,26 +157,26 @@ def compare(case: Case, workers: Workers, timeout_s: float) -> tuple[float, floa
         for world, settings in ((1, case.common | one), (case.world, case.common | case.split)):
             settings = {**settings, "context.profile": str(folder / "profile.yaml")}
             run = folder / f"run-{len(found)}"
-            found.append(workers.run(train_anew, world, store, run, overrides(settings), timeout_s, timeout_s=timeout_s)[0])
+            found.append(workers.run(train_case, world, store, run, overrides(settings), timeout_s, timeout_s=timeout_s)[0])
     alone, split = found
     counts = [[(m.tokens, m.target_tokens) for m in steps] for steps in found]
-    assert counts[0] == counts[1], f"tokens and targets are {counts[1]}, and of one process {counts[0]}"
+    assert counts[0] == counts[1], f"tokens and targets are {counts[1]}, but {counts[0]} on one process"
     return error(split, alone, "loss"), error(split, alone, "grad_norm")
 
 
-def train_anew(store: Path, run: Path, settings: list[str], timeout_s: float) -> list[StepMetrics]:
-    """Without programs that an earlier case in this process compiled: torch gives up after some, and runs without."""
+def train_case(store: Path, run: Path, settings: list[str], timeout_s: float) -> list[StepMetrics]:
+    """Trains after clearing programs compiled by earlier cases: torch stops compiling after a number of recompilations."""
     torch._dynamo.reset()
     return train(store, run, settings, STEPS, timeout_s=timeout_s)
 
 
 def error(split: Iterable[StepMetrics], alone: Iterable[StepMetrics], name: str) -> float:
     pairs = [(getattr(a, name), getattr(b, name)) for a, b in zip(split, alone, strict=True)]
-    return max(abs(mine - right) / (abs(right) or 1.0) for mine, right in pairs)
+    return max(abs(value - expected) / (abs(expected) or 1.0) for value, expected in pairs)
 
 
 def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict[str, object]:
-    """The row of a case; why it failed is printed."""
+    """Runs a case and returns its row; prints the reason of a failure."""
     case = draw(seed, number)
     began, losses, norms = time.perf_counter(), math.nan, math.nan
     try:
@@ -195,7 +195,7 @@ def run_case(seed: int, number: int, workers: Workers, timeout_s: float) -> dict
 
 
 def page(rows: Sequence[dict[str, str]]) -> list[str]:
-    """The tables in Markdown."""
+    """Returns the page in Markdown."""
     bad = [row for row in rows if row["result"] != "equal"]
     ran = [row for row in rows if row["result"] != "crashed"]
     loss, norm = (max((float(row[name]) for row in ran), default=0.0) for name in ("loss_error", "gradient_norm_error"))
@@ -206,14 +206,14 @@ def page(rows: Sequence[dict[str, str]]) -> list[str]:
     few = {name: sorted(counts.items()) for name, counts in values.items() if len(counts) <= 8}
     versions = sorted({f"torch {row['torch']}, Python {row['python']}, {row['cores']} cores, {row['date']}" for row in rows})
     return [
-        f"{len(rows)} random splits of the trainer, {STEPS} float32 steps each, against one process: {len(bad)} failed. "
-        f"Greatest relative error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient norm: "
-        f"{norm:.1e} ({GRADIENT_NORM:.0e}). By `python -m bench.random_splits` "
-        f"({'; '.join(versions)}); the cases are in the CSV file beside this one, and `--seed S --only K` runs one again.",
+        f"{len(rows)} random splits of the trainer, {STEPS} float32 steps each, compared with one process: {len(bad)} failed. "
+        f"Maximum relative error of the loss: {loss:.1e} ({LOSS:.0e} allowed), of the gradient norm: "
+        f"{norm:.1e} ({GRADIENT_NORM:.0e} allowed). Made by `python -m bench.random_splits` "
+        f"({'; '.join(versions)}); the CSV file of the same name has all cases, and `--seed S --only K` repeats one.",
         "",
         *(f"Failed: `--seed {row['seed']} --only {row['case']}` ({row['result']}): {row['settings']}\n" for row in bad),
         *markdown(
-            ["setting", "its values, and how many cases had them"],
+            ["setting", "values, each with its number of cases"],
             ([name, ", ".join(f"{value} {count}" for value, count in counts)] for name, counts in few.items()),
         ),
     ]
@@ -223,8 +223,8 @@ def main() -> int:
     parser = options(__doc__, "random-splits")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--only", type=int, help="one case, which goes into no table")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a message of a case is lost")
+    parser.add_argument("--only", type=int, help="run only this case, without writing tables")
+    parser.add_argument("--timeout", type=float, default=600.0, help="timeout of collectives in seconds")
     given = parser.parse_args()
     workers = Workers()
     try:
@@ -233,7 +233,7 @@ def main() -> int:
             return int(run_case(given.seed, given.only, workers, given.timeout)["result"] != "equal")
         about = {name: value for name, value in facts("torch").items() if name in COLUMNS}
         table = Table(given.out.with_suffix(".csv"), COLUMNS, about | {"cores": str(os.cpu_count())})
-        table.rows = [row for row in table.rows if row["result"] == "equal"]  # others run again
+        table.rows = [row for row in table.rows if row["result"] == "equal"]  # failed cases run again
         table.write()
         for case in table.missing([{"seed": given.seed, "case": number} for number in range(given.cases)], math.inf):
             table.append(run_case(case["seed"], case["case"], workers, given.timeout))

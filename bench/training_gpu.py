@@ -1,21 +1,21 @@
-"""Training on one GPU: tokens per second, utilisation and memory by document length, what each memory option does, and a peer.
+"""Training on one GPU: tokens/s, MFU and memory by document length, the effect of each memory option, and a peer.
 
-    python bench/training_gpu.py                          # the most telling rows first, until 25 minutes are over
-    python bench/training_gpu.py --minutes 9 --only 1b    # rows of which the label contains "1b"; and so on in further calls
-    python bench/training_gpu.py --smoke                  # tiny, on a CPU: that the script works, no figures
+    python bench/training_gpu.py                          # the most important rows first, for 25 minutes
+    python bench/training_gpu.py --minutes 9 --only 1b    # rows with "1b" in their label; call again for the others
+    python bench/training_gpu.py --smoke                  # tiny, on a CPU: tests the script, no figures
 
-Every row is a run of `longctx train` (one process, one document of the given length a step) as a user would start it, read
-from its metrics: the median, least and most of the steps that it finished, without those to warm up. Long steps are few, and a
-row that runs out of time keeps the steps that it has. For each length the first settings are taken, of a ladder from fast to
-small, that fit this GPU by `longctx estimate` (training_rows.py); where memory runs out all the same, ones further down are
-tried, and each trial is a row. The last model is a few layers of an 8B model on one document of 1,048,576 tokens.
+Every row is a run of `longctx train` (one process, one document of the given length per step) as a user would start it. Its
+metrics give median, minimum and maximum over the finished steps, without warm-up; a row that runs out of time keeps the
+finished steps. For each length, settings are chosen from a ladder from fast to small: the first that fit this GPU by `longctx
+estimate` (training_rows.py). If memory runs out all the same, smaller settings are tried, with a row for each trial. The last
+model is a few layers of an 8B model on one document of 1,048,576 tokens.
 
-The peer is `transformers` with the fastest attention that it has here (training_peer.py), of the same shape and number of
-weights, on as many tokens, in the same precision, with gradient checkpointing. Vocabularies are so small that the loss weighs
-little. It is one GPU: nothing is said of exchange.
+The peer is `transformers` with its fastest attention here (training_peer.py), with the same shape, number of weights, tokens
+and precision, and gradient checkpointing. Vocabularies are small, so that the loss takes little time. One GPU: exchange is not
+measured.
 
-Rows are appended to OUT.csv as they come, what fails with its reason; rows that OUT.csv has already are not measured again. No
-checkpoints are written, and what a row leaves on the disk is deleted behind it.
+Rows are appended to OUT.csv as they are measured, failed rows with a reason; rows that OUT.csv already has are skipped. No
+checkpoints are written, and the files of a row are deleted after it.
 """
 
 import json
@@ -38,8 +38,8 @@ from harness import Table, command, device_facts, facts, make_store, options
 from longctx.training.utilisation import model_flops
 from training_rows import MEMORY_SHARE, Gpu, Option, Run, runs
 
-START_S = 40.0  # until a run is at its first step, generously: with less no row is begun
-ROW_S = 480.0  # for a row, however long its steps are
+START_S = 40.0  # generous time until the first step of a run; no row is started with less time left
+ROW_S = 480.0  # maximum time of a row
 TOO_LONG = "took more than"
 LLAMA = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 PEER_SIZES = {*LLAMA, "vocab_size", "rope_theta", "rms_norm_eps", "tie_word_embeddings"}
@@ -51,12 +51,12 @@ COLUMNS = (
 
 def main() -> None:
     parser = options(__doc__, "training_gpu", minutes=25.0)
-    parser.add_argument("--steps", type=int, default=7, help="of a row at most, those to warm up included")
-    parser.add_argument("--only", default="", metavar="TEXT", help='rows with it in their label ("longctx 1b 32768 none")')
+    parser.add_argument("--steps", type=int, default=7, help="maximum steps per row, including warm-up")
+    parser.add_argument("--only", default="", metavar="TEXT", help='only rows with it in their label ("longctx 1b 32768 none")')
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.smoke:
-        parser.error("there is no GPU here: run this on a machine with one, or --smoke to see that it works")
+        parser.error("no GPU is available: run this on a machine with a GPU, or use --smoke to test the script")
     gpu = Gpu.here()
     about = facts("longctx", "torch", "triton", "flash-attn-4", "flash-attn", "transformers") | device_facts()
     about |= {"memory_gib": f"{gpu.memory / 2**30:.1f}", "command": command(given.out)}
@@ -66,13 +66,13 @@ def main() -> None:
         if given.only not in run.label or has(table, run):
             continue
         if deadline - time.monotonic() < START_S:
-            print(f"not started, since no time is left; the same command goes on with it: {run.label}")
+            print(f"not started, out of time; run the same command again to continue with it: {run.label}")
         else:
             measure(run, gpu, table, given.steps, deadline)
 
 
 def has(table: Table, run: Run) -> bool:
-    """Whether this row has been measured, on a GPU of this name, or was found not to fit."""
+    """Returns True if this row has been measured on a GPU of this name, or does not fit."""
     same = {"system": run.system, "model": run.model, "tokens": run.tokens, "layers": run.shape.num_hidden_layers}
     rows = table.find(**same, device=table.facts["device"])
     done = [row for row in rows if not row["failed"] or row["failed"].startswith("not started")]
@@ -80,14 +80,14 @@ def has(table: Table, run: Run) -> bool:
 
 
 def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> None:
-    """Appends the row, one more for each trial that ran out of memory."""
+    """Appends the row, and one for each trial that ran out of memory."""
     row = {"system": run.system, "model": run.model, "tokens": run.tokens, "chosen": run.chosen}
     row |= {"layers": run.shape.num_hidden_layers, "parameters": run.shape.spec.parameters}
     fitting, enough = run.fitting(gpu), math.inf
     if not fitting:
         least = min(run.bytes(option, gpu) for option in run.options) / 2**30
         counted = MEMORY_SHARE * gpu.memory / 2**30
-        table.append({**row, "failed": f"not started: needs {least:.1f} GiB by estimate, of {counted:.1f} that are counted on"})
+        table.append({**row, "failed": f"not started: needs {least:.1f} GiB by estimate, but {counted:.1f} GiB are available"})
     for option in fitting:
         if run.bytes(option, gpu) > enough:
             continue
@@ -100,7 +100,7 @@ def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> No
 
 
 def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dict[str, Any]:
-    """One trial: what its metrics say, and why it ended early, if it did. Its folder is gone afterwards."""
+    """Runs one trial. Returns its metrics, and the reason if it ended early. Deletes its folder."""
     row: dict[str, Any] = {"options": option.name}
     if run.system == "longctx":
         row |= {"attention": gpu.kernel(option), "settings": shlex.join(run.arguments(option, steps))}
@@ -110,11 +110,11 @@ def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dic
         try:
             words = command_of(run, option, steps, folder)
             why = finish(words, folder / "log", until - time.monotonic())
-        except Exception as error:  # whatever it is, the other rows go on
+        except Exception as error:  # any error: continue with the other rows
             why = f"{type(error).__name__}: {error}"[:300]
         metrics = folder / "run" / "metrics.jsonl"
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        finished = [json.loads(line) for line in lines if line.endswith("}")]  # the last may be cut short
+        finished = [json.loads(line) for line in lines if line.endswith("}")]  # the last line may be incomplete
     row |= summary(finished, run, gpu)
     if finished and why.startswith(TOO_LONG):
         return {**row, "note": f"{why} with {len(finished)} of {steps} steps", "failed": ""}
@@ -122,7 +122,7 @@ def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dic
 
 
 def command_of(run: Run, option: Option, steps: int, folder: Path) -> list[str]:
-    """What trains, and writes run/metrics.jsonl in `folder`."""
+    """Returns the command that trains and writes run/metrics.jsonl in `folder`."""
     if run.system == "longctx":
         words = [f"--data.store={make_store([run.tokens] * 2, folder)}", f"--train.run_dir={folder / 'run'}"]
         return [sys.executable, "-m", "longctx", "train", *run.arguments(option, steps), *words]
@@ -133,7 +133,7 @@ def command_of(run: Run, option: Option, steps: int, folder: Path) -> list[str]:
 
 
 def finish(words: Sequence[str], log: Path, seconds: float) -> str:
-    """Runs a process to its end, or kills it when time is over: why it failed, in a line, or ""."""
+    """Runs a process, and kills it after `seconds`. Returns the reason if it failed, otherwise ""."""
     with log.open("w", encoding="utf-8") as stream:
         try:
             code = subprocess.run(words, stdout=stream, stderr=subprocess.STDOUT, timeout=max(0.0, seconds)).returncode
@@ -148,7 +148,7 @@ def finish(words: Sequence[str], log: Path, seconds: float) -> str:
 
 
 def summary(finished: Sequence[dict[str, Any]], run: Run, gpu: Gpu) -> dict[str, Any]:
-    """Columns of the finished steps; of n the first min(2, n // 2) warm up."""
+    """Returns the columns of the finished steps; the first min(2, n // 2) of n steps are warm-up."""
     if not finished:
         return {}
     warm_up = min(2, len(finished) // 2)
@@ -168,5 +168,5 @@ def summary(finished: Sequence[dict[str, Any]], run: Run, gpu: Gpu) -> dict[str,
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # on the way out, what runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exits through `subprocess.run`, which kills the running row
     main()

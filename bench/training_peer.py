@@ -1,10 +1,10 @@
-"""The peer of training_gpu.py: transformers trains a Llama of the same shape, on one document a step; a process of its own.
+"""The peer of training_gpu.py: trains a Llama of the same shape with transformers, one document per step, in its own process.
 
     python bench/training_peer.py '{"shape": {...}, "tokens": 32768, "steps": 7, "metrics": "metrics.jsonl"}'
 
-Its precision is longctx's: weights and moments in float32, computation in bfloat16 (FSDP2 on one process), with gradient
-checkpointing and fused AdamW. Of every attention that transformers has here one layer is timed, and the fastest trains all of
-them. Appends a line to `metrics` for each finished step.
+Precision is that of longctx: weights and optimizer state in float32, computation in bfloat16 (FSDP2 on one process), with
+gradient checkpointing and fused AdamW. Every attention implementation available to transformers is timed on one layer, and the
+fastest is used. Appends a line to `metrics` for each finished step.
 """
 
 import json
@@ -22,9 +22,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import import_utils
 
-CUDNN_FIRST = "sdpa, cuDNN first"  # torch's own default asks it last
+CUDNN_FIRST = "sdpa, cuDNN first"  # by default torch tries cuDNN last
 CUDNN_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-MOST_TRIED_TOKENS = 32768  # on which the choice among attentions is made: on more it would take minutes
+MOST_TRIED_TOKENS = 32768  # maximum tokens for timing the attention implementations; more would take minutes
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def fastest_attention(shape: dict[str, Any], tokens: int, device: torch.device) -> str:
-    """The attention with which a step of one layer takes least; those that fail here are told and left out."""
+    """Returns the attention with the fastest step of one layer; prints and skips those that fail here."""
     if device.type != "cuda":
         return "sdpa"
     names = ["sdpa", CUDNN_FIRST]
@@ -54,7 +54,7 @@ def fastest_attention(shape: dict[str, Any], tokens: int, device: torch.device) 
     for name in names:
         try:
             times[name] = min(seconds for seconds, _ in train({**shape, "num_hidden_layers": 1}, tokens, 3, name, device))
-        except Exception as failure:  # of whatever kind: the others may do
+        except Exception as failure:  # any error: try the others
             print(f"{name} does not work here: {failure}", file=sys.stderr)
         torch.cuda.empty_cache()
     print(f"seconds of a step of one layer: {times}", file=sys.stderr)
@@ -63,7 +63,7 @@ def fastest_attention(shape: dict[str, Any], tokens: int, device: torch.device) 
 
 
 def train(shape: dict[str, Any], tokens: int, steps: int, attention: str, device: torch.device) -> Iterator[tuple[float, int]]:
-    """Seconds of every step, and the number of parameters."""
+    """Yields the seconds of every step, and the number of parameters."""
     sizes = {name: size for name, size in shape.items() if name != "rope_theta"}
     rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
     config = LlamaConfig(**sizes, rope_parameters=rope, max_position_embeddings=tokens)
@@ -77,9 +77,9 @@ def train(shape: dict[str, Any], tokens: int, steps: int, attention: str, device
         fully_shard(module, mp_policy=precision)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     for _ in range(steps):
-        ids = torch.randint(256, (1, tokens), device=device)  # bytes, as longctx gets them
+        ids = torch.randint(256, (1, tokens), device=device)  # bytes, as in longctx
         began = time.perf_counter()
-        # Around backward as well, which repeats forward.
+        # Around backward as well, which recomputes forward.
         with sdpa_kernel(CUDNN_ORDER, set_priority=True) if attention == CUDNN_FIRST else nullcontext():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
@@ -87,7 +87,7 @@ def train(shape: dict[str, Any], tokens: int, steps: int, attention: str, device
         optimizer.step()
         optimizer.zero_grad()
         if not torch.isfinite(loss):  # waits for the step
-            raise ArithmeticError(f"error: the loss is {loss.item()}")
+            raise ArithmeticError(f"error: loss is {loss.item()}")
         if device.type == "cuda":
             torch.cuda.synchronize()
         yield time.perf_counter() - began, parameters

@@ -1,6 +1,6 @@
-"""What training_gpu.py measures, the most telling rows first, and with which settings each of them fits a GPU.
+"""Rows of training_gpu.py, the most important first, and the settings with which each fits a GPU.
 
-Memory is that of `longctx estimate`, and what the attention kernel needs beside it.
+Memory is estimated by `longctx estimate`, plus the workspace of the attention kernel.
 """
 
 import math
@@ -19,15 +19,15 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.training.utilisation import peak_flops
 
 MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
-STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # of the 8B model: a step takes minutes a layer
+STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # few layers of the 8B model, as a step takes minutes per layer
 VOCABULARY = 4096
-MEMORY_SHARE = 0.88  # of the GPU's memory, that an estimate may come to: it knows nothing of fragments, contexts and libraries
+MEMORY_SHARE = 0.88  # maximum estimate, as a share of GPU memory: it excludes fragmentation, CUDA contexts and libraries
 FASTEST = "fastest that fits"
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings of `longctx train` under a name."""
+    """Named settings of `longctx train`."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -53,14 +53,14 @@ LADDER = [
     FULL + TILES + HOST_INPUTS,
     FULL + TILES + HOST_INPUTS + HOST_OPTIMIZER,
 ]
-"""From the fastest down to what needs least memory, as far as we can tell without having measured it."""
-LADDER_OF_TRITON = [SELECTIVE + TILES + TRITON, LADDER[-1] + TRITON]  # our own kernel needs less than some libraries
-CHECKPOINTING = Option("gradient checkpointing")  # of the peer
+"""From the fastest to the least memory, as expected before measuring."""
+LADDER_OF_TRITON = [SELECTIVE + TILES + TRITON, LADDER[-1] + TRITON]  # our own kernel needs less memory than some libraries
+CHECKPOINTING = Option("gradient checkpointing")  # option of the peer
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Where rows run: its memory in bytes, operations a second, and what kernel auto comes to on it."""
+    """The GPU: its memory in bytes, peak FLOP/s, and the kernel that `auto` chooses on it."""
 
     memory: float
     peak: float
@@ -68,7 +68,7 @@ class Gpu:
 
     @classmethod
     def here(cls) -> "Gpu":
-        """The GPU of this machine. A CPU is taken to hold everything."""
+        """Returns the GPU of this machine. A CPU is assumed to have unlimited memory."""
         if not torch.cuda.is_available():
             return cls(math.inf, math.inf, "cpu")
         library = Flash().library(Request("cuda", torch.bfloat16, 128, 128))
@@ -82,9 +82,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Run:
-    """A row to be: who trains how many layers (None: all) of which model on documents of how many tokens.
+    """A row to measure: system, model, number of layers (None: all) and document length.
 
-    Of several options it takes the first that fits.
+    The first of `options` that fits is used.
     """
 
     system: str
@@ -109,7 +109,7 @@ class Run:
         return f"{self.system} {self.model}{layers} {self.tokens} {self.chosen}"
 
     def settings(self, option: Option, steps: int) -> dict[str, Any]:
-        """Of `longctx train`, but for its folders."""
+        """Returns the settings of `longctx train`, without its folders."""
         return {
             "model.preset": self.model,
             "model.vocab_size": VOCABULARY,
@@ -128,20 +128,20 @@ class Run:
         return [as_override(name, value) for name, value in self.settings(option, steps).items()]
 
     def bytes(self, option: Option, gpu: Gpu) -> int:
-        """Memory by `longctx estimate`, and what the kernel needs in backward beside it."""
+        """Returns the memory by `longctx estimate`, plus the workspace of the kernel's backward."""
         config = changed(Config(), self.settings(option, 2).items())
         memory = estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
         return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
 
     def fitting(self, gpu: Gpu) -> list[Option]:
-        """The options that this GPU has the memory for. The peer's memory is not estimated."""
+        """Returns the options that fit in the memory of this GPU. The peer's memory is not estimated."""
         if self.system != "longctx":
             return self.options
         return [option for option in self.options if self.bytes(option, gpu) <= MEMORY_SHARE * gpu.memory]
 
 
 def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
-    """What a kernel's deterministic backward allocates for itself (see attention/kernels/flash_libraries.py)."""
+    """Returns the bytes that a kernel's deterministic backward allocates (see attention/kernels/flash_libraries.py)."""
     queries = tokens * shape.num_attention_heads * shape.head_dim
     keys = tokens * shape.num_key_value_heads * shape.head_dim
     if kernel in ("flash-attn 2", "torch's flash operators"):
@@ -153,7 +153,7 @@ def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
 
 
 def runs(gpu: Gpu, *, smoke: bool = False) -> Iterator[Run]:
-    """The most telling rows first; with `smoke` those of a tiny model on one length."""
+    """Yields the rows, the most important first; with `smoke` those of a tiny model with one length."""
     library = gpu.attention not in ("triton", "cpu")
     every = LADDER + LADDER_OF_TRITON if library else LADDER
     (model, *others), (shortest, *longer) = (("tiny",), (512,)) if smoke else (MODELS, LENGTHS)

@@ -1,9 +1,9 @@
-"""Writes long conversations about source code as JSONL: a file of the standard library, a question, an answer from the file.
+"""Writes long conversations about source code as JSONL: a file of the standard library, a question, and its answer.
 
     python examples/code_conversations.py data/conversations
 
-writes train.jsonl and held_out.jsonl: conversations of about 200 to 8,000 tokens, many short and few long, as in real chats.
-The assistant lists what a module defines, with the first line of each docstring, which can be read off the file.
+writes train.jsonl and held_out.jsonl with conversations of about 200 to 8,000 tokens, many short and few long, as in real
+chats. The assistant lists the definitions of a module, with the first line of each docstring.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from pathlib import Path
 
 QUESTION = "List the public classes and functions of this module, each with the first line of its docstring."
 SMALLEST, LARGEST = 400, 26_000
-"""Characters of a file."""
+"""Limits on the size of a file in bytes."""
 HELD_OUT = 8
-"""One conversation of so many is held out, by the hash of its name."""
+"""One of this many conversations is held out, by a hash of its name."""
 
 
 def conversations() -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """Every usable module's name and its conversation, in the order of their names."""
+    """Yields the name and conversation of every suitable module, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
     for file in sorted(root.rglob("*.py")):
@@ -39,7 +39,7 @@ def question(name: str, source: str) -> str:
 
 
 def _answer(source: str) -> str:
-    """One line for each definition; empty if there are none, or if the file does not parse."""
+    """Returns one line per definition; empty if there are none, or if the file cannot be parsed."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Write conversations about the standard library's source code")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("out", type=Path, nargs="?", help="folder of train.jsonl and held_out.jsonl")
-    what.add_argument("--ask", type=Path, metavar="FILE", help="print the question about this file, and write nothing")
+    what.add_argument("--ask", type=Path, metavar="FILE", help="only print the question about this file")
     arguments = parser.parse_args()
     if arguments.ask is not None:
         print(question(arguments.ask.name, arguments.ask.read_text("utf-8")))

@@ -1,10 +1,10 @@
-"""Trains a transformers model on packed documents, each split over as many ranks as the plan says.
+"""Fine-tunes a transformers model on packed documents, each split over the best number of processes.
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface_ring.py
 
 Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small Qwen3 with random
-weights, so nothing is downloaded. Loss and gradients equal those of one process that runs one document after another with plain
-attention.
+weights, so nothing is downloaded. Loss and gradients equal those of a single process that runs the documents one by one with
+plain attention.
 """
 
 import torch
@@ -24,7 +24,7 @@ def build_model() -> PreTrainedModel:
 
 
 def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Returns the loss of a step and leaves its gradients in the model, both the same on every rank."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
@@ -35,14 +35,14 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
         part.backward()
         loss += part.detach()
     for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # a sum: each part is already divided by the number of targets of the whole step
+        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the targets of the whole step
     return loss.item(), plan
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     model = build_model()
-    prepare(model)  # ring attention from here on, or an error that says why this model cannot be exact
+    prepare(model)  # switches to ring attention; raises an error if this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(10):
         loss, plan = forward_backward(model, read_documents(step))

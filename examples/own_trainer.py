@@ -1,4 +1,4 @@
-"""Ring attention in your own training loop and your own model, in plain PyTorch.
+"""Ring attention in your own training loop and model, in plain PyTorch.
 
     torchrun --standalone --nproc-per-node 2 examples/own_trainer.py [--fsdp]
 
@@ -22,7 +22,7 @@ from longctx import HardwareProfile, Plan, RingAttention, make_plan, pack_docume
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q, k, v [tokens, heads, head_dim] → [tokens, heads, head_dim]."""
+"""q, k, v [tokens, heads, head_dim] → out [tokens, heads, head_dim]."""
 
 
 class Block(nn.Module):
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens and positions [tokens] → logits [tokens, 256]."""
+    """A byte-level transformer: tokens and positions [tokens] → logits [tokens, 256]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ def shard(model: Model) -> None:
 
 
 def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float, Plan]:
-    """Returns the loss of a step, the same on every rank, and leaves the step's gradients in the model."""
+    """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
     lengths = [len(document) for document in documents]
     plan = make_plan(lengths, ranks=dist.get_world_size(), tokens_per_rank=2048, profile=profile)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
     loss = torch.zeros(())
-    for batch in micro_batches:  # every rank runs every micro-batch, even one in which it holds no tokens
+    for batch in micro_batches:  # every rank must run every micro-batch, even without tokens in it
         logits = model(batch.tokens, batch.positions, RingAttention(batch.layout))
         part = F.cross_entropy(logits, batch.labels, reduction="sum") / targets  # labels are shifted already
         part.backward()

@@ -1,4 +1,4 @@
-"""Writes documents of filler and facts, each told three times: a task of the form that `longctx eval --needle` asks for.
+"""Writes documents of filler and facts, each stated three times, to train for `longctx eval --needle`.
 
 python examples/retrieval_documents.py task.jsonl [COUNT [WORDS]]
 longctx prepare --source task.jsonl --vocab-size 1024 --out stores/retrieval

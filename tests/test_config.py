@@ -1,4 +1,4 @@
-"""Configuration: what is read, what wins, and that every mistake is refused with key, value, rule and fix."""
+"""Configuration: reading, precedence, and errors with key, value, rule and fix for every mistake."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ def load(*overrides: str, world_size: int | None = None) -> Config:
 
 
 def problems(*overrides: str, world_size: int | None = None) -> dict[str, str]:
-    """The problems of these settings: key → the text that a user sees."""
+    """Returns the problems of the settings: key → text shown to the user."""
     with pytest.raises(ConfigError) as caught:
         load(*overrides, world_size=world_size)
     for problem in caught.value.problems:
@@ -39,7 +39,7 @@ def test_defaults_are_a_valid_run() -> None:
     config.check(Config(), world_size=2)
 
 
-def test_file_then_overrides_then_the_last_override(tmp_path: Path) -> None:
+def test_overrides_replace_the_file_and_the_last_override_wins(tmp_path: Path) -> None:
     path = written(tmp_path, "batch: {tokens_per_rank: 1024, global_tokens: 9999}\ntrain:\n  # steps: 5\n")
     loaded = config.load(path, [PROFILE, "batch.tokens_per_rank=2048", "batch.tokens-per-rank=4096"])
     assert (loaded.batch.tokens_per_rank, loaded.batch.global_tokens) == (4096, 9999)
@@ -67,7 +67,7 @@ def test_a_table_of_bins_as_an_override() -> None:
     assert load("context.mode=bins", "context.bins={8192: 1, 16384: 2}").context.bins == {8192: 1, 16384: 2}
 
 
-def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "batch: {tokens_per_rnk: 4096, global_tokens: 0}\ntrain: {dtype: fp16}\n")
     with pytest.raises(ConfigError) as caught:
         config.load(path, [PROFILE, "context.degree=9", "data.max_length=1000000"], world_size=4)
@@ -81,7 +81,7 @@ def test_all_problems_at_once_from_file_command_line_types_rules_and_world(tmp_p
     assert str(caught.value).startswith(f"5 problems in {path} and the command line:")
 
 
-def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
+def test_rules_skip_invalid_values() -> None:
     assert problems("batch.tokens_per_rank=none", "batch.pad_to_multiple_of=5000").keys() == {"batch.tokens_per_rank"}
     assert problems("batch.tokens_per_rank=10", "batch.pad_to_multiple_of=5000").keys() == {"batch.pad_to_multiple_of"}
 
@@ -96,9 +96,9 @@ def test_a_wrong_value_is_not_judged_by_rules_on_its_default() -> None:
         ("zzz.zzz=1", "sections are model, lora, dpo, data, batch"),
     ],
 )
-def test_unknown_keys_name_what_was_probably_meant(override: str, hint: str) -> None:
+def test_unknown_keys_get_a_suggestion(override: str, hint: str) -> None:
     (text,) = problems(override).values()
-    assert "there is no such setting" in text
+    assert "unknown setting" in text
     assert hint in text
 
 
@@ -124,34 +124,34 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("context.max_remote_tokens=0", "greater than or equal to 1"),
         ("data.long_documents=truncate", "'split', 'drop' or 'error'"),
         ("optimizer.min_learning_rate_ratio=1.5", "less than or equal to 1"),
-        ("optimizer.betas=[0.9, 1.0]", "each lies in [0, 1)"),
+        ("optimizer.betas=[0.9, 1.0]", "each must be in [0, 1)"),
         ("optimizer.betas=[0.9]", "required"),
         ("optimizer.learning_rate=0", "greater than 0"),
         ("checkpoint.every=0", "greater than or equal to 1"),
         ("checkpoint.keep=0", "greater than or equal to 1"),
         ("log.tensorboard=1", "valid boolean"),
-        ("model.preset=huge", "there is no such preset"),
+        ("model.preset=huge", "unknown preset"),
         ("model.num_attention_heads=3", "which is not divisible by num_key_value_heads 2"),
         ("model.head_dim=33", "must be even"),
         ("model.hidden_size=0", "greater than or equal to 1"),
-        ("data.tokenizer=nowhere/tokenizer.json", "there is no such file"),
+        ("data.tokenizer=nowhere/tokenizer.json", "file not found"),
         ("context.profile=nowhere.yaml", "no hardware profile 'nowhere.yaml'"),
-        ("context.degree=2", "only mode static has one degree for all"),
-        ("context.bins={8192: 1}", "only mode bins reads a table"),
-        ("batch.pad_to_multiple_of=3", "would exceed batch.tokens_per_rank 8192"),
-        ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 kv heads"),
-        ("context.ulysses_degree=3", "must divide the 2 kv heads of a rank\n      fix:  give 1, 2, or auto"),
-        ("context.ulysses_degree=0", "must divide the 2 kv heads of a rank"),
+        ("context.degree=2", "only applies to context.mode static, but context.mode is auto"),
+        ("context.bins={8192: 1}", "only applies to context.mode bins, but context.mode is auto"),
+        ("batch.pad_to_multiple_of=3", "must divide batch.tokens_per_rank, which is 8192"),
+        ("parallel.tensor_parallel_size=4", "the model has 4 query heads and 2 KV heads"),
+        ("context.ulysses_degree=3", "must divide the KV heads per rank, 2\n      fix:  set it to 1, 2, or auto"),
+        ("context.ulysses_degree=0", "must divide the KV heads per rank, 2"),
         (
             "context.head_exchange=2",
-            "this setting is context.ulysses_degree now\n      fix:  write context.ulysses_degree=2",
+            "renamed to context.ulysses_degree\n      fix:  write context.ulysses_degree=2",
         ),
         (
             "parallel.pipeline_parallel_size=3",
-            "fix:  give 2 or fewer, or a model of more layers",
+            "fix:  set it to 2 or less, or use a model with more layers",
         ),
         ("parallel.pipeline_chunks=2", "several chunks need a pipeline of 2 or more ranks"),
-        ("train.offload_activations=true", "inputs of blocks that recompute, and train.recompute is none"),
+        ("train.offload_activations=true", "inputs of recomputed blocks are offloaded, but train.recompute is none"),
         ("train.steps=[1", "the value is not valid YAML"),
         ("train.steps", "an override has the form section.key=value"),
         ("steps=3", "an override has the form section.key=value"),
@@ -172,45 +172,55 @@ def test_each_rule(override: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("bins", "rule"),
     [
-        ("{}", "at least one row"),
+        ("{}", "must not be empty"),
         ("{0: 1}", "at least 1"),
         ("{8192: 0}", "at least 1"),
-        ("{16384: 2, 8192: 1}", "lengths ascend"),
-        ("{4096: 2, 8192: 1}", "never has a smaller degree"),
+        ("{16384: 2, 8192: 1}", "lengths must be ascending"),
+        ("{4096: 2, 8192: 1}", "degrees must not decrease with length"),
         ("{long: 1}", "valid integer"),
     ],
 )
-def test_tables_of_bins_that_make_no_sense(bins: str, rule: str) -> None:
+def test_invalid_tables_of_bins(bins: str, rule: str) -> None:
     assert rule in problems("context.mode=bins", f"context.bins={bins}")["context.bins"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "world_size", "key", "rule"),
     [
-        (["context.mode=static", "context.degree=4"], 2, "context.degree", "the size of the domain, which is 2"),
-        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "the size of the domain, which is 2"),
+        (["context.mode=static", "context.degree=4"], 2, "context.degree", "the number of ranks in the domain, 2"),
+        (["context.mode=bins", "context.bins={8192: 1, 32768: 4}"], 2, "context.bins", "the number of ranks in the domain, 2"),
         (["context.mode=bins", "context.bins={8193: 1}"], 2, "context.bins", "degree 1 holds 8192 tokens"),
-        (["data.max_length=16385"], 2, "data.max_length", "2 processes hold documents of up to 16384 tokens"),
-        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "up to 16380 tokens"),
-        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
-        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "up to 8192 tokens"),
+        (["data.max_length=16385"], 2, "data.max_length", "2 processes hold documents of at most 16384 tokens"),
+        (["data.max_length=16384", "batch.tokens_per_rank=8191"], 2, "data.max_length", "at most 16380 tokens"),
+        (["context.mode=static", "context.degree=1", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
+        (["context.mode=bins", "context.bins={8192: 1}", "data.max_length=8193"], 2, "data.max_length", "at most 8192 tokens"),
         (["parallel.tensor_parallel_size=2"], 3, "parallel", "start 2 or 4 processes"),
-        (["parallel.tensor_parallel_size=2", "train.compile=true"], 2, "train.compile", "give tensor_parallel_size 1"),
-        (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "give 500 or 502"),
-        (["parallel.tensor_parallel_size=2", "train.mlp_tile_tokens=64"], 2, "train.mlp_tile_tokens", "split no matrices"),
+        (
+            ["parallel.tensor_parallel_size=2", "train.compile=true"],
+            2,
+            "train.compile",
+            "set parallel.tensor_parallel_size to 1",
+        ),
+        (["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=501"], 2, "batch.tokens_per_rank", "set it to 500 or 502"),
+        (
+            ["parallel.tensor_parallel_size=2", "train.mlp_tile_tokens=64"],
+            2,
+            "train.mlp_tile_tokens",
+            "not supported with tensor parallelism",
+        ),
         (
             ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4", "model.intermediate_size=9"],
             4,
             "model.intermediate_size",
-            "give 8 or 10",
+            "set it to 8 or 10",
         ),
         (
             ["parallel.tensor_parallel_size=4", "model.num_key_value_heads=4", "model.intermediate_size=3"],
             4,
             "model.intermediate_size",
-            "give 4",
+            "set it to 4",
         ),
-        (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "give 3, or leave it out for 6"),
+        (["parallel.shard_ranks=4"], 6, "parallel.shard_ranks", "set it to 3, or omit it to use 6"),
     ],
 )
 def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int, key: str, rule: str) -> None:
@@ -222,14 +232,14 @@ def test_rules_on_the_number_of_processes(overrides: list[str], world_size: int,
     [
         (["pipeline_chunks=2"], "pipeline_chunks", "schedule 1f1b runs one stage per rank"),
         (["pipeline_schedule=interleaved"], "pipeline_chunks", "at least 2 chunks"),
-        (["pipeline_schedule=zero-bubble"], "reshard_after", "choose step, or schedule 1f1b"),
-        (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "give parallel.pipeline_chunks 4"),
+        (["pipeline_schedule=zero-bubble"], "reshard_after", "set it to step, or use schedule 1f1b"),
+        (["pipeline_schedule=interleaved", "pipeline_chunks=5"], "pipeline_parallel_size", "set parallel.pipeline_chunks to 4"),
         (
             ["pipeline_parallel_size=16", "pipeline_schedule=interleaved", "pipeline_chunks=2"],
             "pipeline_parallel_size",
-            "give 4 or fewer",
+            "set it to 4 or less",
         ),
-        (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once a step"),
+        (["reduce_after=micro_batch"], "reduce_after", "a pipeline reduces gradients once per step"),
     ],
 )
 def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
@@ -240,13 +250,13 @@ def test_rules_on_pipelines(overrides: list[str], key: str, rule: str) -> None:
     assert rule in found[f"parallel.{key}"]
 
 
-def test_what_zero_bubble_cannot_do() -> None:
+def test_settings_not_supported_with_zero_bubble() -> None:
     settings = ["parallel.pipeline_parallel_size=2", "parallel.pipeline_schedule=zero-bubble", "parallel.reshard_after=step"]
     load(*settings)
     for setting, why in {
-        "train.recompute=selective": "would compute the block anew each time",
-        "train.mlp_tile_tokens=100": "would compute each tile anew both times",
-        "train.compile=true": "which compiled blocks allow once",
+        "train.recompute=selective": "would recompute the block in each",
+        "train.mlp_tile_tokens=100": "would recompute every tile in each",
+        "train.compile=true": "which compiled blocks do not support",
     }.items():
         assert why in problems(*settings, setting)[setting.split("=")[0]]
 
@@ -254,11 +264,11 @@ def test_what_zero_bubble_cannot_do() -> None:
 @pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])
 def test_kernels_of_another_device(kernel: str, device: str) -> None:
     found = problems(f"context.kernel={kernel}", f"train.device={device}")
-    assert f"this kernel cannot run on train.device {device}" in found["context.kernel"]
+    assert f"this kernel does not run on train.device {device}" in found["context.kernel"]
     assert load(f"context.kernel={kernel}", "train.device=auto").context.kernel == kernel
 
 
-def test_check_says_the_same_of_a_loaded_configuration() -> None:
+def test_check_reports_the_same_problems_for_a_loaded_configuration() -> None:
     loaded = load("data.max_length=16385")
     with pytest.raises(ConfigError, match="1 problem in the configuration for 2 processes"):
         config.check(loaded, world_size=2)
@@ -291,8 +301,8 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("batch: [1", "not valid YAML"),
         ("batch: {tokens_per_rank: 1}\nbatch: {}", "'batch' is given twice"),
         ("train: {steps: 1, steps: 2}", "'steps' is given twice"),
-        ("- batch", "holds list, not a mapping"),
-        ("batch: 5", "a section is a mapping of settings"),
+        ("- batch", "contains list, not a mapping"),
+        ("batch: 5", "a section must be a mapping of settings"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
@@ -301,8 +311,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> N
         config.load(written(tmp_path, text), [PROFILE])
 
 
-def test_a_file_that_is_not_there_and_one_that_is_not_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no configuration file .*nowhere\.yaml"):
+def test_missing_files_and_files_that_are_not_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"configuration file .*nowhere\.yaml not found"):
         config.load(tmp_path / "nowhere.yaml", [])
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.yaml is not valid YAML"):
@@ -334,7 +344,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         loaded.train.steps = 5
 
 
-def test_help_tells_every_setting_with_type_description_and_default() -> None:
+def test_help_lists_every_setting_with_type_description_and_default() -> None:
     lines = config.describe().splitlines()
     for section, content in Config().model_dump().items():
         for key in content:
@@ -343,7 +353,7 @@ def test_help_tells_every_setting_with_type_description_and_default() -> None:
             assert len(lines[at + 1].strip()) > 0
     text = config.describe()
     for expected in (
-        "--batch.tokens_per_rank int\n        most tokens that a rank holds in a micro-batch (default: 8192)",
+        "--batch.tokens_per_rank int\n        token budget: maximum tokens per rank in one micro-batch (default: 8192)",
         "--context.mode auto|static|bins",
         "--context.bins {int: int}|null",
         "--optimizer.betas [float, float]",
@@ -357,7 +367,7 @@ def test_a_model_is_its_preset_with_the_sizes_given() -> None:
     shape = load("model.preset=small", "model.num_hidden_layers=3").model.shape(vocab_size=4096)
     assert shape == PRESETS["small"].model_copy(update={"num_hidden_layers": 3, "vocab_size": 4096})
     assert load("model.vocab_size=4100").model.shape(vocab_size=4096).vocab_size == 4100
-    with pytest.raises(ConfigError, match="tokenizer has 4096 entries"):
+    with pytest.raises(ConfigError, match="at least the size of the store's tokenizer, 4096"):
         load("model.vocab_size=100").model.shape(vocab_size=4096)
 
 

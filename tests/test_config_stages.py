@@ -1,4 +1,4 @@
-"""`stages`: settings laid over those of the run, checked for every stage, and named by it."""
+"""`stages`: settings that replace those of the run; errors name the stage."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def problems(file: Path, *overrides: str, world_size: int | None = 2) -> dict[st
     return {problem.key: str(problem) for problem in caught.value.problems}
 
 
-def test_each_stage_has_its_own_over_those_of_the_run(file: Path, tmp_path: Path) -> None:
+def test_settings_of_a_stage_replace_those_of_the_run(file: Path, tmp_path: Path) -> None:
     config = load(file, world_size=2)
     first, second = config.at_stage(0), config.at_stage(1)
     assert (first.batch.tokens_per_rank, second.batch.tokens_per_rank) == (512, 1024)
@@ -60,23 +60,23 @@ def test_overrides_reach_a_stage(file: Path) -> None:
     ("override", "key", "says"),
     [
         ("batch.tokens_per_rank=64", "batch.tokens_per_rank", "write --stages.1.batch.tokens_per_rank=64"),
-        ("data.store=c", "data.store", "stage 2 has its own, which goes before it"),
-        ("train.steps=50", "train.steps", "the stages have 40 steps together"),
-        ("checkpoint.every=null", "checkpoint.every", "a stage begins from the checkpoint of the one before"),
-        ("stages.3.steps=1", "stages.3.steps", "there are 2 stages, counted from 1"),
-        ("stages.0.steps=1", "stages.0.steps", "there are 2 stages, counted from 1"),
+        ("data.store=c", "data.store", "stage 2 sets its own value, which takes precedence"),
+        ("train.steps=50", "train.steps", "must be the sum of the stages' steps, 40"),
+        ("checkpoint.every=null", "checkpoint.every", "stages need checkpoints"),
+        ("stages.3.steps=1", "stages.3.steps", "the run has 2 stages, counted from 1"),
+        ("stages.0.steps=1", "stages.0.steps", "the run has 2 stages, counted from 1"),
         ("stages.1.steps=0", "stages.1.steps", "greater than or equal to 1"),
-        ("stages.2.train.seed=1", "stages.2.train.seed", "it is the same in all stages"),
-        ("stages.2.data.held_out=0.5", "stages.2.data.held_out", "give data.held_out for the whole run"),
-        ("stages.2.data.tokenizer=x.json", "stages.2.data.tokenizer", "it is the same in all stages"),
-        ("stages.2.model.hidden_size=64", "stages.2.model.hidden_size", "it is the same in all stages"),
-        ("stages.2.parallel.shard_ranks=1", "stages.2.parallel.shard_ranks", "it is the same in all stages"),
+        ("stages.2.train.seed=1", "stages.2.train.seed", "cannot differ between stages"),
+        ("stages.2.data.held_out=0.5", "stages.2.data.held_out", "set data.held_out for the whole run"),
+        ("stages.2.data.tokenizer=x.json", "stages.2.data.tokenizer", "cannot differ between stages"),
+        ("stages.2.model.hidden_size=64", "stages.2.model.hidden_size", "cannot differ between stages"),
+        ("stages.2.parallel.shard_ranks=1", "stages.2.parallel.shard_ranks", "cannot differ between stages"),
         ("stages.2.optimizer.eps=1", "stages.2.optimizer", "not permitted"),
         ("stages.2.batch.tokens_per_rnk=1", "stages.2.batch.tokens_per_rnk", "did you mean batch.tokens_per_rank?"),
         ("stages.2.train.recompute=some", "stages.2.train.recompute", "'none', 'selective' or 'full'"),
-        ("stages.2.data.max_length=9000", "stages.2.data.max_length", "2 processes hold documents of up to 2048 tokens"),
-        ("stages.2.data.stores=[{path: a}]", "stages.2.data.stores", "each has a weight or epochs"),
-        ("context.degree=2", "context.degree", "only mode static has one degree for all"),
+        ("stages.2.data.max_length=9000", "stages.2.data.max_length", "2 processes hold documents of at most 2048 tokens"),
+        ("stages.2.data.stores=[{path: a}]", "stages.2.data.stores", "each store needs either weight or epochs"),
+        ("context.degree=2", "context.degree", "only applies to context.mode static"),
         ("stages.1.batch=3", "stages.1.batch", "valid dictionary"),
     ],
 )
@@ -87,12 +87,12 @@ def test_each_rule(file: Path, override: str, key: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("stages", ["3", "[3]", "{steps: 3}"])
-def test_stages_that_are_no_list_of_mappings(tmp_path: Path, stages: str) -> None:
+def test_stages_that_are_not_a_list_of_mappings(tmp_path: Path, stages: str) -> None:
     (tmp_path / "run.yaml").write_text(f"stages: {stages}\n")
-    assert "stages are a list of mappings" in problems(tmp_path / "run.yaml")["stages"]
-    with pytest.raises(ConfigError, match="stages are a list of mappings"):
+    assert "must be a list of mappings" in problems(tmp_path / "run.yaml")["stages"]
+    with pytest.raises(ConfigError, match="must be a list of mappings"):
         load(tmp_path / "run.yaml", stage=-1)
 
 
-def test_help_tells_of_stages() -> None:
-    assert "--stages.1.section.key VALUE" in describe() and "train.steps is their" in describe()
+def test_help_describes_stages() -> None:
+    assert "--stages.1.section.key VALUE" in describe() and "train.steps is the sum" in describe()

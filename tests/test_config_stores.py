@@ -1,4 +1,4 @@
-"""`data.stores`: one store or several, by weights or by epochs; whatever else is refused by name."""
+"""`data.stores`: one store or several, by weight or by epochs; other values are refused."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def problem(*overrides: str) -> str:
     return str(only)
 
 
-def test_several_stores_take_the_place_of_the_default(tmp_path: Path) -> None:
+def test_several_stores_replace_the_default_store(tmp_path: Path) -> None:
     config = load(None, [f"data.stores={MIX}"])
     assert config.data.store is None and config.data.paths == [Path("a"), Path("b")] and config.data.said == "a, b"
     (tmp_path / "again.yaml").write_text(config.to_yaml())
@@ -27,28 +27,28 @@ def test_several_stores_take_the_place_of_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stores", "rule"),
     [
-        ("[]", "there is at least one"),
-        ("[{path: a}]", "each has a weight or epochs, and not both"),
-        ("[{path: a, weight: 1, epochs: 2}]", "each has a weight or epochs, and not both"),
-        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "some have one and some the other"),
-        ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store is there once"),
+        ("[]", "must not be empty"),
+        ("[{path: a}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1, epochs: 2}]", "each store needs either weight or epochs"),
+        ("[{path: a, weight: 1}, {path: b, epochs: 2}]", "stores with weight and stores with epochs cannot be mixed"),
+        ("[{path: a, weight: 1}, {path: ./a, weight: 2}]", "a store must not be listed twice"),
         ("[{path: a, weight: 0}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: -0.5}]", "must be greater than 0 (at 0.weight)"),
         ("[{path: a, weight: .nan}]", "finite number (at 0.weight)"),
-        ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "there is no key wieght (at 1)"),
+        ("[{path: a, weight: 1}, {path: b, wieght: 1}]", "unknown key wieght (at 1)"),
         ("[{weight: 1}]", "required (at 0.path)"),
         ("a", "valid list"),
     ],
 )
-def test_lists_that_make_no_sense(stores: str, rule: str) -> None:
+def test_invalid_lists_of_stores(stores: str, rule: str) -> None:
     text = problem(f"data.stores={stores}")
     assert rule in text and text.startswith("  data.stores = ")
 
 
-def test_one_or_several_and_not_both_or_none() -> None:
-    assert "data.store is c" in problem(f"data.stores={MIX}", "data.store=c")
-    assert "a run reads something" in problem("data.store=null")
+def test_either_one_store_or_several() -> None:
+    assert "cannot be combined with data.store, which is c" in problem(f"data.stores={MIX}", "data.store=c")
+    assert "data.store and data.stores cannot both be null" in problem("data.store=null")
 
 
-def test_help_says_how_a_list_is_written() -> None:
+def test_help_shows_the_form_of_a_list() -> None:
     assert "--data.stores [{path, weight, epochs}, ..]|null" in describe()

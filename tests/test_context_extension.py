@@ -75,7 +75,7 @@ def test_layers_with_a_window_keep_their_rope(tmp_path: Path) -> None:
         ("gpt2", ["rope_theta=1e5"], "gpt2 has no rotary position embedding"),
         ("llama", ["rope_scaling=yarn"], "rope_factor is 1.0: give a factor greater than 1"),
         ("llama", ["rope_factor=4.0"], "rope_scaling is not set"),
-        ("llama", ["hidden_size=64"], "the sizes are those of the checkpoint"),
+        ("llama", ["hidden_size=64"], "sizes are taken from the checkpoint"),
     ],
 )
 def test_what_a_checkpoint_cannot_take_is_refused(tmp_path: Path, kind: str, settings: list[str], named: str) -> None:

@@ -200,15 +200,15 @@ def test_the_command_shows_what_is_learnt(
     command = ["prepare", "--source", "my chats.jsonl", "--tokenizer", "bytes", "--max-length", "500"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert out.startswith("stores/my chats: made in")
+    assert out.startswith("stores/my chats: written in")
     for line in (
         "formats    2 conversations, 3 instruction-output, 6 messages, 3 prompt-completion, 1 text",
         "template   ChatML, as the tokenizer has no chat template",
-        "learnt     the assistant's turns of conversations",
+        "loss on    the assistant's turns of conversations",
         "weights    0.25 to 1",
-        "left out   1 conversations of more than 500 tokens",
+        "dropped    1 conversations of more than 500 tokens",
         "≤ 512          2",
-        "examples, what is learnt stands between ⟦ and ⟧",
+        "examples, text with loss between ⟦ and ⟧",
         "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>⟧\n<|endoftext|>",
     ):
         assert line in out, line
@@ -233,7 +233,7 @@ def test_examples_are_coloured_on_a_terminal(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--max-length", "1"], "--max-length is 1: a conversation has at least 2 tokens"),
+        (["--max-length", "1"], "--max-length is 1: must be at least 2"),
         (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja needs the special tokens of a checkpoint"),
         (["--tokenizer", "../nowhere/to/be"], "neither a file, nor a folder, nor a name on the hub"),
     ],

@@ -108,8 +108,8 @@ def test_pairs_with_nothing_to_prefer_are_left_out_and_counted(tmp_path: Path, c
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 0
     told = capsys.readouterr().out
     assert "documents  2, 1 pairs of a chosen and a rejected completion" in told
-    assert "1 chosen-rejected" in told and "the assistant's turns behind the prompt" in told
-    assert "left out   3 pairs whose completions are equal, or of which one is empty" in told
+    assert "1 chosen-rejected" in told and "the assistant's turns after the prompt" in told
+    assert "dropped    3 pairs with equal completions or an empty one" in told
     assert "s.jsonl:4#chosen: " in told and "s.jsonl:4#rejected: " in told
     nothing = write_jsonl(tmp_path / "none.jsonl", useless)
     assert main(["prepare", "--source", str(nothing), "--tokenizer", "bytes", "--out", str(tmp_path / "none")]) == 2
@@ -128,7 +128,7 @@ def test_a_pair_is_dropped_as_a_whole_and_never_separated(
     records = [{"prompt": "p", "chosen": text_of(a, 1), "rejected": text_of(b, 2)} for a, b in lengths]
     source, out = write_jsonl(tmp_path / "s.jsonl", records), tmp_path / "store"
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(out), "--max-length", "150"]) == 0
-    assert "left out   3 pairs with one conversation of more than 150 tokens" in capsys.readouterr().out
+    assert "dropped    3 pairs with a conversation of more than 150 tokens" in capsys.readouterr().out
     assert list(Store.open(out).names) == [f"s.jsonl:{line}#{side}" for line in (1, 5) for side in ("chosen", "rejected")]
 
 

@@ -394,11 +394,11 @@ def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     command = ["prepare", "--source", str(texts), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "2"]
     assert main(command) == 0
     out = capsys.readouterr().out
-    assert "made in" in out
-    assert "13, of which 12 are targets" in out
+    assert "written in" in out
+    assert "13, of which 12 with loss" in out
     assert "1 files that are not UTF-8 text: b.bin" in out
     assert main(command) == 0
-    assert "is there already, nothing to do" in capsys.readouterr().out
+    assert "up to date, nothing to do" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["made"], summary["documents"], summary["tokens"]) == (False, 1, 13)

@@ -169,7 +169,7 @@ def test_special_tokens_in_contents_are_told(
     assert learnt_text(store, 1) == "An end.<|im_end|>"
     command = ["prepare", "--source", str(tmp_path / "s.jsonl"), "--out", str(store.path)]
     assert main([*command, "--tokenizer", str(checkpoints["SmolLM2"])]) == 0
-    assert "warning: 1 conversations spell special tokens in their texts" in capsys.readouterr().err
+    assert "warning: 1 conversations contain special tokens as text" in capsys.readouterr().err
     store = remade(checkpoints, tmp_path, records, chat_template="chatml")
     assert store.manifest.spelled_documents == 0
     assert read(store, 1)[0].count(store.tokenizer.end_of_document) == 2 + 1  # two turns, and the document's end

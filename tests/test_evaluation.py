@@ -141,7 +141,7 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
     found = workers.run(losses, 1, str(run), store, [*WHOLE, *scaled])[0]
     assert found["overall"]["loss"] != pytest.approx(alone["run"]["overall"]["loss"], rel=1e-6)
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
-    with pytest.raises(AssertionError, match=r"holds another model: hidden_size is 16, was 32"):
+    with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
         workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
 
 
@@ -224,7 +224,7 @@ def test_the_command_writes_into_the_run(store: Path, run: Path, alone: dict[str
         1, str(run), "--needle", "--lengths=100,1500", "--depths=0,1", "--samples=2", *["--batch.tokens_per_rank=1500"]
     )
     assert process.returncode == 0, process.stderr
-    assert "of 8 answers right (one fact, 2 documents a cell)" in process.stdout
+    assert "of 8 answers right (one fact, 2 documents per cell)" in process.stdout
     assert [cell["samples"] for cell in json.loads((run / "needle.json").read_text())["cells"]] == [2] * 4
     assert (run / "needle.png").stat().st_size > 10_000
 
@@ -243,18 +243,18 @@ def test_the_table_of_a_checkpoint(store: Path, checkpoint: Path, alone: dict[st
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["{run}"], "sets no documents apart (eval.store, data.held_out): say which with --store"),
-        (["{checkpoint}"], "sets no documents apart"),
+        (["{run}"], "has no validation documents (neither eval.store nor data.held_out is set): give --store"),
+        (["{checkpoint}"], "has no validation documents"),
         (["{folder}"], "has no config.yaml and no config.json"),
         (["{folder}/none", "--store={store}"], "error: there is no folder"),
         (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this as --store"),
-        (["{run}", "--store={store}", "--keys=2"], "--keys are of the grid of --needle"),
+        (["{run}", "--store={store}", "--keys=2"], "--keys requires --needle"),
         (["{run}", "--store={store}", "--documents=0"], "--documents is 0"),
-        (["{run}", "--needle", "--documents=3"], "--needle makes its own"),
+        (["{run}", "--needle", "--documents=3"], "--documents is not supported with --needle"),
         (["{run}", "--needle", "--lengths=a"], "--lengths is 'a'"),
-        (["{run}", "--needle", "--lengths=99999"], "hold documents of up to 1,500: raise --batch.tokens_per_rank"),
+        (["{run}", "--needle", "--lengths=99999"], "hold documents of at most 1,500: raise --batch.tokens_per_rank"),
         (["{run}", "--needle", "--lengths=10"], "has no room for 1 facts"),
-        (["{run}", "--store={store}", "--png={folder}/no/such.png"], "are of the grid of --needle"),
+        (["{run}", "--store={store}", "--png={folder}/no/such.png"], "--png requires --needle"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(

@@ -1,4 +1,4 @@
-"""Runs come out as checkpoints of transformers: bit by bit if untouched, with equal logits if trained, in bounded files."""
+"""Export as transformers checkpoints: bit by bit if untouched, with equal logits if trained, in bounded files."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints in bfloat16, with what lies beside weights."""
+    """Checkpoints in bfloat16, with all files besides the weights."""
     folder = tmp_path_factory.mktemp("sources")
     for kind in KINDS:
         model = build_model(kind, "eager", bos_token_id=None, eos_token_id=1).to(torch.bfloat16)
@@ -60,7 +60,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(workers: Workers, store: Path, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of every source a run by transformers' code on two ranks, and where there is one by the native decoder."""
+    """Runs of every source by transformers' code on two ranks, and by the native decoder where supported."""
     folder = tmp_path_factory.mktemp("runs")
     paths = [sources / kind for kind in KINDS]
     workers.run(untouched, 2, store, paths, folder / "transformers", [])
@@ -80,7 +80,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     [*(f"transformers/{kind}" for kind in KINDS), *(f"native/{kind}" for kind in NATIVE), "pipeline/llama", "pipeline/qwen2"],
 )
 def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: Path, runs: Path, run: str) -> None:
-    """With the names and dtypes that transformers writes itself; the source's files beside the weights as they are."""
+    """Names and dtypes are those that transformers writes; other files of the source are unchanged."""
     source = sources / Path(run).name
     plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
     plain.save_pretrained(tmp_path / "theirs")
@@ -100,7 +100,7 @@ def test_an_untouched_checkpoint_comes_out_bit_by_bit(tmp_path: Path, sources: P
 
 
 def test_an_export_needs_no_source(tmp_path: Path, sources: Path, runs: Path) -> None:
-    """And takes another dtype if it is asked to."""
+    """And converts to another dtype if requested."""
     moved = sources.with_name("moved")
     sources.rename(moved)
     try:
@@ -198,7 +198,7 @@ def test_files_are_those_of_safetensors(tmp_path: Path) -> None:
     assert ours == (tmp_path / "theirs.safetensors").read_bytes()
 
 
-def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
+def test_files_are_not_larger_than_requested(tmp_path: Path) -> None:
     planned = [Planned(f"t{n}", (size,), torch.float32) for n, size in enumerate((10, 10, 30, 5, 4))]
     writer = CheckpointWriter(tmp_path, planned, max_shard_bytes=80)
     writer.write({tensor.name: torch.full(tensor.shape, float(n)) for n, tensor in enumerate(planned)})
@@ -221,45 +221,45 @@ def test_sizes_are_read(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 apples"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--max-shard-size is .*: give a number and KB"):
+def test_invalid_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--max-shard-size is .*: must be a number with KB"):
         parse_size(text)
 
 
-def test_what_cannot_be_exported_says_why(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_errors_of_runs_that_cannot_be_exported(tmp_path: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     run = tmp_path / "run"
     shutil.copytree(runs / "native/llama", run, symlinks=True)
-    with pytest.raises(ExportError, match="there is no run folder"):
+    with pytest.raises(ExportError, match=r"run folder .* not found"):
         export(tmp_path / "nowhere", out)
-    with pytest.raises(ExportError, match="is no run folder, as it has no checkpoints"):
+    with pytest.raises(ExportError, match="is not a run folder: it has no checkpoints"):
         export(tmp_path, out)
-    with pytest.raises(ExportError, match="is a checkpoint of transformers already"):
+    with pytest.raises(ExportError, match="is a transformers checkpoint already"):
         export(runs / "native/llama/model", out)
-    with pytest.raises(ExportError, match="has no complete checkpoint of step 7: complete are those of steps 0"):
+    with pytest.raises(ExportError, match="has no complete checkpoint of step 7: steps with complete checkpoints: 0"):
         export(run, out, step=7)
     out.mkdir()
-    with pytest.raises(ExportError, match="exists: give another folder, or --overwrite"):
+    with pytest.raises(ExportError, match="exists: choose another folder, or replace it with longctx export --overwrite"):
         export(run, out)
-    with pytest.raises(ExportError, match=r"is no checkpoint of transformers .*: it will not be replaced"):
+    with pytest.raises(ExportError, match=r"is not a transformers checkpoint .* and is not replaced"):
         export(run, out, overwrite=True)
     out.rmdir()
     (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ExportError, match=r"has no complete checkpoint: let the run write one \(checkpoint.every\)"):
+    with pytest.raises(ExportError, match=r"has no complete checkpoint: set checkpoint.every and train again"):
         export(tmp_path / "begun", out)
     assert main(["export", str(run), str(out), "--step", "0", "--max-shard-size", "30KB"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"step 0 exported to {out}: LlamaForCausalLM, 0.000 GB in ")
-    assert said[1] == f"load it with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
+    assert said[1] == f"load with transformers: AutoModelForCausalLM.from_pretrained('{out}')"
     before = contents(out)
     assert main(["export", str(run), str(out)]) == 2
     assert main(["export", str(run), str(out), "--overwrite", "--dtype", "float32"]) == 0
     assert len(list(out.glob("*.safetensors"))) == 1 and contents(out).keys() == before.keys()
-    with pytest.raises(CheckpointError, match=r"lacks model\.wings: it is no checkpoint of the whole model"):
+    with pytest.raises(CheckpointError, match=r"has no model\.wings: it is not a checkpoint of the whole model"):
         SavedWeights(checkpoint.newest(run)[0].folder).read(["model.wings"])
     config = json.loads((run / "model/config.json").read_text())
     (run / "model/config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
-    with pytest.raises(ExportError, match=r"is not the model of .*config\.json"):
+    with pytest.raises(ExportError, match=r"does not match the model of .*config\.json"):
         export(run, tmp_path / "other")
 
 
@@ -274,7 +274,7 @@ def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, runs: Path, monk
 
 
 def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
-    """And says where everything is; a finished run that is started again leaves the export alone."""
+    """And prints where everything is; starting a finished run again does not change the export."""
     run, out = tmp_path / "run", tmp_path / "out"
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", f"checkpoint.export={out}", "train.steps=2"]
     command = [sys.executable, "-m", "longctx", "train"]

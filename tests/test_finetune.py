@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of very different lengths, so that degrees differ."""
+    """Conversations of very different lengths, so that degrees differ."""
     lines = [
         {"messages": [{"role": "user", "content": "word " * count}, {"role": "assistant", "content": f"There are {count}."}]}
         for count in (3, 5, 8, 11, 200, 14, 17, 400, 4, 6)
@@ -71,10 +71,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
-    """The example as it is, but for the sizes of the data."""
+    """The example, with smaller data."""
     out = tmp_path / "run"
     told = finetune(checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
-    assert "of them trained, on 2 ranks" in told and "longctx generate" in told
+    assert "with loss) on 2 ranks" in told and "longctx generate" in told
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and any(len(row["degrees"]) > 1 for row in rows)
     assert [row["validation_loss"] is not None for row in rows] == [False, True, True]
@@ -107,16 +107,16 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys:
         (["{checkpoint}", "missing.jsonl"], "missing.jsonl"),
         (["{checkpoint}", "{data}", "--epochs", "0"], "--epochs is 0.0"),
         (["{checkpoint}", "{data}", "--processes", "-1"], "--processes is -1"),
-        (["{checkpoint}", "{data}", "--data.store=elsewhere"], "finetune trains on the data that it is given"),
-        (["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"], "finetune trains on the data that it is given"),
-        (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: give a rank of 1 or more"),
+        (["{checkpoint}", "{data}", "--data.store=elsewhere"], "finetune trains on its DATA argument"),
+        (["{checkpoint}", "{data}", "--data.stores=[{{path: a, weight: 1}}]"], "finetune trains on its DATA argument"),
+        (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: the rank must be at least 1"),
         (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
         (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),
-        (["{few}", "{data}"], "and the model there embeds 64: they do not belong together"),
+        (["{few}", "{data}"], "but the model's embedding has 64: use a checkpoint with its own tokenizer"),
         (["{no_tokenizer}", "{data}"], "there is no tokenizer in"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_starts(
+def test_invalid_requests_are_refused_before_the_run_starts(
     checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
     if arguments[0].startswith("{few") or arguments[0].startswith("{no"):
@@ -130,7 +130,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
     assert not (tmp_path / "run").exists()
 
 
-def test_data_are_replaced_if_asked_for_and_no_run_has_them(
+def test_data_are_replaced_if_requested_and_not_trained_on_yet(
     checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fewer = tmp_path / "fewer.jsonl"
@@ -150,10 +150,12 @@ def test_data_are_replaced_if_asked_for_and_no_run_has_them(
     trained.mkdir(parents=True)
     (trained / "state.json").write_text('{"step": 3, "files": {}}')
     assert prepare(conversations, "--overwrite") == 2
-    assert "holds a run up to step 3, which goes on with its own data only" in capsys.readouterr().err
+    assert "contains a run trained to step 3, whose data cannot be replaced" in capsys.readouterr().err
 
 
-def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
+    checkpoint: Path, conversations: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-m", "longctx", "finetune", str(checkpoint), str(conversations), "--out", str(out)]
     command += ["--processes=1", "--train.steps=5000", "--batch.global_tokens=2000", "--checkpoint.every=5000"]
@@ -169,7 +171,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_says_how_to_go_on(checkpoint: Path,
     (step,) = steps(out)
     assert running.returncode == 130
     assert f"stopped by SIGINT after step {step}; checkpoint written" in said
-    assert f"the same command goes on from step {step}\n" in said and "Traceback" not in said
+    assert f"run the same command to resume from step {step}\n" in said and "Traceback" not in said
 
 
 @pytest.fixture(scope="module")
@@ -194,16 +196,16 @@ def test_pairs_are_recognised(checkpoint: Path, preferences: Path, tmp_path: Pat
     assert (config.dpo.beta, config.optimizer.learning_rate) == (0.1, rate)
 
 
-def test_other_data_cannot_be_preferred(
+def test_dpo_refuses_data_without_pairs(
     checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(checkpoint), str(conversations), "--out", str(tmp_path / "run"), "--prepare-only", "--dpo.beta=0.1"]
     assert main(["finetune", *given]) == 2
-    assert "holds no pairs of preference" in capsys.readouterr().err
+    assert "contains no preference pairs" in capsys.readouterr().err
 
 
 def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, tmp_path: Path, repository: Path) -> None:
-    """As its first lines say, at a small size: the model learns to tell chosen from rejected."""
+    """The example at a small size: the model learns to distinguish chosen from rejected."""
     store, out = tmp_path / "store", tmp_path / "run"
     assert main(["prepare", "--source", str(preferences), "--tokenizer", str(checkpoint), "--out", str(store)]) == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx", "train"]
@@ -243,7 +245,7 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
 
 
 def test_settings_can_be_made_without_training(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
-    """An epoch is so many steps, the longest conversation fits, and the file is what `longctx train` reads."""
+    """The steps cover an epoch, the longest conversation fits, and `longctx train` reads the file."""
     from longctx.config import load
 
     out = tmp_path / "run"

@@ -59,13 +59,13 @@ def test_sampling_goes_by_the_seed(checkpoint: Path, capfd: pytest.CaptureFixtur
         (["{folder}", "--prompt=a"], "has no config.json"),
         (["{folder}/none", "--prompt=a"], "there is no folder"),
         (["{checkpoint}", "--prompt="], "--prompt is empty"),
-        (["{checkpoint}", "--prompt=a", "--temperature=0"], "give a positive one, or leave it out for greedy"),
+        (["{checkpoint}", "--prompt=a", "--temperature=0"], "must be above 0; omit it for greedy"),
         (["{checkpoint}", "--prompt=a", "--max-new-tokens=0"], "--max-new-tokens is 0"),
-        (["{plain}", "--chat=a"], "has no chat template: give --prompt"),
-        (["{plain}", "--prompt=a"], "{plain} cannot be used: Error while deserializing header"),
+        (["{plain}", "--chat=a"], "has no chat template: use --prompt"),
+        (["{plain}", "--prompt=a"], "{plain} cannot be loaded: Error while deserializing header"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(
+def test_invalid_requests_are_refused(
     checkpoint: Path, tmp_path: Path, arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()

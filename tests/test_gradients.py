@@ -1,4 +1,4 @@
-"""The norm of gradients is exact, however many numbers a rank holds of them."""
+"""The gradient norm is exact for any number of elements per rank."""
 
 import math
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ ALONE = SimpleNamespace(gather=lambda values: torch.tensor([values], dtype=torch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_of_many_numbers(dtype: torch.dtype) -> None:
-    """In float32 the sum of squares of so many is off by 3e-4 on a CPU."""
+    """A float32 sum of squares of this many elements is off by 3e-4 on a CPU."""
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (8_000_000, 3)]
     for parameter in parameters:
         parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(dtype)

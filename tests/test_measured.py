@@ -29,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """What this rank's `measure` says; `other_seed_of` gives one mode other first weights, as a fault would."""
+    """Returns this rank's measurements; `other_seed_of` gives one mode other initial weights, to simulate a fault."""
     config = load(None, [*SMALL, f"data.store={store}", "batch.tokens_per_rank=1500"], world_size=dist.get_world_size())
     lines: list[str] = []
 
@@ -73,7 +73,7 @@ def step_of(seconds: float, predicted_s: float) -> MeasuredStep:
     return MeasuredStep(1, 2.0, 1.0, 3, 100, "search", {"1": 3}, 1, seconds, predicted_s, 0.0)
 
 
-def test_figures_are_those_of_their_definitions() -> None:
+def test_figures_match_their_definitions() -> None:
     auto = MeasuredMode("auto", (step_of(1.0, 0.9), step_of(2.0, 2.2), step_of(4.0, 4.4)))
     two = MeasuredMode("static:2", (step_of(2.0, 2.0), step_of(3.0, 3.0), step_of(4.0, 4.0)))
     four = MeasuredMode("static:4", tuple(replace(step, seconds=2 * step.seconds) for step in two.steps))
@@ -110,7 +110,7 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
         (("auto", "dynamic"), 3, 0, "no mode 'dynamic'.*static:DEGREE"),
         (("auto", "static:0"), 3, 0, "no mode 'static:0'"),
         (("auto",), 3, 0, "at least two"),
-        (("auto", "auto"), 3, 0, "none of them twice"),
+        (("auto", "auto"), 3, 0, "at least two different modes"),
         (("auto", "static"), 0, 0, "steps is 0"),
         (("auto", "static"), 1, -1, "warmup -1"),
     ],
@@ -123,15 +123,15 @@ def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, wa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mix", "wlb_128k", "--modes", "auto,static"], "--modes goes with --measure"),
-        (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps goes with --measure"),
+        (["--mix", "wlb_128k", "--modes", "auto,static"], "--modes requires --measure"),
+        (["--mix", "wlb_128k", "--train.steps", "3"], "--train.steps requires --measure"),
         (["--measure", "nowhere.yaml"], "nowhere.yaml"),
-        (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks does not go with --measure"),
-        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile does not go with --measure"),
-        (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "there is no folder"),
+        (["--measure", "nowhere.yaml", "--ranks", "8"], "--ranks is not supported with --measure"),
+        (["--measure", "nowhere.yaml", "--profile", "my.yaml"], "--profile is not supported with --measure"),
+        (["--measure", "nowhere.yaml", "--out", "no/folder/here.json"], "does not exist"),
     ],
 )
-def test_what_the_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_the_command_refuses(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", *arguments]) == 2
     assert message in capsys.readouterr().err
 

@@ -54,7 +54,7 @@ def test_a_seed_gives_the_same_documents_again_and_another_gives_others() -> Non
 
 
 def test_bad_requests_are_named() -> None:
-    with pytest.raises(UserError, match="no length mix 'wikipaedia': choose one of magi_192k"):
+    with pytest.raises(UserError, match="unknown length mix 'wikipaedia': choose one of magi_192k"):
         load_mix("wikipaedia")
     with pytest.raises(UserError, match="documents is 0"):
         load_mix("wlb_128k").draw(0, seed=0)

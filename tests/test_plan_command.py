@@ -79,14 +79,14 @@ def test_picture(lengths: Path, tmp_path: Path, suffix: str, capsys: pytest.Capt
 
 def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(lengths, "--png", str(tmp_path / "plan.doc")) == 2
-    assert "plan.doc: its name must end in .png" in capsys.readouterr().err
+    assert "plan.doc: the file name must end in one of .png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no lengths"),
-        ("\n \n", "holds no lengths"),
+        ("", "has no lengths"),
+        ("\n \n", "has no lengths"),
         ("5\nseven\n", "line 2: 'seven' is not a length"),
         ("5\n\n7.5\n", "line 3: '7.5'"),
         ("0\n", "line 1: '0'"),
@@ -109,7 +109,7 @@ def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: 
         (["--profile", "h900"], "no hardware profile 'h900'"),
         (["--degree", "2"], "degree is 2, but mode is auto"),
         (["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
-        (["--global-tokens", "100"], "--global-tokens belongs to a store"),
+        (["--global-tokens", "100"], "--global-tokens needs a store"),
     ],
 )
 def test_contradictions_are_named(lengths: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +120,7 @@ def test_contradictions_are_named(lengths: Path, more: list[str], message: str, 
 def test_a_binary_or_missing_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bin").write_bytes(b"\xff\xfe\x00")
     assert plan(tmp_path / "bin") == 2
-    assert "is not text" in capsys.readouterr().err
+    assert "is not a text file" in capsys.readouterr().err
     assert plan(tmp_path / "missing") == 2
     assert "missing" in capsys.readouterr().err
 

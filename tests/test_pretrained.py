@@ -191,8 +191,8 @@ def test_a_run_whose_checkpoint_is_gone_says_how_to_go_on(
     assert f"there is no folder {tmp_path / 'model'}" in told
     assert main(["export", str(run), str(out)]) == (0 if rank is None else 2)
     if rank is not None:
-        assert "have the adapters alone" in told and "the frozen weights are not in" in capsys.readouterr().err
+        assert "contain only the adapters" in told and "the base weights in" in capsys.readouterr().err
         return
-    assert f"longctx export {run} OUT, and give --model.from_pretrained OUT" in told
+    assert f"longctx export {run} OUT, then --model.from_pretrained OUT" in told
     assert main(["train", *settings, "--train.steps=3", "--resume", f"--model.from_pretrained={out}"]) == 0
     assert "from step 2;" in capsys.readouterr().out and checkpoint.steps(run)[-1] == 3

@@ -378,11 +378,11 @@ def test_the_exchange_that_is_measured_is_the_one_that_is_predicted(workers: Wor
 
 def test_what_is_refused_before_anything_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a folder" in refusal(capsys, "--out", str(tmp_path))
-    assert "there is no folder" in refusal(capsys, "--out", str(tmp_path / "none" / "my.yaml"))
+    assert "does not exist" in refusal(capsys, "--out", str(tmp_path / "none" / "my.yaml"))
     assert "no hardware profile 'h1000'" in refusal(capsys, "--base", "h1000")
     assert "--longest is 0.0" in refusal(capsys, "--longest=0")
     assert "did you mean batch.tokens_per_rank?" in refusal(capsys, "--batch.tokens_per_rnk=5")
-    assert "no configuration file" in refusal(capsys, str(tmp_path / "none.yaml"))
+    assert "none.yaml not found" in refusal(capsys, str(tmp_path / "none.yaml"))
     assert not dist.is_initialized()
 
 
@@ -390,7 +390,7 @@ def test_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     """It used to crash on every rank except the first, as the others have no embedding."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refusal(capsys, "--parallel.pipeline_parallel_size=2")
-    assert "parallel.pipeline_parallel_size is 2: a profile is measured without a pipeline, and training scales it" in said
+    assert "parallel.pipeline_parallel_size is 2, but profiles are measured without a pipeline, and scaled" in said
 
 
 @pytest.mark.usefixtures("no_group_left")

@@ -1,4 +1,4 @@
-"""The profile of a run: chosen by the device, scaled to model and split, never taken for another model's without a word."""
+"""The profile of a run: chosen by device, scaled to model and parallel sizes, with a printed line on the scaling."""
 
 import json
 import signal
@@ -51,7 +51,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ],
 )
 def test_the_profile_follows_the_device(monkeypatch: pytest.MonkeyPatch, gpu: str | None, expected: HardwareProfile) -> None:
-    """An 8B model on a GPU is planned by the profile of one, as it is, and `tiny` on a CPU by that of two cores."""
+    """An 8B model on a GPU uses the H100 profile unscaled, and `tiny` on a CPU the profile of two cores."""
     if gpu is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         settings = [*TINY, "train.device=auto"]
@@ -62,7 +62,7 @@ def test_the_profile_follows_the_device(monkeypatch: pytest.MonkeyPatch, gpu: st
     assert of([*EIGHT_B, "train.device=cpu"]).linear_s_per_token > 1000 * CPU.linear_s_per_token
 
 
-def test_a_gpu_that_is_not_here_is_taken_for_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_an_h100_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """For estimates and dry runs on another machine."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert of(EIGHT_B) == H100
@@ -87,7 +87,7 @@ def test_every_constant_is_scaled_by_what_it_grows_with() -> None:
 
 
 def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
-    """To runs of the 8B model that differ from what h100-nvlink-ib describes in one setting, or in two."""
+    """For runs of the 8B model that differ from the description of h100-nvlink-ib in one or two settings."""
     block, head = 4096 * 128 * 2 * 40 + 3 * 4096 * 14336, 128256 * 4096
     anew = (32 * block + head + 32 * (block - 4096 * 14336) / 3) / (32 * block + head)
     selective = of([*EIGHT_B, "train.recompute=selective"])
@@ -109,7 +109,7 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
 
 
 def measured(folder: Path, **changes: Any) -> str:
-    """A file as `longctx profile` writes it, of the 8B model, with some of what it says changed; None: left out."""
+    """Writes a file as `longctx profile` does for the 8B model, with some values changed; None: omitted."""
     content = yaml.safe_load((SHIPPED / "h100-nvlink-ib.yaml").read_text("utf-8"))
     said = {**content.pop("describes"), "gpu": "NVIDIA H100 80GB HBM3", "cores": 2, **changes.pop("said", {})}
     said = {name: value for name, value in said.items() if value is not None}
@@ -119,7 +119,7 @@ def measured(folder: Path, **changes: Any) -> str:
 
 
 def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> None:
-    """What its tensor ranks send is taken off before scaling, so that scaling there and back changes nothing."""
+    """Tensor parallel communication is subtracted before scaling, so that scaling there and back changes nothing."""
     settings = [*EIGHT_B, "train.recompute=full", "parallel.tensor_parallel_size=4"]
     split = of(settings, ranks=8)
     said = {"recompute": "full", "tensor_parallel_size": 4}
@@ -135,27 +135,27 @@ def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> No
         of([*EIGHT_B, mine])
 
 
-def test_a_profile_that_names_no_model_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_profile_that_names_no_model_is_not_scaled(tmp_path: Path) -> None:
     for number, more in enumerate(({}, {"measured": "by hand, on a Sunday"}, {"measured": {"dtype": "float32"}})):
         path = tmp_path / f"{number}.yaml"
         path.write_text(yaml.safe_dump({**H100.to_dict(), **more}))
         config = load(None, [*TINY, f"context.profile={path}"])
         found = run_profile(config, 1, 4096)
         assert found.profile == H100
-        assert found.lines == (f"profile {path}: it names no model, and is taken as that of this run",)
+        assert found.lines == (f"profile {path} names no model: used unscaled for this run",)
 
 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, and what stands under `measured` .* exchanges 196,608"),
-        ({"keep_kv": True}, "exchanges 262,144: mend what is wrong"),
-        ({"dtype": "float16"}, "`measured` does not say what the profile is of: dtype: "),
-        ({"device": None}, "does not say what the profile is of: device: Field required"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 kv heads"),
+        ({"tensor_parallel_size": 2}, "kv_bytes_per_token is 393,216, but section `measured` .* implies 196,608"),
+        ({"keep_kv": True}, "implies 262,144: correct one of the two"),
+        ({"dtype": "float16"}, "section `measured` is invalid: dtype: "),
+        ({"device": None}, "section `measured` is invalid: device: Field required"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide 8 KV heads"),
     ],
 )
-def test_what_contradicts_its_model_is_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
+def test_profiles_that_contradict_their_model_are_refused(tmp_path: Path, said: dict[str, Any], message: str) -> None:
     with pytest.raises(ProfileError, match=message):
         of([*EIGHT_B, measured(tmp_path, said=said)])
 
@@ -163,13 +163,13 @@ def test_what_contradicts_its_model_is_refused(tmp_path: Path, said: dict[str, A
 def test_a_model_without_a_vocabulary_is_refused(tmp_path: Path) -> None:
     described = read_described("h100-nvlink-ib")[1]
     assert described is not None
-    with pytest.raises(ProfileError, match="a model without vocab_size"):
+    with pytest.raises(ProfileError, match=r"the model in .* has no vocab_size"):
         of([*EIGHT_B, measured(tmp_path, said={"model": described.model.model_dump(exclude={"vocab_size"})})])
 
 
-def test_what_is_done_is_said() -> None:
+def test_scaling_is_reported() -> None:
     same, smaller = (run_profile(load(None, [*TINY, *more]), 1, 4096).lines for more in ([], ["model.num_hidden_layers=1"]))
-    assert same == ("profile cpu-2core, of 0.918M parameters in float32 on AMD EPYC; taken as it is for this run",)
+    assert same == ("profile cpu-2core (0.918M parameters in float32 on AMD EPYC): used unscaled for this run",)
     (line,) = smaller
     assert "scaled to this run: linear × 0.7857 (0.9175M → 0.7209M parameters computed per token); attention × 0.5 (" in line
     assert "K and V × 0.5 (3,072 → 1,536 bytes per token); latency and launch × 0.5 (2 → 1 layers); step × 0.7857 (" in line
@@ -181,15 +181,15 @@ def test_what_is_done_is_said() -> None:
         (
             ["train.device=cpu", "context.profile=h100-nvlink-ib"],
             None,
-            "h100-nvlink-ib is of device cuda, and this run is on cpu",
+            "h100-nvlink-ib is for cuda, but this run is on cpu",
         ),
-        (["context.profile=cpu-2core"], None, "cpu-2core is of device cpu, and this run is on cuda"),
-        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is of H100, and this run is on NVIDIA A100-SXM4-80GB"),
-        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is of bfloat16, and this run computes in float32"),
+        (["context.profile=cpu-2core"], None, "cpu-2core is for cpu, but this run is on cuda"),
+        ([], "NVIDIA A100-SXM4-80GB", "h100-nvlink-ib is for H100, but this run is on NVIDIA A100-SXM4-80GB"),
+        (["train.dtype=float32"], "NVIDIA H100 80GB HBM3", "is for bfloat16, but this run computes in float32"),
         ([], "NVIDIA H100 80GB HBM3", None),
     ],
 )
-def test_speeds_that_are_not_scaled_are_doubted(
+def test_other_devices_and_dtypes_are_warned_about(
     monkeypatch: pytest.MonkeyPatch, settings: list[str], gpu: str | None, doubt: str | None
 ) -> None:
     if gpu is not None:
@@ -206,7 +206,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def profile_of_rank(settings: list[str], h200: int | None) -> HardwareProfile | str:
-    """The profile that all ranks agree on, or why not; rank number `h200` has another GPU than the rest."""
+    """Returns the profile that all ranks agree on, or the error; rank `h200` has another GPU than the others."""
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu(patch, "NVIDIA H200" if dist.get_rank() == h200 else "NVIDIA H100 80GB HBM3")
         found = run_profile(load(None, settings), dist.get_world_size(), 128256)
@@ -220,13 +220,13 @@ def profile_of_rank(settings: list[str], h200: int | None) -> HardwareProfile | 
 def test_ranks_agree_on_the_profile_or_are_refused(workers: Workers) -> None:
     assert workers.run(profile_of_rank, 2, EIGHT_B, None) == [H100] * 2
     said = workers.run(profile_of_rank, 2, EIGHT_B, 1)
-    words = "rank 0 would plan by the profile h100-nvlink-ib, and ranks [1] by h200-nvlink-ib"
+    words = "rank 0 has h100-nvlink-ib, ranks [1] have h200-nvlink-ib"
     assert said[0] == said[1] and words in str(said[0])
     assert workers.run(profile_of_rank, 2, [*EIGHT_B, "context.profile=h200-nvlink-ib"], 1) == [H200] * 2
 
 
 def planned_by(store: Path, run: Path, other: str) -> Any:
-    """What the loader of a real run plans by, where rank 1 is given another file than rank 0."""
+    """Returns the profile of a real run's loader, or the error; rank 1 has another file than rank 0."""
     profile = "cpu-2core" if dist.get_rank() == 0 else other
     try:
         trainer = start(store, run, [f"context.profile={profile}", "train.device=cpu", "context.two_level_exchange=false"])
@@ -241,12 +241,14 @@ def test_a_run_plans_by_the_scaled_profile_or_not_at_all(workers: Workers, store
     assert found[0] == found[1]
     assert found[0].kv_bytes_per_token == 2 * 2 * 2 * 8 * 4 * 3
     assert found[0].attention_s_per_token2 == pytest.approx(CPU.attention_s_per_token2 / 4)
-    assert all("ranks [1] by h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib"))
+    assert all(
+        "ranks [1] have h100-nvlink-ib" in said for said in workers.run(planned_by, 2, store, tmp_path, "h100-nvlink-ib")
+    )
 
 
 @pytest.fixture
 def as_before() -> Iterator[None]:
-    """A run in this process leaves a group and takes SIGTERM for itself."""
+    """Restores the SIGTERM handler and destroys the process group of a run in this process."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, on_sigterm)
@@ -265,7 +267,7 @@ def as_before() -> Iterator[None]:
     ],
     ids=" ".join,
 )
-def test_every_command_says_what_it_predicts_with(
+def test_every_command_reports_the_profile(
     command: list[str], store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=1", "optimizer.warmup_steps=0"]
@@ -275,13 +277,13 @@ def test_every_command_says_what_it_predicts_with(
     assert main([*command, str(file), *(f"--{setting}" for setting in settings)]) == 0
     captured = capsys.readouterr()
     said = captured.err if "compare" in command else captured.out
-    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to this run: linear × " in said
-    assert "warning: profile h100-nvlink-ib is of device cuda, and this run is on cpu; no speed is scaled" in said
+    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to this run: linear × " in said
+    assert "warning: profile h100-nvlink-ib is for cuda, but this run is on cpu; speeds are not scaled" in said
 
 
 @pytest.mark.parametrize("budget", [1024])
 def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, budget: int) -> None:
-    """Recomputation and kept K and V change the times that documents are planned with, so degrees, so what a rank holds."""
+    """Recomputation and kept K and V change planned times, and so degrees and memory per rank."""
     common = [f"data.store={store}", f"batch.tokens_per_rank={budget}", "data.max_length=1500", "batch.global_tokens=8000"]
     small = ["model.preset=small", "train.device=cpu", *common]
     opened, shape = Store.open(store), load(None, small).model.shape(257).spec
@@ -292,7 +294,7 @@ def test_memory_is_that_of_the_plans_that_each_choice_would_make(store: Path, bu
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) -> None:
-    """A byte less than recomputation needs is not enough for it, whatever the plans without it would need."""
+    """One byte less than recomputation needs is not enough, whatever the plans without recomputation need."""
     common = [f"data.store={store}", "batch.tokens_per_rank=1024", "data.max_length=1500", "batch.global_tokens=8000"]
     config = load(None, ["model.preset=small", "train.device=cpu", *common], world_size=8)
     opened, shape = Store.open(store), config.model.shape(257).spec
@@ -308,12 +310,12 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; taken as it is for that model"),
+        ([], "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): used unscaled for its model"),
         (["--model", "1b"], "scaled to 1b: linear × 0.1"),
-        (["--pipeline-ranks", "4"], "scaled to that model in a pipeline: linear × 0.2"),
+        (["--pipeline-ranks", "4"], "scaled to its model in a pipeline: linear × 0.2"),
     ],
 )
-def test_planning_without_a_run_says_whose_times_it_takes(
+def test_planning_without_a_run_reports_the_profile(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lengths = tmp_path / "lengths.txt"
@@ -334,7 +336,7 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys
     lengths.write_text("30000\n500\n")
     assert main(["compare", "--lengths", str(lengths), "--ranks", "4", "--model", "1b", "--json"]) == 0
     told = capsys.readouterr()
-    assert "profile h100-nvlink-ib, of 8.03B parameters in bfloat16 on H100; scaled to 1b: linear × 0.1" in told.err
+    assert "profile h100-nvlink-ib (8.03B parameters in bfloat16 on H100): scaled to 1b: linear × 0.1" in told.err
     step = next(row["makespan_s"] for row in json.loads(told.out)["rows"] if row["planner"] == "auto")
     scaled = preset_profile("h100-nvlink-ib", "1b").profile
     plan = make_plan([30000, 500], ranks=4, tokens_per_rank=16384, profile=scaled)

@@ -1,4 +1,4 @@
-"""A run in stages: bit by bit the runs that go on from each other, cut off anywhere, on any number of ranks."""
+"""A run in stages equals separate runs that continue each other, bit by bit, interrupted anywhere, on any number of ranks."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def settings_of(file: Path, run: Path, *more: str) -> Config:
 
 
 def staged(file: Path, run: Path, *more: str) -> Rows:
-    """All that is left of a run, from its newest checkpoint on; the rows of metrics.jsonl."""
+    """Finishes a run from its newest checkpoint. Returns the rows of metrics.jsonl."""
     config = settings_of(file, run, *more)
     run.mkdir(exist_ok=True)
     mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
@@ -88,7 +88,7 @@ def staged(file: Path, run: Path, *more: str) -> Rows:
 
 @pytest.fixture(scope="module")
 def whole(workers: Workers, settings: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Rows]:
-    """The run folder and the rows of a run on two ranks that nothing cut off."""
+    """The run folder and rows of an uninterrupted run on two ranks."""
     run = tmp_path_factory.mktemp("whole") / "run"
     return run, workers.run(staged, 2, settings, run)[0]
 
@@ -98,7 +98,7 @@ def told(rows: Rows) -> list[list[Any]]:
 
 
 def by_hand(file: Path, run: Path) -> Rows:
-    """The same stages as runs of their own, each begun from the checkpoint of the one before."""
+    """The same stages as separate runs, each started from the checkpoint of the previous run."""
     whole, mesh, rows, steps = settings_of(file, run), make_groups(torch.device("cpu"), timeout_s=30.0), [], 0
     for number, end in enumerate(whole.stage_ends):
         config = whole.at_stage(number)
@@ -119,7 +119,7 @@ def by_hand(file: Path, run: Path) -> Rows:
     return rows
 
 
-def test_a_run_in_stages_is_the_runs_that_go_on_from_each_other(
+def test_a_run_in_stages_equals_separate_runs_that_continue_each_other(
     workers: Workers, settings: Path, whole: tuple[Path, Rows], tmp_path: Path
 ) -> None:
     assert told(whole[1]) == told(workers.run(by_hand, 2, settings, tmp_path)[0]), "not bit by bit"
@@ -128,7 +128,7 @@ def test_a_run_in_stages_is_the_runs_that_go_on_from_each_other(
 
 
 def beyond_its_end(store: Path, run: Path) -> tuple[bool, int]:
-    """A run of two steps, gone on with as one of a single step."""
+    """Resumes a run of two steps as a run of a single step."""
     given = [*SETTINGS, f"data.store={store}", f"train.run_dir={run}", "checkpoint.every=2", "batch.global_tokens=500"]
     given.append("optimizer.warmup_steps=0")
     run.mkdir()
@@ -138,12 +138,12 @@ def beyond_its_end(store: Path, run: Path) -> tuple[bool, int]:
     return train_in_stages(load(None, [*given, "train.steps=1"]), mesh, checkpoint.newest(run)[0], None, lambda *_: None)
 
 
-def test_a_run_that_has_done_more_steps_than_are_asked_for_ends(workers: Workers, stores: list[Path], tmp_path: Path) -> None:
+def test_a_run_beyond_its_last_step_ends(workers: Workers, stores: list[Path], tmp_path: Path) -> None:
     assert workers.run(beyond_its_end, 1, stores[0], tmp_path / "run") == [(True, 2)]
 
 
 @pytest.mark.parametrize(("step", "ranks"), [(3, 2), (4, 2), (4, 3), (7, 3), (3, 1)])
-def test_it_goes_on_from_any_step_on_any_number_of_ranks(
+def test_a_run_resumes_from_any_step_on_any_number_of_ranks(
     workers: Workers, settings: Path, whole: tuple[Path, Rows], tmp_path: Path, step: int, ranks: int
 ) -> None:
     """At the end of a stage, and within the later ones."""
@@ -164,7 +164,7 @@ def test_it_goes_on_from_any_step_on_any_number_of_ranks(
         ]
 
 
-def test_what_a_checkpoint_says_of_its_stage(whole: tuple[Path, Rows]) -> None:
+def test_a_checkpoint_records_its_stage(whole: tuple[Path, Rows]) -> None:
     states = [checkpoint.of_step(whole[0], step)[0] for step in range(1, 9)]
     assert [found.stage for found in states if found] == [0, 0, 0, 1, 1, 1, 2, 2]
     thetas = [found.state["model"]["rope_theta"] for found in states if found]
@@ -187,10 +187,8 @@ def names(file: Path, run: Path) -> list[list[str]]:
     return found
 
 
-def test_a_stage_does_not_begin_with_the_documents_that_another_began_with(
-    workers: Workers, stores: list[Path], tmp_path: Path
-) -> None:
-    """A store that is cut as before goes on: each document once. One that is cut anew has another order."""
+def test_stages_do_not_start_with_the_same_documents(workers: Workers, stores: list[Path], tmp_path: Path) -> None:
+    """A store that is split as before continues: each document once. A store that is split differently has another order."""
     stages = [{"steps": 3, "data": {"max_length": length}} for length in (200, 200, 250)]
     base = {"data": {"store": str(stores[2])}, "batch": {"global_tokens": 200, "tokens_per_rank": 300}}
     file = tmp_path / "stages.yaml"
@@ -212,7 +210,7 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     return capfd.readouterr().err
 
 
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_invalid_stages_are_refused_before_the_run_starts(
     settings: Path, whole: tuple[Path, Rows], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = [settings, *(f"--{one}" for one in SETTINGS), f"--train.run_dir={tmp_path / 'run'}"]
@@ -228,7 +226,7 @@ def refused(file: Path, run: Path, *more: str) -> str:
     return str(caught.value)
 
 
-def test_other_stages_than_the_runs_are_refused(
+def test_stages_that_differ_from_the_run_are_refused(
     workers: Workers, settings: Path, whole: tuple[Path, Rows], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -237,18 +235,18 @@ def test_other_stages_than_the_runs_are_refused(
         shutil.copytree(whole[0] / "checkpoints" / folder.name, folder)
     steps = "stages.1.steps=6", "stages.2.batch.tokens_per_rank=720"
     assert (
-        "step-000005 is of stage 2, and by these stages step 5 is of stage 1"
+        "step-000005 belongs to stage 2, but with these stages step 5 belongs to stage 1"
         in workers.run(refused, 2, settings, run, *steps)[0]
     )
     other = "stages.2.model={rope_theta: 7.0}"
-    assert "holds another model: rope_" in workers.run(refused, 2, settings, run, other)[0]
+    assert "contains another model: rope_" in workers.run(refused, 2, settings, run, other)[0]
     shutil.rmtree(run / "checkpoints" / "step-000005")
     at_the_end = workers.run(refused, 2, settings, run, "stages.1.model={rope_theta: 7.0}")[0]
-    assert "holds another model: rope_theta is 7.0, was 500000.0" in at_the_end
+    assert "contains another model: rope_theta is 7.0, was 500000.0" in at_the_end
     assert "seed is 5, and was 0" in workers.run(refused, 2, settings, run, "train.seed=5")[0]
 
 
-def test_the_command_says_which_stage_begins_and_what_changes(settings: Path, tmp_path: Path) -> None:
+def test_the_command_prints_the_stage_and_its_changes(settings: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     given = [*(f"--{one}" for one in SETTINGS), f"--train.run_dir={run}"]
     given += [f"--stages.{number}.batch.tokens_per_rank=800" for number in (1, 2, 3)]
@@ -266,7 +264,7 @@ def test_the_command_says_which_stage_begins_and_what_changes(settings: Path, tm
     assert {folder.name for folder in run.glob("model*")} == {"model", "model-2", "model-3"}
 
 
-def test_estimate_and_dry_run_look_at_every_stage(settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_and_dry_run_cover_every_stage(settings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [str(settings), *(f"--{one}" for one in SETTINGS), f"--train.run_dir={tmp_path}", "--ranks=2"]
     assert main(["estimate", *given, "--json"]) == 0
     estimated = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Training does not depend on how the work is split, resumes exactly, and stops with an error one can act on."""
+"""Training does not depend on how the work is split, resumes exactly, and stops with an actionable error."""
 
 import importlib.util
 import json
@@ -148,7 +148,7 @@ def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
 
 
 def test_resume_takes_the_settings_of_the_optimizer_from_the_config(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """Moments alone are those of the checkpoint."""
+    """Only the moments are those of the checkpoint."""
     settings = ["batch.tokens_per_rank=750"]
     other = ["optimizer.weight_decay=0.5", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-6"]
     for matrices, norms in workers.run(training_cases.resumed_with, 2, store, tmp_path, settings, other):
@@ -225,7 +225,7 @@ def test_sigterm_saves(store: Path, tmp_path: Path) -> None:
     assert (run / "latest").resolve() == found.folder.resolve()
 
 
-def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_not_used(workers: Workers, store: Path, tmp_path: Path) -> None:
     workers.run(train_and_save, 2, store, tmp_path, ["train.steps=3", "checkpoint.every=1", "batch.tokens_per_rank=750"])
     folders = sorted((tmp_path / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step-000001", "step-000002", "step-000003"]
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_is_cut_short_is_not_used(workers: Workers, store: Pat
 def test_resume_if_any(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A job that was ended before its first checkpoint begins anew when it is put back into the queue; later it goes on."""
+    """A job that ends before its first checkpoint starts again when it is requeued; later it resumes."""
     found: list[int | None] = []
 
     def note(*given: object) -> int:
@@ -259,7 +259,7 @@ def test_resume_if_any(
     command = ["train", f"--data.store={store}", f"--train.run_dir={tmp_path}"]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(command) == 2
-    assert "give --resume-if-any to begin it anew" in capsys.readouterr().err
+    assert "add --resume-if-any to start it again" in capsys.readouterr().err
     assert main([*command, "--resume"]) == 2
     assert main([*command, "--resume-if-any"]) == 0
     monkeypatch.setattr(checkpoint, "newest", lambda folder: (Checkpoint(folder, {"step": 4}), []))
@@ -268,16 +268,14 @@ def test_resume_if_any(
 
 
 @pytest.mark.parametrize(("when", "later"), [("block", 0), ("micro_batch", 0), ("step", 2)])
-def test_weights_stay_gathered_as_long_as_settings_say(
-    workers: Workers, store: Path, tmp_path: Path, when: str, later: int
-) -> None:
+def test_weights_stay_gathered_as_configured(workers: Workers, store: Path, tmp_path: Path, when: str, later: int) -> None:
     settings = [f"parallel.reshard_after={when}", "batch.tokens_per_rank=750"]
     for gathered in workers.run(training_cases.gathered_blocks, 2, store, tmp_path, settings):
         assert len(gathered) > 1
         assert gathered == [0] + [later] * (len(gathered) - 1)
 
 
-def test_old_checkpoints_go(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_old_checkpoints_are_deleted(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
     workers.run(train_and_save, 1, store, tmp_path, settings)
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
@@ -294,13 +292,13 @@ def test_a_run_without_checkpoints(
     # No room is needed for what is not written: the next mistake is the one that is told.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     given = [f"--data.store={store}", f"--train.run_dir={tmp_path / 'full'}"]
-    assert "make room" in refusal(capsys, *given)
+    assert "free disk space" in refusal(capsys, *given)
     monkeypatch.setattr(commands_train, "_train", lambda *_: 0)
     assert main(["train", *given, "--checkpoint.every=null"]) == 0
 
 
 def test_damaged_checkpoints_are_neither_counted_nor_deleted(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """Otherwise `keep` damaged folders of later steps would push out every good checkpoint, the newest first."""
+    """Otherwise `keep` damaged folders of later steps would displace all good checkpoints, the newest first."""
     later = tmp_path / "checkpoints" / "step-000100"
     later.mkdir(parents=True)
     settings = ["train.steps=3", "checkpoint.every=1", "checkpoint.keep=2", "batch.tokens_per_rank=1500"]
@@ -319,7 +317,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
 
 
-def test_a_checkpoint_whose_bytes_are_wrong(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint(workers: Workers, store: Path, tmp_path: Path) -> None:
     workers.run(train_and_save, 1, store, tmp_path, ["train.steps=2", "checkpoint.every=2", "batch.tokens_per_rank=1500"])
     metadata = next((tmp_path / "checkpoints").glob("*/.metadata"))
     metadata.write_bytes(b"\0" * metadata.stat().st_size)
@@ -327,10 +325,10 @@ def test_a_checkpoint_whose_bytes_are_wrong(workers: Workers, store: Path, tmp_p
         workers.run(train, 1, store, tmp_path, ["batch.tokens_per_rank=1500"], 1, True)
 
 
-def test_a_full_disk_in_the_middle(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """The error says what to do in one line, the earlier checkpoint is intact and the torn one is gone."""
+def test_a_full_disk_while_saving(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """The error is one line with the fix, the earlier checkpoint is intact, and the incomplete one is deleted."""
     said = workers.run(training_cases.with_a_full_disk, 2, store, tmp_path)
-    assert all("No space left on device" in text and "make room, then --resume" in text for text in said)
+    assert all("No space left on device" in text and "free disk space, then --resume" in text for text in said)
     assert all(len(text) < 400 for text in said)
     assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
 
@@ -431,13 +429,13 @@ def test_run_folders_that_cannot_be_used(
     assert "nothing to resume from" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'new'}", "--resume")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "metrics.jsonl").write_text("")
-    assert "without a checkpoint: give --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
+    assert "without a checkpoint: add --resume-if-any" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'used'}")
     (tmp_path / "latest" / "latest").mkdir(parents=True)
     assert "move it away" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'latest'}")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'file'}")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
-    assert "make room" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
+    assert "free disk space" in refusal(capsys, data, f"--train.run_dir={tmp_path / 'full'}")
 
 
 def test_stores_that_cannot_be_used(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -473,7 +471,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "dry run on 64 ranks" in said
     assert "best static" in said
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
-    assert "must divide the 2 kv heads" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
+    assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
     assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "more than 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
@@ -481,13 +479,13 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
 
 
-def test_mistakes_are_told_once_a_node_and_before_any_group(store: Path, tmp_path: Path) -> None:
-    """Two mistakes at once, on two processes: both named, by one process, with a non-zero exit."""
+def test_errors_are_printed_once_per_node_and_before_any_group(store: Path, tmp_path: Path) -> None:
+    """Two mistakes at once, on two processes: one process prints both, and exits with a non-zero status."""
     process = subprocess.run(
         command(store, tmp_path / "run", "--train.stepps=3", "--context.degree=2"), capture_output=True, text=True
     )
     assert process.returncode != 0
     assert process.stderr.count("train.stepps") == 1
     assert "did you mean train.steps?" in process.stderr
-    assert "only mode static has one degree" in process.stderr
+    assert "only applies to context.mode static" in process.stderr
     assert not (tmp_path / "run").exists()

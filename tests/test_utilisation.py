@@ -1,4 +1,4 @@
-"""Operations are counted as an independent counter counts them; times of a step and its trace say what they should."""
+"""FLOPs match an independent counter; times of a step and its trace are correct."""
 
 import json
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
 
 
 def traced_to_the_end(store: Path, run: Path, traced: range, stopped: bool) -> bool:
-    """A run of three steps, or of one if it is stopped; whether it came to its last step."""
+    """Runs three steps, or one if it is stopped. Returns True if it reached its last step."""
     trainer = start(store, run, [*ON_2, "train.steps=3", "checkpoint.every=3"])
     trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.world_rank, trainer.model)
     trainer.stop.received = stopped
@@ -125,7 +125,7 @@ def test_a_trace_is_written_when_the_run_ends_within_its_steps(
         assert [event.get("name") for event in events].count("optimizer") == 1
 
 
-def test_time_that_a_pipeline_stands_idle(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_idle_time_of_a_pipeline(workers: Workers, store: Path, tmp_path: Path) -> None:
     steps = workers.run(two_steps, 2, store, tmp_path, IN_PIPELINE)[0]
     assert all(0 < step.bubble_s < step.step_time_s and step.rest_s > 0 for step in steps)
 

@@ -1,4 +1,4 @@
-"""Validation: the loss of documents that are set apart, the same on any number of ranks, and without a trace in training."""
+"""Validation: the loss of held-out documents, the same on any number of ranks, and without effect on training."""
 
 import json
 from pathlib import Path
@@ -51,21 +51,21 @@ Rows = list[dict[str, object]]
 
 @pytest.fixture(scope="module")
 def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rows]:
-    """One process, by the number of layers."""
+    """Returns the rows of one process, by number of layers."""
     folder = tmp_path_factory.mktemp("alone")
     sizes = {layers: ["batch.tokens_per_rank=1500", f"model.num_hidden_layers={layers}"] for layers in (2, 4)}
     return {layers: workers.run(run, 1, store, folder / str(layers), settings)[0] for layers, settings in sizes.items()}
 
 
 def run(store: Path, folder: Path, settings: list[str]) -> Rows:
-    """The rows of metrics.jsonl of a whole run."""
+    """Returns the rows of metrics.jsonl of a whole run."""
     trainer = start(store, folder, [*EVERY_TWO, *settings])
     trainer.train()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "two tensor ranks"), SPLITS))
-def test_it_is_that_of_one_process_and_does_not_disturb_training(
+def test_the_loss_is_that_of_one_process_and_training_is_not_affected(
     workers: Workers, store: Path, alone: dict[int, Rows], tmp_path: Path, name: str
 ) -> None:
     ranks, settings = SPLITS[name]
@@ -82,7 +82,7 @@ def test_it_is_that_of_one_process_and_does_not_disturb_training(
 
 
 def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, float, list[str]]:
-    """The validation loss, the mean loss of its documents by plain steps over each, and the names of the documents."""
+    """Returns the validation loss, the mean loss by plain steps over each document, and the names of the documents."""
     trainer = start(store, folder, [*EVERY_TWO, *settings])
     with trainer.loader:
         found = trainer.validate()
@@ -101,7 +101,7 @@ def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, fl
     return found.validation_loss, total / targets, [opened.name(document) for document in apart]
 
 
-def test_it_is_the_mean_over_the_documents_set_apart(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_over_held_out_documents(workers: Workers, store: Path, tmp_path: Path) -> None:
     found, wanted, names = workers.run(forgotten, 1, store, tmp_path, ["batch.tokens_per_rank=1500"])[0]
     assert 2 <= len(names) < 26
     assert found == pytest.approx(wanted, rel=1e-6)
@@ -140,12 +140,12 @@ def test_the_held_out_share_goes_by_names_alone() -> None:
     ("settings", "words"),
     [
         (["--eval.every=2"], "there are no documents to validate on"),
-        (["--eval.store=stores/other", "--data.held_out=0.1"], "nobody would look at these"),
-        (["--eval.every=2", "--data.held_out=0.0001"], "sets none of the 52 documents"),
+        (["--eval.store=stores/other", "--data.held_out=0.1"], "held-out documents would never be used"),
+        (["--eval.every=2", "--data.held_out=0.0001"], "holds out no document of"),
         (["--data.held_out=0.9999"], "there are no documents"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_settings_are_refused(
     store: Path, tmp_path: Path, settings: list[str], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     small = [f"--{one}" for one in [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path}", "batch.tokens_per_rank=1500"]]
@@ -153,7 +153,7 @@ def test_what_cannot_be_is_refused(
     assert words in capfd.readouterr().err
 
 
-def test_a_run_goes_on_only_with_the_same_share(workers: Workers, store: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_same_share(workers: Workers, store: Path, tmp_path: Path) -> None:
     workers.run(run, 1, store, tmp_path, ["checkpoint.every=1"])
     with pytest.raises(AssertionError, match=r"held_out is 0\.0, and was 0\.3: set data\.held_out to the run's"):
         workers.run(resume, 1, store, tmp_path, ["data.held_out=0"])

@@ -1,8 +1,8 @@
-"""`longctx compare`: the same documents under dynamic and static degrees and under other systems' planning, by one cost model.
+"""`longctx compare`: compares dynamic degrees, static degrees and other systems' planning on the same documents, by one cost
+model.
 
-Speedups are first of all over fixed static, one degree for all steps: what trainers without dynamic degrees run. Lengths come
-from a named mix, a file or a store. Nothing is trained: plans are made and scored. Training in earnest is `compare_measure`,
-and the search for ways to split a model `compare_parallel`.
+The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees. Lengths come from a named
+mix, a file or a store. Plans are scored, nothing is trained; `compare_measure` trains, `compare_parallel` searches for splits.
 """
 
 import argparse
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
 OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
-DOCUMENTS_A_RANK = 4
+DOCUMENTS_PER_RANK = 4
 DEFAULT_STEPS = 3
 MANY_GPUS = 256
-"""A step of these has so many documents that one is enough to compare splits."""
+"""From this number of GPUs on, one step has enough documents to compare splits."""
 DEFAULT_TOKENS_PER_RANK = 16384
 BFLOAT16_BYTES = 2
 DETAILED = 64
-"""The number of ranks that is shown in detail, or the nearest one given."""
+"""Number of ranks shown in detail; otherwise the nearest one given."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,62 +57,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure",
         type=Path,
         metavar="CONFIG",
-        help="train real steps of this YAML file of settings under several modes in turn, instead of scoring plans",
+        help="train steps of this run (YAML file of settings) under several modes in turn, instead of scoring plans",
     )
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
-        "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: {default_ranks}, those that fit)"
+        "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: those of {default_ranks} that fit)"
     )
     parser.add_argument(
         "--tokens-per-rank",
         type=int,
         metavar="T",
-        help=f"most tokens on a rank at once (default: {DEFAULT_TOKENS_PER_RANK})",
+        help=f"maximum tokens per rank in one micro-batch (default: {DEFAULT_TOKENS_PER_RANK})",
     )
     parser.add_argument(
         "--baseline",
         type=parse_baseline,
         metavar="static:DEGREE",
-        help="the degree in use today, for all steps: what the first speedups are over (default: the smallest power of two "
-        "that holds the longest document)",
+        help="fixed static baseline: the degree in use today, for all steps (default: the smallest power of two that holds "
+        "the longest document)",
     )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument(
         "--model",
         choices=PRESETS,
-        help="scale the profile to this preset (default: the profile's own model), and show K and V that a rank gathers in "
-        "bytes: of one layer, in bfloat16",
+        help="scale the profile to this preset (default: the profile's own model), and show the K and V gathered per rank and "
+        "layer in bytes (bfloat16) instead of tokens",
     )
     parser.add_argument(
         "--long-documents",
         choices=("split", "drop", "error"),
-        help="documents longer than ranks × tokens per rank (default: split; for a file: error)",
+        help="treatment of documents longer than ranks × tokens per rank (default: split; for a file: error)",
     )
     steps = parser.add_argument_group("steps")
     steps.add_argument(
-        "--documents", type=int, metavar="D", help=f"documents of a step, mix only (default: {DOCUMENTS_A_RANK} a rank)"
+        "--documents", type=int, metavar="D", help=f"documents per step, --mix only (default: {DOCUMENTS_PER_RANK} × ranks)"
     )
     steps.add_argument(
         "--global-tokens",
         type=int,
-        help=f"tokens of a step, file or store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
+        help=f"tokens per step, --lengths only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
-    steps.add_argument("--seed", type=int, help="which documents (default: 0)")
+    steps.add_argument("--seed", type=int, help="seed for drawing documents (default: 0)")
     steps.add_argument(
         "--steps",
         type=int,
-        help=f"steps that are planned; figures are their mean (default: {DEFAULT_STEPS}; --parallel {MANY_GPUS} or more: 1)",
+        help=f"steps to plan; figures are means over them (default: {DEFAULT_STEPS}; 1 with --parallel {MANY_GPUS} or more)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--html", type=Path, metavar="F", help="write a page with figures, which also vary budget and length")
-    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one step and planner (or split) a line")
+    output.add_argument(
+        "--html", type=Path, metavar="F", help="write a page with figures, also over the token budget and the longest document"
+    )
+    output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
     compare_parallel.add_arguments(parser)
     compare_measure.add_arguments(parser)
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """`8,64` → (8, 64)."""
+    """Parses `8,64` as (8, 64)."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and int(part) >= 1 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers ≥ 1, as in 8,64,256")
@@ -120,7 +122,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def parse_baseline(text: str) -> int:
-    """`static:8` → 8."""
+    """Parses `static:8` as 8."""
     mode, _, degree = text.partition(":")
     if mode != "static" or not (degree.isascii() and degree.isdecimal()) or int(degree) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not static:DEGREE, as in static:8")
@@ -132,7 +134,7 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the comparison asked for: of splits (--parallel 64), of steps in earnest (--measure run.yaml), or else of plans."""
+    """Compares splits (--parallel 64), measured steps (--measure run.yaml), or otherwise plans."""
     compare_parallel.refuse(arguments)
     if arguments.parallel is not None:
         return compare_parallel.compare_splits(arguments, _source(arguments, "split"))
@@ -143,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare_plans(arguments: argparse.Namespace) -> int:
-    """Plans the documents in every way, and prints the modelled times."""
+    """Plans the documents with every planner, and prints the modelled times."""
     from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
     from longctx.comparison.steps import steps_drawn, sweeps
     from longctx.training.run_profile import preset_profile
@@ -191,7 +193,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
 
 
 def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["Source", list["Case"], list[str]]:
-    """The steps that are planned, where they come from, and what was done to documents that do not fit."""
+    """Returns the source of the steps, the steps, and notes on documents that were split or dropped."""
     from longctx.comparison.steps import make_cases
 
     long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
@@ -217,21 +219,21 @@ def _is_file(arguments: argparse.Namespace) -> bool:
 
 
 def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
-    """Where the lengths come from. Raises UserError for options that do not belong to it."""
+    """Returns the source of the lengths. Raises UserError for options that it does not support."""
     from longctx.comparison.steps import file_source, mix_source, store_source
 
     kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
     belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
     for name, kinds in belongs.items():
         if kind not in kinds and (given := given_options(arguments, name)):
-            raise UserError(f"{given[0]} belongs to a {' or a '.join(kinds)}, and this is a {kind}: leave it out")
+            raise UserError(f"{given[0]} needs a {' or '.join(kinds)}, but the lengths come from a {kind}: omit it")
     seed = arguments.seed or 0
     few = 1 if (arguments.parallel or 0) >= MANY_GPUS else DEFAULT_STEPS
     steps = few if arguments.steps is None else arguments.steps
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     if kind == "mix":
-        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_A_RANK, seed, steps)
+        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_PER_RANK, seed, steps)
 
     def global_tokens(ranks: int) -> int:
         given: int | None = arguments.global_tokens
@@ -244,7 +246,7 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
 
 
 def _kv_bytes(preset: str | None) -> int | None:
-    """Bytes of one token's K and V in one layer."""
+    """Returns the bytes of one token's K and V in one layer, None without a preset."""
     if preset is None:
         return None
     shape = PRESETS[preset]
@@ -254,7 +256,7 @@ def _kv_bytes(preset: str | None) -> int | None:
 def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
 ) -> tuple[list["Row"], dict[str, "Plan"]]:
-    """All rows, and the plans of one case. Shows progress on a terminal."""
+    """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
     from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
 
     rows: list[Row] = []
@@ -273,7 +275,7 @@ def _compare(
 
 
 def _about() -> dict[str, str]:
-    """What a reader needs to make the page again."""
+    """Returns what is needed to reproduce the page: command, machine and versions."""
     versions = []
     for package in ("longctx", "numpy", "megatron-core"):
         try:

@@ -1,4 +1,4 @@
-"""`longctx compare --measure`: the same documents trained under several modes in turn, timed on these machines."""
+"""`longctx compare --measure`: trains the same documents under several modes in turn and compares the measured times."""
 
 import argparse
 import json
@@ -21,28 +21,29 @@ DEFAULT_MODES = "auto,static"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that go with --measure, which the parser must have."""
+    """Adds the options of --measure."""
     group = parser.add_argument_group(
         "with --measure (and --processes N)",
-        f"also --steps, how many are measured (default: {DEFAULT_STEPS}), and settings such as --context.profile my.yaml",
+        f"--steps is the number of measured steps (default: {DEFAULT_STEPS}); settings such as --context.profile my.yaml may "
+        "follow",
     )
     group.add_argument(
         "--modes",
         metavar="MODE,..",
-        help="what to measure: auto, bins, static (each step's best degree by the cost model), static:DEGREE "
+        help="modes to measure: auto, bins, static (the best degree of every step by the cost model), static:DEGREE "
         f"(default: {DEFAULT_MODES})",
     )
-    group.add_argument("--warmup", type=int, metavar="S", help=f"steps before the measured ones (default: {DEFAULT_WARMUP})")
-    group.add_argument("--out", type=Path, metavar="F", help="write every step of every mode as JSON")
+    group.add_argument("--warmup", type=int, metavar="S", help=f"warm-up steps, not measured (default: {DEFAULT_WARMUP})")
+    group.add_argument("--out", type=Path, metavar="F", help="write the measurements of every step and mode as JSON")
 
 
 def refuse(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that go only with --measure, or never with it."""
+    """Raises UserError for options that need --measure, or are not supported with it."""
     if arguments.measure is None:
         given = given_options(arguments, "modes", "warmup", "out", "processes")
         given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
         if given:
-            raise UserError(f"{', '.join(given)} goes with --measure, which trains: leave it out to compare by the cost model")
+            raise UserError(f"{', '.join(given)} requires --measure: omit it to compare by the cost model")
         return
     names = (
         *("ranks", "baseline", "long_documents", "documents", "global_tokens", "seed"),
@@ -53,12 +54,12 @@ def refuse(arguments: argparse.Namespace) -> None:
         given.append("--profile")
     if given:
         raise UserError(
-            f"{', '.join(given)} does not go with --measure, which takes all that from its settings and from torchrun"
+            f"{', '.join(given)} is not supported with --measure: omit it, and use settings of the run and torchrun instead"
         )
 
 
 def compare_steps(arguments: argparse.Namespace) -> int:
-    """Trains and prints what it took. Exit status 1 if the losses of the modes differ, 143 after SIGTERM."""
+    """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ, 143 after SIGTERM."""
     from longctx.parallel.mesh import Launch
 
     launch = Launch.read()
@@ -80,15 +81,15 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
     if show and config.stages:
-        print(f"of {len(config.stages)} stages the last one is measured", file=sys.stderr, flush=True)
+        print(f"measuring the last of {len(config.stages)} stages", file=sys.stderr, flush=True)
     config = config.at_stage(-1)
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
     store = open_data(config)
     if store.pairs or config.dpo.beta is not None:
         raise UserError(
-            f"--measure trains by the loss of tokens, not by that of pairs, and data.store is {store.path}, dpo.beta "
-            f"{config.dpo.beta}: see what `longctx compare --lengths {store.path}` predicts, or measure on another store"
+            f"--measure does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use `longctx "
+            f"compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
         )
     groups = join_run(config, launch, device)
     if show:
@@ -115,7 +116,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
 
 
 def _draw(measured: "MeasuredComparison") -> None:
-    """A row a mode, and the losses below."""
+    """Prints one row per mode, and whether the losses agree."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -125,11 +126,11 @@ def _draw(measured: "MeasuredComparison") -> None:
     steps = len(baseline.steps)
     table = Table(
         box=box.SIMPLE_HEAD,
-        title=f"{steps} step{'s' * (steps > 1)} a mode in turn on {measured.ranks} ranks, {measured.warmup} before to warm up",
+        title=f"{steps} step{'s' * (steps > 1)} per mode on {measured.ranks} ranks, after {measured.warmup} warm-up steps",
         title_justify="left",
         title_style="bold",
-        caption=f"Speedup: median over the steps of the time on the same documents of {baseline.mode}."
-        + (" Mode static changes to the best degree by the cost model at every step." if "static" in names else ""),
+        caption=f"Speedup: time of {baseline.mode} / time of the mode on the same documents, median over steps."
+        + (" Mode static uses the best degree of every step by the cost model." if "static" in names else ""),
         caption_justify="left",
     )
     table.add_column("mode")
@@ -148,8 +149,8 @@ def _draw(measured: "MeasuredComparison") -> None:
     console.print(table)
     word = "equal" if measured.losses_equal else "DIFFERENT"
     console.print(
-        f"losses {word}: they differ by at most {measured.loss_difference:.1e} of themselves "
-        f"(rounding explains {measured.loss_tolerance:.0e})",
+        f"losses {word}: relative difference at most {measured.loss_difference:.1e} "
+        f"(tolerance for rounding {measured.loss_tolerance:.0e})",
         style=None if measured.losses_equal else "red",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""`longctx compare --parallel`: the best splits of GPUs into tensor, pipeline and domain ranks for a model and documents."""
+"""`longctx compare --parallel`: searches for the best tensor, pipeline and domain sizes for a model and documents."""
 
 import argparse
 import json
@@ -19,40 +19,47 @@ DEFAULT_MODEL = "8b"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --parallel",
-        f"--model is the model (default: {DEFAULT_MODEL}), and settings such as --model.num_hidden_layers 80 change its sizes; "
-        "--profile is of the model that it names, else of the 8B one, unsplit; "
-        "--tokens-per-rank is one number to take, not powers of two to try",
+        f"--model is the model (default: {DEFAULT_MODEL}); settings such as --model.num_hidden_layers 80 change its sizes. "
+        "A --profile that names no model is taken to describe the 8b model without tensor or pipeline parallelism. "
+        "--tokens-per-rank fixes the token budget; by default powers of two are searched",
     )
     group.add_argument(
         "--parallel",
         type=int,
         metavar="GPUS",
-        help="find the best splits of so many GPUs into tensor, pipeline and domain ranks for these documents, by the cost and "
-        "memory models, with schedule, recomputation, sharding and tokens a rank",
+        help="search for the best split of this many GPUs into tensor, pipeline and domain ranks for these documents, with "
+        "schedule, recomputation, sharding and tokens per rank, by the cost and memory models",
     )
-    group.add_argument("--peak-tflops", type=float, metavar="P", help="of a GPU, dense bfloat16 (shipped profiles: known)")
-    group.add_argument("--memory-gb", type=float, metavar="M", help="of a GPU, in 10⁹ bytes (shipped profiles: known)")
+    group.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="P",
+        help="peak dense bfloat16 TFLOP/s per GPU (default: known for shipped profiles)",
+    )
+    group.add_argument(
+        "--memory-gb", type=float, metavar="M", help="memory per GPU in GB, 10⁹ bytes (default: known for shipped profiles)"
+    )
 
 
 def refuse(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that go only with --parallel, or never with it."""
+    """Raises UserError for options that need --parallel, or are not supported with it."""
     if arguments.parallel is None:
         given = given_options(arguments, "peak_tflops", "memory_gb")
         if given:
-            raise UserError(f"{', '.join(given)} goes with --parallel: leave it out, or say --parallel GPUS")
+            raise UserError(f"{', '.join(given)} requires --parallel: omit it, or add --parallel GPUS")
         return
     if not 1 <= arguments.parallel <= MOST_GPUS:
         raise UserError(f"--parallel is {arguments.parallel}: must be a whole number of GPUs in 1..{MOST_GPUS}")
     given = given_options(arguments, "measure", "ranks", "baseline", "html", "csv", "long_documents", "modes", "warmup", "out")
     if given:
-        raise UserError(f"{', '.join(given)} does not go with --parallel, which searches for the ranks: leave it out")
+        raise UserError(f"{', '.join(given)} is not supported with --parallel, which searches over splits: omit it")
     others = [f"--{override.split('=')[0]}" for override in arguments.overrides if not override.startswith("model.")]
     if others:
-        raise UserError(f"{', '.join(others)} does not go with --parallel: of the settings, it takes only those of the model")
+        raise UserError(f"{', '.join(others)} is not supported with --parallel, which takes only model.* settings: omit it")
 
 
 def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
-    """Searches, and prints the best splits with the settings that make them."""
+    """Searches, and prints the best splits with their settings."""
     from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.layouts.search import BUDGETS, search
     from longctx.comparison.layouts.table import counts, print_splits, row
@@ -64,7 +71,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
-    with progress_bar() as (bar, task):  # mostly it ends early: the rest cannot be faster
+    with progress_bar() as (bar, task):  # usually ends early: the remaining splits cannot be faster
 
         def progress(doing: str, done: int, of: int) -> None:
             bar.update(task, description=doing, completed=done, total=of)
@@ -86,7 +93,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
 
     title = (
         f"{gpus:,} GPUs ({profile}, {machine.memory_bytes / 2**30:,.1f} GiB), {spec.parameters / 1e9:,.1f}B parameters, "
-        f"steps of {tokens:,} tokens, the longest document {max(map(max, steps)):,}\n"
+        f"{tokens:,} tokens per step, longest document {max(map(max, steps)):,} tokens\n"
         f"{source.words}{f'; {remark}' if remark else ''}"
     )
     print_splits(title, outcome, common, Console())
@@ -94,7 +101,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
 
 
 def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:
-    """Lengths of the documents of every step, cut to what fits, and what was remarked on them."""
+    """Returns the document lengths of every step, split to fit, and the source's remark on them."""
     from longctx.comparison.modelled import cut
     from longctx.planning.layout import longest_document
     from longctx.planning.validation import MOST_TOKENS

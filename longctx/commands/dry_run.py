@@ -1,6 +1,6 @@
-"""Dry run: the checks of settings and store, the plans of some steps and the memory that they need.
+"""Dry run: checks settings and stores, plans the first steps and estimates their memory.
 
-Without processes, GPUs or a run folder: whether the memory, the kernel and the folder will do shows on the machine of the run.
+Needs no processes, GPUs or run folder; available memory, kernel and run folder are checked on the machine of the run.
 """
 
 from longctx.config import Config
@@ -18,9 +18,9 @@ STEPS = 5
 
 
 def dry_run(config: Config, ranks: int) -> None:
-    """Prints the shape of the run and a line for each of its first steps, and of those of every stage.
+    """Prints a summary of the run and one line for each of the first steps of every stage.
 
-    Raises what is wrong with settings and stores.
+    Raises UserError for settings and stores that the run would reject.
     """
     for stage, (own, store) in enumerate(open_stages(config)):
         if config.stages:
@@ -30,7 +30,7 @@ def dry_run(config: Config, ranks: int) -> None:
 
 
 def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
-    """A stage of so many steps."""
+    """Prints one stage of `steps` steps."""
     source = config.model_source(store.tokenizer.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
@@ -41,7 +41,7 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
         f"model      {spec.parameters / 1e9:.3f}B parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained),
-        f"documents  up to {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
+        f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
@@ -63,6 +63,6 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
     fused = choose_device(config.train.device, 0).type == "cuda"
     memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
     parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
-    print(f"memory: {memory.total / 2**30:.2f} GiB a rank at the fullest moment ({memory.moment}): {parts}")
+    print(f"memory: peak {memory.total / 2**30:.2f} GiB per rank ({memory.moment}): {parts}")
     ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
-    print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as each step's best static degree, by the cost model")
+    print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as the best static degree of every step (cost model)")

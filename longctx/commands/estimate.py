@@ -1,4 +1,4 @@
-"""`longctx estimate`: the bytes that a rank of a run would hold, part by part, and what every choice of settings would need."""
+"""`longctx estimate`: estimates peak memory per rank, by part and for other choices of settings."""
 
 import argparse
 import json
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from longctx.data.store import Store
     from longctx.model.spec import ModelSpec
 
-SUMMARY = "Estimate the memory of a rank, for the run as configured and for every choice of recomputation and resharding"
+SUMMARY = "Estimate the peak memory per rank, as configured and for every choice of recomputation and resharding"
 OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults without one")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
-    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults if omitted")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of processes of the run")
+    parser.add_argument("--json", action="store_true", help="print the estimate in bytes as JSON")
     parser.epilog = (
-        "documents are those of the first steps if there is a store; without one, set model.vocab_size, and a full rank with "
-        "its share\nof the longest document is taken. For a run on GPUs from a machine without one: --train.device cuda\n\n"
-        + describe()
+        "The documents of the first steps are used if the store exists. Otherwise set model.vocab_size; the estimate then is "
+        "for a full rank\nwith its share of the longest document. For a run on GPUs, on a machine without one, add "
+        "--train.device cuda\n\n" + describe()
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1:
-        raise UserError(f"--ranks is {arguments.ranks}: a run has at least one process")
+        raise UserError(f"--ranks is {arguments.ranks}: must be at least 1")
     from longctx.memory.advisor import choices, heaviest
     from longctx.memory.model import estimate
     from longctx.parallel.mesh import choose_device
@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.memory.table import print_memory
 
     for memory_of, number, *_ in estimated if run.stages else ():
-        largest = ": the largest, which is shown" if number == stage else ""
-        print(f"stage {number + 1}, {memory_of.total / 2**30:.2f} GiB a rank{largest}")
-    source = f"the first steps of {config.data.said}" if store else "a full rank (there is no store)"
+        largest = " (largest, shown below)" if number == stage else ""
+        print(f"stage {number + 1}: {memory_of.total / 2**30:.2f} GiB per rank{largest}")
+    source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
     print_memory(f"{spec.parameters / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
@@ -70,7 +70,7 @@ def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(
-            f"there is no store {config.data.said}, which would say how many entries the vocabulary has: give "
-            "--model.vocab_size, or the store with --data.store"
+            f"store {config.data.said} not found, and model.vocab_size is null: set --model.vocab_size, or --data.store to an "
+            "existing store"
         )
     return None, config.model_source(config.model.vocab_size).spec

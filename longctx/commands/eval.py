@@ -1,4 +1,4 @@
-"""`longctx eval`: loss and perplexity of a run or a checkpoint on a store, or whether it finds facts in long documents."""
+"""`longctx eval`: evaluates a run or a checkpoint, by loss and perplexity on a store or by retrieval of facts."""
 
 import argparse
 import json
@@ -29,28 +29,38 @@ OF_GRIDS = ("lengths", "depths", "keys", "samples", "seed", "prefix", "png")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "target", metavar="RUN|DIR", help="folder of a run: its newest checkpoint; or a checkpoint of transformers, or its name"
+        "target",
+        metavar="RUN|DIR",
+        help="run folder, evaluated at its newest checkpoint; or a transformers checkpoint: a folder, or OWNER/NAME on the hub",
     )
-    parser.add_argument("--store", type=Path, help="documents to evaluate on (default: those that the run sets apart)")
-    parser.add_argument("--documents", type=int, metavar="N", help="the first N documents (default: all)")
-    parser.add_argument("--needle", action="store_true", help="ask for facts in documents of filler instead")
+    parser.add_argument("--store", type=Path, help="store to evaluate on (default: the validation documents of the run)")
+    parser.add_argument("--documents", type=int, metavar="N", help="evaluate only the first N documents (default: all)")
+    parser.add_argument("--needle", action="store_true", help="evaluate retrieval of facts from documents of filler instead")
     parser.add_argument(
-        "--lengths", metavar="N,N,..", help=f"tokens of these documents (default: {','.join(map(str, LENGTHS))})"
+        "--lengths", metavar="N,N,..", help=f"--needle: document lengths in tokens (default: {','.join(map(str, LENGTHS))})"
     )
     parser.add_argument(
-        "--depths", metavar="X,X,..", help=f"where the fact stands, 0 to 1 (default: {','.join(f'{d:g}' for d in DEPTHS)})"
+        "--depths",
+        metavar="X,X,..",
+        help=f"--needle: depths of the fact in the document, 0 to 1 (default: {','.join(f'{d:g}' for d in DEPTHS)})",
     )
-    parser.add_argument("--keys", type=int, metavar="N", help="facts in a document, of which one is asked for (default: 1)")
-    parser.add_argument("--samples", type=int, metavar="N", help="documents for each length and depth (default: 8)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of facts and filler (default: 0)")
-    parser.add_argument("--prefix", metavar="TEXT", help="begins every such document, as a model's special tokens may have to")
-    parser.add_argument("--png", type=Path, help="the grid as a picture (a run has one in its folder anyway)")
+    parser.add_argument(
+        "--keys", type=int, metavar="N", help="--needle: facts per document, of which one is queried (default: 1)"
+    )
+    parser.add_argument("--samples", type=int, metavar="N", help="--needle: documents per length and depth (default: 8)")
+    parser.add_argument("--seed", type=int, metavar="N", help="--needle: seed of facts and filler (default: 0)")
+    parser.add_argument(
+        "--prefix", metavar="TEXT", help="--needle: text at the start of every document, such as a special token"
+    )
+    parser.add_argument(
+        "--png", type=Path, help="--needle: write the picture to this file as well as to the run folder (needle.png)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (
-        "settings are the run's; any can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
-        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 for a scaled RoPE\n"
-        "on 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
-        "a run's folder gets eval.json, or needle.json and needle.png"
+        "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
+        "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to scale RoPE.\n"
+        "On 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
+        "Results are also written to the run folder: eval.json, or needle.json and needle.png."
     )
 
 
@@ -79,8 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
             work = _documents(arguments, target, launch.world_size)
             if work.store.pairs:
                 raise UserError(
-                    f"{work.store.path} holds pairs of chosen and rejected completions, whose mean loss says nothing: "
-                    "eval.every tells loss and accuracy of pairs during training; give a store of conversations with --store"
+                    f"{work.store.path} contains preference pairs, which `longctx eval` does not support: set eval.every to "
+                    "log loss and accuracy of pairs in training, or give a store without pairs with --store"
                 )
             tokenizer = work.store.tokenizer
         target.check(tokenizer)
@@ -90,13 +100,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _check_options(arguments: argparse.Namespace) -> None:
     grids = given_options(arguments, *OF_GRIDS)
     if grids and not arguments.needle:
-        raise UserError(f"{' and '.join(grids)} are of the grid of --needle: give that too, or leave them out")
+        raise UserError(f"{' and '.join(grids)} requires --needle: add --needle, or omit it")
     if arguments.needle and arguments.documents is not None:
-        raise UserError("--documents is of a store's documents, and --needle makes its own: leave one out")
+        raise UserError("--documents is not supported with --needle, which generates its documents: omit one of the two")
     if arguments.documents is not None and arguments.documents < 1:
-        raise UserError(f"--documents is {arguments.documents}: give 1 or more")
+        raise UserError(f"--documents is {arguments.documents}: must be at least 1")
     if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
-        raise UserError(f"{arguments.png} cannot be written: there is no folder {arguments.png.parent}")
+        raise UserError(f"{arguments.png} cannot be written: folder {arguments.png.parent} does not exist; create it")
 
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
@@ -108,7 +118,9 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
     if arguments.store is not None:
         return Documents.choose(config, Store.open(arguments.store), max_length, arguments.documents)
     if target.found is None or (config.eval.store is None and not config.data.held_out):
-        raise UserError(f"{target.name} sets no documents apart (eval.store, data.held_out): say which with --store STORE")
+        raise UserError(
+            f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
+        )
     first = arguments.documents or config.eval.documents
     apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
     return documents_apart(apart, open_data(config), max_length)
@@ -129,18 +141,18 @@ def _numbers(option: str, text: str, kind: type) -> list[Any]:
     try:
         return sorted({kind(number) for number in text.split(",")})
     except ValueError:
-        raise UserError(f"{option} is {text!r}: give numbers with commas between them") from None
+        raise UserError(f"{option} is {text!r}: must be numbers separated by commas") from None
 
 
 def _check_grid(grid: "Grid", tokenizer: "Tokenizer", capacity: int, world_size: int) -> None:
-    """Raises UserError for documents that the ranks cannot hold, or that have no room for the facts."""
+    """Raises UserError for documents that the ranks cannot hold, or that are too short for the facts."""
     from longctx.evaluation.retrieval import Writer
 
     longest = max(grid.lengths)
     if longest > capacity:
         raise UserError(
-            f"--lengths go to {longest:,} tokens, and {world_size} processes hold documents of up to {capacity:,}: raise "
-            "--batch.tokens_per_rank, start more processes, or give shorter ones"
+            f"--lengths has {longest:,} tokens, but {world_size} processes hold documents of at most {capacity:,}: raise "
+            "--batch.tokens_per_rank, start more processes, or use shorter lengths"
         )
     Writer(tokenizer, grid).write(grid.cells[0], 0)
 
@@ -153,7 +165,7 @@ def _evaluate(
     launch: "Launch",
     device: Any,
 ) -> int:
-    """Joins the processes and computes; the first one says and writes the result."""
+    """Joins the processes and evaluates; rank 0 prints and writes the result. Returns the exit status."""
     from longctx.evaluation.loss import evaluate
     from longctx.evaluation.retrieval import Grid, retrieve
     from longctx.evaluation.target import TargetError
@@ -174,10 +186,10 @@ def _evaluate(
             if launch.rank == 0:
                 _report_loss(arguments, target, work, report, mesh.world_size)
     except (UserError, OSError) as error:
-        if launch.rank == 0 or not isinstance(error, TargetError):  # which is known to all
+        if launch.rank == 0 or not isinstance(error, TargetError):  # TargetError is raised on all ranks alike
             print(f"longctx eval: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
         return 2
-    except RuntimeError as error:  # a peer has died or is stuck, or this is a bug
+    except RuntimeError as error:  # another rank died or hangs, or this is a bug
         traceback.print_exc()
         print(f"longctx eval: error on rank {launch.rank}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
         return 1
@@ -186,7 +198,7 @@ def _evaluate(
 
 
 def make_evaluation_planner(trainer: "Trainer") -> "Planner":
-    """The planner of the run that is evaluated, for the model as it was built. All ranks call it."""
+    """Makes the planner for evaluation, for the model as built. Collective: all ranks must call it."""
     from longctx.training.run_profile import run_profile
     from longctx.training.setup import make_planner
 
@@ -219,7 +231,7 @@ def _report_loss(
     if documents.long:
         done = "split" if target.config.data.long_documents == "split" else "dropped"
         print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
-    for title, parts in (("tokens of the document", report.by_length), ("tokens that a prediction sees", report.by_position)):
+    for title, parts in (("document length (tokens)", report.by_length), ("tokens of context", report.by_position)):
         counted = parts[0].documents is not None if parts else False
         print(f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} {'perplexity':>11}")
         for part in parts:
@@ -246,8 +258,8 @@ def _report_grid(
         print(json.dumps(result, indent=2))
         return
     right, asked = sum(cell.right for cell in cells), sum(cell.samples for cell in cells)
-    facts = "one fact" if grid.keys == 1 else f"{grid.keys} facts, one asked for"
-    print(f"{target.described}: {right:,} of {asked:,} answers right ({facts}, {grid.samples} documents a cell)\n")
+    facts = "one fact" if grid.keys == 1 else f"{grid.keys} facts, one queried"
+    print(f"{target.described}: {right:,} of {asked:,} answers right ({facts}, {grid.samples} documents per cell)\n")
     share = {(cell.length, cell.depth): cell.share for cell in cells}
     print(f"{'depth of the fact':>20}" + "".join(f"{length:>10,}" for length in grid.lengths) + "  tokens")
     for depth in grid.depths:
@@ -262,6 +274,6 @@ def _notes(target: "Target", tokenizer: "Tokenizer") -> None:
 
 
 def _write(target: "Target", name: str, result: dict[str, Any]) -> None:
-    """Into the folder of a run; that of a checkpoint is left as it is."""
+    """Writes the result to the run folder; the folder of a checkpoint is not changed."""
     if target.folder is not None:
         (target.folder / name).write_text(json.dumps(result, indent=2) + "\n", "utf-8")

@@ -1,4 +1,4 @@
-"""`longctx export`: a checkpoint of a run as a folder that transformers, vLLM and others load."""
+"""`longctx export`: writes a checkpoint of a run as a folder that transformers, vLLM and others load."""
 
 import argparse
 import re
@@ -11,19 +11,19 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, its train.run_dir")
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist")
-    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step; without it the newest complete one")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="most bytes of weights in a file, as 500MB")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (train.run_dir)")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to write; must not exist unless --overwrite is given")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the newest complete one)")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file of weights, e.g. 500MB")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights; without it that of the checkpoint which the run began with, float32 for new weights",
+        help="dtype of the weights (default: that of the checkpoint the run started from; float32 for new weights)",
     )
-    parser.add_argument("--merge", action="store_true", help="of a run with LoRA: the whole model, not the adapters alone")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint of transformers")
+    parser.add_argument("--merge", action="store_true", help="LoRA: write the whole model with merged adapters")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a transformers checkpoint")
     parser.epilog = (
-        "one process is enough, whatever the run had; it holds a block at a time. Then\n\n"
+        "Runs in one process, whatever the number of processes of the run, and reads one block at a time. Then:\n\n"
         "    AutoModelForCausalLM.from_pretrained('OUT')"
     )
 
@@ -50,16 +50,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
-        return (
-            f"load it with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); or merge it: longctx export --merge"
-        )
-    return f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+        return f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); or merge: longctx export --merge"
+    return f"load with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB. Raises UserError."""
+    """Parses a size such as 5GB. Returns bytes; raises UserError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     size = int(float(match[1]) * UNITS[match[2].upper()]) if match and match[2].upper() in UNITS else 0
     if size < 1:
-        raise UserError(f"--max-shard-size is {text}: give a number and KB, MB, GB, KiB, MiB or GiB, as 5GB")
+        raise UserError(f"--max-shard-size is {text}: must be a number with KB, MB, GB, KiB, MiB or GiB, such as 5GB")
     return size

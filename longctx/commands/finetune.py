@@ -1,4 +1,4 @@
-"""`longctx finetune`: a checkpoint and conversations → a checkpoint that transformers loads. Prepares, trains, exports."""
+"""`longctx finetune`: prepares data, trains a checkpoint on them and exports the result for transformers."""
 
 import argparse
 import math
@@ -20,33 +20,48 @@ SUMMARY = "Fine-tune a checkpoint on your data: prepare, train on all devices of
 OVERRIDES = True
 
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
-"""Peak learning rates, as usual for all parameters and for adapters."""
+"""Default peak learning rates, for all parameters and for adapters."""
 DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
-"""The same for pairs of chosen and rejected completions."""
+"""Default peak learning rates and beta of DPO."""
 FEWEST_STEPS = 20
-"""Batches become smaller than 64 Ki tokens if an epoch would have fewer steps."""
+"""Minimum number of steps; steps are made smaller than 64 Ki tokens to reach it."""
 WARMUP = 0.03
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-"""Exit statuses of a training that was asked to end."""
+"""Exit statuses of training that was stopped by a signal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="checkpoint of transformers: its folder, or OWNER/NAME on the hub")
-    parser.add_argument("data", help="JSONL, Parquet, a folder of them, or a saved dataset: see `longctx prepare --source`")
-    parser.add_argument("--out", type=Path, help="run folder; OUT/export is the result (default: runs/NAME, by the data)")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, not all parameters")
-    parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps goes before it")
-    parser.add_argument("--processes", type=int, metavar="N", help="default: one for every GPU, or two on a CPU")
-    parser.add_argument("--train-on", choices=("assistant", "last", "all"), default="assistant", help="as in prepare")
-    parser.add_argument("--max-length", type=int, metavar="N", help="leave conversations of more than N tokens out")
-    parser.add_argument("--overwrite", action="store_true", help="replace the prepared data of another source in OUT")
-    parser.add_argument("--config", type=Path, metavar="YAML", help="settings that go before this command's own defaults")
-    parser.add_argument("--prepare-only", action="store_true", help="make the store and the settings, and say how to train")
+    parser.add_argument("model", metavar="MODEL", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "data", metavar="DATA", help="JSONL, Parquet, a folder of them, or a saved dataset; see `longctx prepare --source`"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="run folder; the result is OUT/export (default: runs/NAME, by the data's name)"
+    )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
+    parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes (default: one per GPU, or two on a CPU)"
+    )
+    parser.add_argument(
+        "--train-on",
+        choices=("assistant", "last", "all"),
+        default="assistant",
+        help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
+    )
+    parser.add_argument("--max-length", type=int, metavar="N", help="drop conversations of more than N tokens")
+    parser.add_argument("--overwrite", action="store_true", help="replace data in OUT that were prepared from another source")
+    parser.add_argument(
+        "--config", type=Path, metavar="YAML", help="YAML file of settings that replace this command's defaults"
+    )
+    parser.add_argument(
+        "--prepare-only", action="store_true", help="write the store and the settings, and print the command to train"
+    )
     parser.epilog = (
-        "settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6\n"
-        f"learning rates are {FULL_RATE:g}, and {LORA_RATE:g} with --lora, unless another is given\n"
-        f"pairs of chosen and rejected completions are trained by DPO: dpo.beta {DPO_BETA:g}, learning rates {DPO_RATE:g} and "
-        f"{DPO_LORA_RATE:g}"
+        "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6.\n"
+        f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with --lora.\n"
+        f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
+        f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with --lora."
     )
 
 
@@ -61,15 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.setup import check_checkpoint, check_pairs
 
     if arguments.lora is not None and arguments.lora < 1:
-        raise UserError(f"--lora is {arguments.lora}: give a rank of 1 or more, or leave it out to train all parameters")
+        raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
-        raise UserError(f"--epochs is {arguments.epochs}: must be more than 0")
+        raise UserError(f"--epochs is {arguments.epochs}: must be a finite number above 0")
     ranks = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
     if ranks < 1:
-        raise UserError(f"--processes is {ranks}: at least one process must train")
+        raise UserError(f"--processes is {ranks}: must be at least 1")
     out: Path = arguments.out or Path("runs", Path(arguments.data).stem)
     store_folder, settings_file = out / "store", out / "finetune.yaml"
-    # What is wrong with the model, its tokenizer, the adapters or the folder is said before the data are read.
+    # Check the model, its tokenizer, the adapters and the folder before reading the data, which may take long.
     check_name(arguments.model)
     first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
     if arguments.lora is not None:
@@ -100,48 +115,49 @@ def run(arguments: argparse.Namespace) -> int:
         print(_next(config, config.checkpoint.export))
     if ended in INTERRUPTED:
         kept = checkpoint.steps(out)
-        how = f"goes on from step {kept[-1]}" if kept else "begins anew, as there is no checkpoint yet"
-        print(f"the same command {how}", file=sys.stderr)
+        how = f"to resume from step {kept[-1]}" if kept else "to start again (no checkpoint was written yet)"
+        print(f"run the same command {how}", file=sys.stderr)
     return ended
 
 
 def _check_tokenizer(model: str, config: Config) -> None:
-    """Raises UserError if the checkpoint has no tokenizer, or one with more entries than are embedded."""
+    """Raises UserError if the checkpoint has no tokenizer, or one with more entries than the model's embedding."""
     from longctx.data.checkpoint import Checkpoint
 
     entries, embedded = Checkpoint.load(model).tokenizer.vocab_size, config.model_source().spec.vocab_size
     if embedded is not None and entries > embedded:
         raise UserError(
-            f"the tokenizer in {model} has {entries:,} entries, and the model there embeds {embedded:,}: they do not belong "
-            "together; give the folder of a checkpoint with its own tokenizer"
+            f"the tokenizer in {model} has {entries:,} entries, but the model's embedding has {embedded:,}: use a checkpoint "
+            "with its own tokenizer"
         )
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Raises UserError if other data would be put where a run has been trained already."""
+    """Raises UserError if the data of a run that has been trained already would be replaced."""
     from longctx.training import checkpoint
 
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(
-            f"{out} holds a run up to step {steps[-1]}, which goes on with its own data only: leave --overwrite out to go on, "
-            "give another --out, or remove the folder yourself"
+            f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: omit --overwrite to resume it, "
+            "choose another --out, or remove the folder"
         )
 
 
 def _check_data(given: Config) -> None:
-    """Raises UserError if settings name other data than those that the command is given."""
+    """Raises UserError if the settings set data.store or data.stores."""
     parts = (part.model_dump(exclude_unset=True).get("data") for part in (given, *given.stages))
     if any({"store", "stores"} & set(data or {}) for data in parts):
         raise UserError(
-            "data.store or data.stores is set, and finetune trains on the data that it is given: leave it out, or prepare each "
+            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
             "source (longctx prepare --tokenizer) and run `longctx train`"
         )
 
 
 def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
-    """Settings by section that suit fine-tuning on this store: every document fits, and an epoch has some steps.
+    """Returns default settings for fine-tuning on this store, by section.
 
-    They go with the size and the number of steps, if these are `given`.
+    Every document fits, and an epoch has at least FEWEST_STEPS steps where possible. Tokens per step and steps are taken from
+    `given` if set there.
     """
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     total = math.ceil(arguments.epochs * tokens)
@@ -179,7 +195,7 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
 
 
 def _next(config: Config, export: Path) -> str:
-    """What to type now."""
+    """Returns a line with the next command."""
     if config.lora.rank is None:
         return f"try it: longctx generate {export} --chat 'your question'"
     merged = export.with_name("merged")
@@ -190,7 +206,7 @@ def _told(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
     pairs = "" if config.dpo.beta is None else f", pairs by DPO with beta {config.dpo.beta:g}"
     return (
-        f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens, {share:.0%} of them trained, on "
-        f"{ranks} ranks{pairs}; learning rate {config.optimizer.learning_rate:g}; "
+        f"training  {config.train.steps} steps of {config.batch.global_tokens:,} tokens ({share:.0%} with loss) on "
+        f"{ranks} ranks{pairs}; peak learning rate {config.optimizer.learning_rate:g}; "
         f"settings in {config.train.run_dir / 'finetune.yaml'}"
     )

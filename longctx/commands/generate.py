@@ -1,4 +1,4 @@
-"""`longctx generate`: text by transformers' own generation, from a checkpoint of transformers such as an exported run."""
+"""`longctx generate`: generates text from a transformers checkpoint, such as an exported run, with transformers."""
 
 import argparse
 import sys
@@ -6,28 +6,32 @@ from typing import Any
 
 from longctx.errors import UserError, brief
 
-SUMMARY = "Continue a text, or answer a question, with an exported model"
+SUMMARY = "Continue a text or answer a message with an exported model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="DIR", help="a checkpoint of transformers: a folder, or its name on the hub")
+    parser.add_argument("checkpoint", metavar="DIR", help="transformers checkpoint: a folder, or OWNER/NAME on the hub")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", metavar="TEXT", help="text to go on from")
-    what.add_argument("--chat", metavar="TEXT", nargs="?", const="", help="a user's message; without TEXT, from standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens of the answer")
-    parser.add_argument("--temperature", type=float, metavar="T", help="draw tokens at this temperature (default: greedy)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the checkpoint's")
-    parser.add_argument("--device", default="auto", help="auto: cuda if there is one; or cpu, cuda, cuda:1")
+    what.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    what.add_argument(
+        "--chat", metavar="TEXT", nargs="?", const="", help="message to answer; without TEXT, read from standard input"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of generated tokens")
+    parser.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (default: greedy decoding)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="dtype of the weights; auto: the checkpoint's"
+    )
+    parser.add_argument("--device", default="auto", help="auto (cuda if available, otherwise cpu), cpu, cuda or cuda:1")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.model.checkpoint_files import check_name
 
     if arguments.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: give 1 or more")
+        raise UserError(f"--max-new-tokens is {arguments.max_new_tokens}: must be at least 1")
     if arguments.temperature is not None and arguments.temperature <= 0:
-        raise UserError(f"--temperature is {arguments.temperature}: give a positive one, or leave it out for greedy decoding")
+        raise UserError(f"--temperature is {arguments.temperature}: must be above 0; omit it for greedy decoding")
     check_name(arguments.checkpoint)
     return _generate(arguments)
 
@@ -40,7 +44,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
     except ImportError as error:
         raise UserError(
-            f"generation needs transformers, which cannot be used ({error}): pip install 'longctx[huggingface]'"
+            f"generation needs transformers, which cannot be imported ({error}): pip install 'longctx[huggingface]'"
         ) from error
     device = arguments.device
     if device == "auto":
@@ -50,7 +54,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
     except (ValueError, OSError, KeyError, SafetensorError) as error:
-        raise UserError(f"{arguments.checkpoint} cannot be used: {brief(error)}") from error
+        raise UserError(f"{arguments.checkpoint} cannot be loaded: {brief(error)}") from error
     try:
         model = model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
@@ -58,7 +62,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     ids = _ids(arguments, tokenizer).to(device)
     sampled = arguments.temperature is not None
     chosen: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": arguments.max_new_tokens, "num_beams": 1}
-    # What a checkpoint's generation config says of sampling holds for sampling alone.
+    # Greedy decoding must not warn about sampling options in the checkpoint's generation config.
     chosen |= {"temperature": arguments.temperature} if sampled else {"temperature": None, "top_p": None, "top_k": None}
     if tokenizer.pad_token_id is None:
         chosen["pad_token_id"] = tokenizer.eos_token_id
@@ -69,16 +73,16 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _ids(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Token ids [1, tokens] of the prompt, or of the conversation up to where the answer begins."""
+    """Returns token ids [1, tokens] of the prompt, or of the conversation up to the start of the answer."""
     if arguments.prompt is not None:
         if not arguments.prompt:
-            raise UserError("--prompt is empty: give some text to go on from")
+            raise UserError("--prompt is empty: give some text to continue")
         return tokenizer(arguments.prompt, return_tensors="pt")["input_ids"]
     if tokenizer.chat_template is None:
-        raise UserError(f"the tokenizer of {arguments.checkpoint} has no chat template: give --prompt instead of --chat")
+        raise UserError(f"the tokenizer of {arguments.checkpoint} has no chat template: use --prompt instead of --chat")
     text = arguments.chat or sys.stdin.read()
     if not text.strip():
-        raise UserError("there is no message: give --chat TEXT, or write it to standard input")
+        raise UserError("the message is empty: give --chat TEXT, or write it to standard input")
     messages = [{"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
         "input_ids"

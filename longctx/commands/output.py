@@ -1,4 +1,4 @@
-"""What commands share: options that were given, errors said once, CSV, and progress on a terminal."""
+"""Helpers of the commands: given options, errors printed once per node, CSV files, and progress bars."""
 
 import argparse
 import csv
@@ -21,7 +21,7 @@ GRACE_S = 10
 
 
 def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Those of the named options that were given, as they are written: `["--global-tokens"]`."""
+    """Returns the named options that were given, as on the command line: `["--global-tokens"]`."""
     return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is not None]
 
 
@@ -41,18 +41,18 @@ def said_once(launch: "Launch") -> Iterator[None]:
 
 
 def check_writable(*paths: Path | None) -> None:
-    """Raises UserError for a file that cannot be written, before anything is computed for it."""
+    """Raises UserError if a file cannot be written; called before anything is computed."""
     for path in (path for path in paths if path is not None):
         if path.is_dir():
-            raise UserError(f"{path} cannot be written: it is a folder; give the name of a file in it")
+            raise UserError(f"{path} cannot be written: it is a folder; give a file name")
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or choose another")
+            raise UserError(f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose another")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            raise UserError(f"{path} cannot be written: it is not allowed to; choose another")
+            raise UserError(f"{path} cannot be written: permission denied; choose another")
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes one or more rows, of which all have the same columns."""
+    """Writes one or more rows with the same columns."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
@@ -61,7 +61,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 @contextmanager
 def progress_bar(description: str = "", total: int = 100) -> Iterator[tuple["Progress", "TaskID"]]:
-    """A bar on standard error, which is gone when all is done."""
+    """Shows a progress bar on standard error, removed at the end."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""`longctx plan`: the plan of one step for given lengths, drawn in the terminal, as a picture, or as JSON."""
+"""`longctx plan`: plans one step for given lengths, and shows the plan in the terminal, as a picture or as JSON."""
 
 import argparse
 import json
@@ -13,47 +13,48 @@ from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 
 SUMMARY = "Plan one step from document lengths, without training"
 DEFAULT_PROFILE = "h100-nvlink-ib"
-PROFILE_HELP = (
-    f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())} (default: {DEFAULT_PROFILE}, whatever "
-    "this machine is)"
-)
-LENGTHS_HELP = "a text file with the length of one document a line, or a store made by `longctx prepare`"
+PROFILE_HELP = f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())}"
+LENGTHS_HELP = "document lengths: a text file with one length per line, or a store written by `longctx prepare`"
 PICTURES = (".png", ".svg", ".pdf")
 DEFAULT_MICRO_BATCHES = 4
-"""Full micro-batches of a store's documents that are planned unless --global-tokens says otherwise."""
+"""Default size of a step, in full micro-batches."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=Path, required=True, metavar="FILE|STORE", help=LENGTHS_HELP)
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="size of the domain")
-    parser.add_argument("--tokens-per-rank", type=int, required=True, metavar="T", help="most tokens on a rank at once")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain")
+    parser.add_argument(
+        "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
+    )
     parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
-    parser.add_argument("--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen")
-    parser.add_argument("--degree", type=int, help="the degree of mode static (default: the best one)")
+    parser.add_argument(
+        "--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen; see context.mode"
+    )
+    parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(
         "--bins",
         type=parse_bins,
         metavar="LENGTH:DEGREE,..",
-        help='for mode bins, as in "8192:1,32768:4" (default: derived from the profile)',
+        help="table of mode bins, maximum length:degree, such as 8192:1,32768:4 (default: derived from the profile)",
     )
     pipeline = parser.add_argument_group(
-        "in a pipeline",
-        "--ranks is the domain; a profile that names its model is scaled to the slowest rank's layers, another one "
-        "is that of one rank's layers",
+        "pipeline parallelism",
+        "--ranks is the domain, without pipeline ranks. A profile that names its model is scaled to the layers of the "
+        "slowest pipeline rank; any other profile must describe the layers of one pipeline rank",
     )
-    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that share the layers (default: 1)")
-    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="order of passes (default: 1f1b)")
-    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="stages on every rank (default: 1)")
+    pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
+    pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
+    pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
     parser.add_argument(
         "--global-tokens",
         type=int,
         help=f"tokens of the step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print the plan as JSON, with the tight bound, and the bins of mode bins"
+        "--json", action="store_true", help="print the plan as JSON, with the tight lower bound, and the table of mode bins"
     )
-    parser.add_argument("--png", type=Path, metavar="F", help="draw the plan into this file (.png, .svg or .pdf)")
+    parser.add_argument("--png", type=Path, metavar="F", help="write a picture of the plan (.png, .svg or .pdf)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.run_profile import preset_profile
 
     if arguments.png and arguments.png.suffix not in PICTURES:
-        raise UserError(f"--png is {arguments.png}: its name must end in {', '.join(PICTURES)}")
+        raise UserError(f"--png is {arguments.png}: the file name must end in one of {', '.join(PICTURES)}")
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule)
     lengths, source = _lengths(arguments)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_bins(text: str) -> dict[int, int]:
-    """`8192:1,32768:4` → {8192: 1, 32768: 4}."""
+    """Parses `8192:1,32768:4` as {8192: 1, 32768: 4}."""
     bins: dict[int, int] = {}
     for part in text.split(","):
         length, colon, degree = part.partition(":")
@@ -114,43 +115,43 @@ def parse_bins(text: str) -> dict[int, int]:
             raise argparse.ArgumentTypeError(f"bin {int(length)} is given twice")
         bins[int(length)] = int(degree)
     if list(bins) != sorted(bins) or list(bins.values()) != sorted(bins.values()):
-        raise argparse.ArgumentTypeError(f"{text!r}: lengths ascend, and a longer document never has a smaller degree")
+        raise argparse.ArgumentTypeError(f"{text!r}: lengths must be ascending, and degrees must not decrease with length")
     return bins
 
 
 def read_lengths(path: Path) -> list[int]:
-    """Reads one whole number a line; empty lines are passed over. Raises UserError naming the line, or for an empty file."""
+    """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
     lengths: list[int] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text: give a file with one length a line, or a store") from error
+        raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text:
             continue
         if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) < 1:
             raise UserError(
-                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ a line"
+                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
             )
         lengths.append(int(text))
     if not lengths:
-        raise UserError(f"{path} holds no lengths: write one whole number ≥ 1 a line")
+        raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
     return lengths
 
 
 def _lengths(arguments: argparse.Namespace) -> tuple[list[int], str]:
-    """Lengths of the step's documents, and in words where they come from."""
+    """Returns the document lengths of the step, and a description of their source."""
     path: Path = arguments.lengths
     if path.is_dir():
         return _first_step(arguments)
     if arguments.global_tokens is not None:
-        raise UserError(f"--global-tokens belongs to a store, and {path} is a file, all of which is planned: leave it out")
+        raise UserError(f"--global-tokens needs a store, but {path} is a file, which is planned as one step: omit it")
     return read_lengths(path), str(path)
 
 
 def _first_step(arguments: argparse.Namespace) -> tuple[list[int], str]:
-    """The documents of the first step that training on this store would take."""
+    """Returns the document lengths of the first training step on this store, and a description of it."""
     from longctx.comparison.steps import store_source
     from longctx.planning.layout import longest_document
 

@@ -1,4 +1,4 @@
-"""`longctx prepare`: text and conversations → a store of tokenised documents, the input of `longctx train`."""
+"""`longctx prepare`: tokenizes text and conversations into a store of documents, the input of `longctx train`."""
 
 import argparse
 import json
@@ -15,55 +15,56 @@ if TYPE_CHECKING:
     from longctx.data.store import Manifest
     from longctx.data.writer import Progress
 
-SUMMARY = "Turn text and conversations into a store of tokenised documents"
+SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="python-stdlib",
-        help="what to read: a text, .jsonl or .parquet file, a folder of those, a dataset saved by `datasets`, "
-        "or python-stdlib, the source code of this Python's standard library. Records may be messages, ShareGPT's "
-        "conversations, prompt and completion, instruction and output, pairs of chosen and rejected, or text; which of them is "
-        "found by their keys",
+        help="data to read: a text, .jsonl or .parquet file, a folder of those, a dataset saved by `datasets`, or "
+        "python-stdlib, the source code of this Python's standard library. Records may be messages, ShareGPT conversations, "
+        "prompt and completion, instruction and output, chosen and rejected, or text; the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument(
         "--tokenizer",
         default="bpe",
-        help="bpe: byte-level BPE trained on the source; bytes: the bytes themselves; the path of a tokenizer.json; or a "
-        "Hugging Face checkpoint, its folder or its name on the hub, with its end of text and chat template",
+        help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a tokenizer.json; or a "
+        "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and chat template are used too",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="most tokens of a trained tokenizer (default: 4096)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
-        help="the token that ends a document (default: the checkpoint's, or a well-known one of a given tokenizer.json)",
+        help="token that ends a document (default: the checkpoint's, or a well-known token of tokenizer.json)",
     )
     parser.add_argument(
         "--chat-template",
         default="auto",
         metavar="auto|chatml|FILE",
-        help="template of conversations: auto: the checkpoint's, or ChatML if there is none; chatml; or a Jinja file, used "
-        "with a checkpoint's tokenizer",
+        help="chat template of conversations; auto: the checkpoint's, or ChatML if it has none; chatml; or a Jinja file, for "
+        "the tokenizer of a checkpoint",
     )
     parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
         default="assistant",
-        help="what is learnt of conversations: the assistant's turns, the last one of them, or every token",
+        help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
     )
     parser.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="leave conversations of more than N tokens out, and say how many (default: keep all; training splits texts)",
+        help="drop conversations of more than N tokens, and report their number (default: keep all)",
     )
     parser.add_argument(
-        "--text-column", metavar="NAME", help="column or key of the text; it goes before all other formats (default: text)"
+        "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="threads that tokenise (default: one per core)")
-    parser.add_argument("--overwrite", action="store_true", help="replace the store of another source or other settings")
+    parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace a store that was made from another source or with other settings"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -76,11 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.errors import UserError
 
     if arguments.workers is not None and arguments.workers < 1:
-        raise UserError(f"--workers is {arguments.workers}: at least one thread must tokenise")
+        raise UserError(f"--workers is {arguments.workers}: must be at least 1")
     if arguments.max_length is not None and arguments.max_length < 2:
-        raise UserError(f"--max-length is {arguments.max_length}: a conversation has at least 2 tokens, one of which is learnt")
+        raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
-        raise UserError(f"--vocab-size is of a trained tokenizer, and --tokenizer is {arguments.tokenizer}: leave one out")
+        raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column)
     out = arguments.out or Path("stores", _name(arguments.source))
@@ -111,9 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     warnings = [f"{manifest.loss}; {ANOTHER_TOKENIZER}"] if manifest.loss else []
     if manifest.spelled_documents:
         warnings.append(
-            f"{manifest.spelled_documents:,} conversations spell special tokens in their texts, which become such, as in "
-            f"transformers; the first is {manifest.spelled_name}: look whether they mean to, or take --chat-template chatml, "
-            "where they stay text"
+            f"{manifest.spelled_documents:,} conversations contain special tokens as text, which are tokenized as special "
+            f"tokens, as transformers does; the first is {manifest.spelled_name}. If that is not intended, use --chat-template "
+            "chatml, which keeps them as text"
         )
     for warning in warnings:
         print(f"longctx prepare: warning: {warning}", file=sys.stderr)
@@ -121,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _name(source: str) -> str:
-    """What a store of this source is called."""
+    """Returns the default name of the store of a source."""
     path = Path(source).resolve()
     return (path.stem if path.is_file() else path.name) or "store"
 
@@ -130,10 +131,10 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
     manifest = prepared.manifest
     share = manifest.trained_tokens / max(1, manifest.tokens)
     lines = [
-        f"{out}: made in {seconds:.1f} s" if prepared.made else f"{out}: is there already, nothing to do",
+        f"{out}: written in {seconds:.1f} s" if prepared.made else f"{out}: up to date, nothing to do",
         f"  documents  {manifest.documents:,}"
         + (f", {manifest.documents // 2:,} pairs of a chosen and a rejected completion" if manifest.pairs else ""),
-        f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} are targets ({share:.1%})",
+        f"  tokens     {manifest.tokens:,}, of which {manifest.trained_tokens:,} with loss ({share:.1%})",
         f"  longest    {manifest.longest_length:,} tokens: {manifest.longest_name}",
         f"  vocabulary {manifest.vocab_size:,}, documents end with {manifest.end_of_document_token}",
     ]
@@ -141,32 +142,32 @@ def _describe(out: Path, prepared: "Prepared", seconds: float) -> str:
 
 
 def _particulars(manifest: "Manifest") -> Iterator[str]:
-    """What not every store has."""
+    """Yields lines on formats, templates, weights and left-out documents, where the store has them."""
     together = 2 if manifest.pairs else 1
     if set(manifest.formats) - {"text"}:
         yield "  formats    " + ", ".join(f"{count // together:,} {kind}" for kind, count in sorted(manifest.formats.items()))
         yield f"  template   {manifest.template}"
-        learnt = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "every token"}
-        yield f"  learnt     {learnt[manifest.train_on]} {'behind the prompt' if manifest.pairs else 'of conversations'}"
+        trained = {"assistant": "the assistant's turns", "last": "the assistant's last turn", "all": "all tokens"}
+        yield f"  loss on    {trained[manifest.train_on]} {'after the prompt' if manifest.pairs else 'of conversations'}"
     if manifest.straddling_tokens:
-        yield f"  learnt     {manifest.straddling_tokens:,} tokens that hold text before or after a turn as well"
+        yield f"  loss on    {manifest.straddling_tokens:,} tokens that also contain text before or after a turn"
     if (manifest.lightest, manifest.heaviest) != (1.0, 1.0):
         yield f"  weights    {manifest.lightest:g} to {manifest.heaviest:g}"
     if manifest.dropped_documents:
-        what = "pairs with one conversation" if manifest.pairs else "conversations"
-        yield f"  left out   {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
+        what = "pairs with a conversation" if manifest.pairs else "conversations"
+        yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
     if manifest.useless_pairs:
-        yield f"  left out   {manifest.useless_pairs:,} pairs whose completions are equal, or of which one is empty"
+        yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.empty_documents:
-        yield f"  left out   {manifest.empty_documents:,} empty documents"
+        yield f"  dropped    {manifest.empty_documents:,} empty documents"
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
-        yield f"  left out   {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
+        yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
 
 
 @contextmanager
 def _progress_bar() -> Iterator["Progress"]:
-    """A bar per stage on stderr; none if that is not a terminal."""
+    """Shows one progress bar per stage on stderr, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

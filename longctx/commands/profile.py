@@ -1,4 +1,4 @@
-"""`longctx profile`: measures the constants of the cost model on the machine at hand, and writes them as a hardware profile."""
+"""`longctx profile`: measures the constants of the cost model on this machine, and writes them as a hardware profile."""
 
 import argparse
 import json
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
 VOCABULARY = 4096
-"""Entries of the embedding unless model.vocab_size says otherwise: as many as `longctx prepare` makes unless told otherwise."""
+"""Default vocabulary, that of `longctx prepare`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings, as for `longctx train`")
-    parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="profile to write (or replace)")
+    parser.add_argument("--out", type=Path, default=Path("profile.yaml"), metavar="FILE", help="profile to write or replace")
     parser.add_argument(
         "--base",
         metavar="PROFILE",
-        help="profile that gives what cannot be measured, such as the network on one process "
-        "(default: the one that training takes on this device, see context.profile)",
+        help="profile for constants that cannot be measured, such as the network on one process "
+        "(default: by device, as for context.profile)",
     )
     parser.add_argument(
         "--longest",
         type=float,
         default=1.0,
         metavar="SECONDS",
-        help="about how long one measurement may take; more gives longer segments and steadier figures",
+        help="approximate limit of one measurement; a higher limit allows longer segments and less noise",
     )
-    parser.add_argument("--json", action="store_true", help="print the profile and where its constants are from as JSON")
+    parser.add_argument("--json", action="store_true", help="print the profile and the sources of its constants as JSON")
     parser.epilog = (
-        "no store is needed: tokens are drawn at random, from a vocabulary of model.vocab_size "
-        f"({VOCABULARY} if not set).\nThe profile is that of the model, dtype, recomputation and tokens per rank given, so "
-        "give those of the run.\nOn several processes, which also measures the exchange and its overlap: "
+        "No store is needed: tokens are drawn at random from a vocabulary of model.vocab_size "
+        f"(default: {VOCABULARY}).\nUse the settings of the run: the profile depends on model, dtype, recomputation and tokens "
+        "per rank.\nOn several processes, to measure the exchange and its overlap as well: "
         "longctx profile run.yaml --processes 8 --out my.yaml\n\n" + describe()
     )
 
@@ -68,18 +68,18 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     from longctx.training.run_profile import default_profile
     from longctx.training.setup import join_run
 
-    # The profile that the settings name may be the very one that is to be made.
+    # Ignore context.profile: it may name the file to be written.
     settings = [*arguments.overrides, "context.profile=null"]
     config = load(arguments.config, settings, world_size=launch.world_size, stage=-1)  # of stages, the last one
     if config.pipeline.ranks > 1:
         raise UserError(
-            f"parallel.pipeline_parallel_size is {config.pipeline.ranks}: a profile is measured without a pipeline, and "
-            "training scales it to the layers of a rank: leave it out"
+            f"parallel.pipeline_parallel_size is {config.pipeline.ranks}, but profiles are measured without a pipeline, and "
+            "scaled to the layers of each rank in training: omit it"
         )
     if config.model.from_pretrained is not None:
         raise UserError(
-            f"model.from_pretrained is {config.model.from_pretrained}: a profile is measured with the native decoder, and "
-            "scaled to the checkpoint in training: leave it out, or give sizes like its own, such as --model.hidden_size"
+            f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured with the native decoder, and "
+            "scaled to the checkpoint in training: omit it, and set similar sizes, such as --model.hidden_size"
         )
     device = mesh.choose_device(config.train.device, launch.local_rank)
     mesh.check_device(device, launch.local_world_size)
@@ -87,7 +87,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     base = arguments.base or default_profile(device.type, gpu)
     HardwareProfile.load(base)
     if not arguments.longest > 0:
-        raise UserError(f"--longest is {arguments.longest}: a measurement takes some time, such as 1 second")
+        raise UserError(f"--longest is {arguments.longest}: must be above 0, such as 1 (seconds)")
     if launch.rank == 0:
         check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
@@ -107,7 +107,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
 
 @contextmanager
 def _status(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """What is being measured, on stderr; nothing if that is not a terminal."""
+    """Shows the current measurement on stderr, if stderr is a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -124,7 +124,7 @@ def _ends(efficiency: list[list[float]]) -> str:
 
 
 def _draw(measured: "Measured", out: Path) -> None:
-    """The constants as a table: value, how far the fit is off, where it comes from."""
+    """Prints the constants as a table: value, residual of the fit, source."""
     from rich.console import Console
     from rich.table import Table
 
@@ -142,10 +142,10 @@ def _draw(measured: "Measured", out: Path) -> None:
     console.print(table, highlight=False)
     check = measured.check
     console.print(
-        f"\na step of {check['documents']} documents, {check['tokens']:,} tokens: predicted {check['predicted_s']:.4g} s, "
+        f"\none step of {check['documents']} documents, {check['tokens']:,} tokens: predicted {check['predicted_s']:.4g} s, "
         f"measured {check['measured_s']:.4g} s ({check['error']:+.1%})",
         highlight=False,
     )
     for sentence in measured.warnings:
         console.print(f"warning: {sentence}", style="yellow", highlight=False)
-    console.print(f"written to {out}: give it as --context.profile {out}", highlight=False)
+    console.print(f"written to {out}: use it with --context.profile {out}", highlight=False)

@@ -1,1 +1,1 @@
-"""The same documents under several ways of planning: modelled, measured, and by split of a run's GPUs."""
+"""Comparisons of planners on the same documents: modelled, measured, and over splits of the GPUs."""

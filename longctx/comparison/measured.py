@@ -1,10 +1,10 @@
-"""Measured comparison: trains real steps on the same documents under several modes of planning, and times them.
+"""Measured comparison: trains steps on the same documents under several modes of planning, and times them.
 
-Every mode has a trainer of its own (model, optimizer and loader, from the same seed), all share one mesh, and they take turns:
-the step of each mode on the same documents, then the next step. Whatever disturbs the machine so meets all modes alike, and
-ratios of one run can be believed where times of two runs cannot. Because neither loss nor gradient may depend on the plan, the
-losses of all modes must stay equal from the first step to the last, which is checked. Weights, gradients and moments are held
-once a mode, so a model that fills a GPU needs more ranks here than in training.
+Every mode has its own trainer (model, optimizer and loader, from the same seed) on one mesh. The trainers take turns: one step
+of each mode on the same documents, then the next step. So disturbances of the machine affect all modes alike, and ratios within
+a run are more reliable than times of separate runs. As loss and gradients do not depend on the plan, the losses of all modes
+must stay equal, which is checked. Each mode holds weights, gradients and optimizer state, so a model that fills a GPU needs
+more ranks than in training.
 """
 
 import math
@@ -26,7 +26,7 @@ from longctx.training.setup import build_loader
 from longctx.training.trainer import Trainer
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""Greatest relative difference of losses that rounding explains, by the dtype of the computation."""
+"""Maximum relative difference of losses due to rounding, by train.dtype."""
 
 _MODE = re.compile(r"auto|bins|static(:[1-9][0-9]*)?")
 
@@ -36,7 +36,7 @@ class MeasuredStep:
     """One step under one mode.
 
     Attributes:
-        seconds: from the common start of all ranks to the end of the slowest, its wait for data included.
+        seconds: time from the common start of all ranks to the end of the slowest rank, including its wait for data.
         predicted_s: makespan of the plan.
     """
 
@@ -55,7 +55,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class MeasuredMode:
-    """The measured steps of one mode, warm-up left out."""
+    """The measured steps of one mode, without warm-up."""
 
     mode: str
     steps: tuple[MeasuredStep, ...]
@@ -74,27 +74,30 @@ class MeasuredMode:
 
     @property
     def prediction_error(self) -> float:
-        """Of the total: predicted / measured - 1; below 0 if the steps took longer than predicted."""
+        """Total predicted time / total measured time - 1; below 0 if the steps took longer than predicted."""
         return self.predicted_s / self.total_s - 1
 
     def times_as_fast_as(self, other: "MeasuredMode") -> float:
-        """Median over the steps of the other's time by ours, both on the same documents."""
+        """Returns the speedup over another mode: its time / this mode's time on the same documents, median over steps."""
         return statistics.median(a.seconds / b.seconds for a, b in zip(other.steps, self.steps, strict=True))
 
     def predicted_times_as_fast_as(self, other: "MeasuredMode") -> float:
+        """Returns the same speedup for predicted times."""
         return statistics.median(a.predicted_s / b.predicted_s for a, b in zip(other.steps, self.steps, strict=True))
 
 
 @dataclass(frozen=True)
 class MeasuredComparison:
-    """What `train_in_turn` found.
+    """Result of `train_in_turn`.
 
     Attributes:
-        ranks: N, the size of the domain.
-        warmup: steps before the measured ones, which count for the losses alone.
-        loss_difference: greatest relative difference of a mode's loss from the first mode's, over all steps.
-        loss_tolerance: how much of it rounding explains.
-        ended_early: SIGTERM came before all steps were done.
+        modes: measured steps of every mode.
+        ranks: N, the number of ranks in the domain.
+        tokens_per_rank: the setting of that name.
+        warmup: number of warm-up steps, which count only for the comparison of losses.
+        loss_difference: maximum relative difference of a mode's loss from the first mode's, over all steps.
+        loss_tolerance: maximum `loss_difference` due to rounding.
+        ended_early: True if SIGTERM stopped the comparison before the last step.
     """
 
     modes: tuple[MeasuredMode, ...]
@@ -111,16 +114,16 @@ class MeasuredComparison:
 
     @property
     def baseline(self) -> MeasuredMode:
-        """What speedups are over: the fastest single degree by the sum of measured times; else `static`; else the first mode.
+        """Baseline of speedups: the fastest static:DEGREE by total measured time, otherwise `static`, otherwise the first mode.
 
-        `static` is only the second choice, because it changes its degree at every step, which a static run cannot.
+        `static` is only the second choice because it changes its degree every step, which a static run cannot.
         """
         single = [mode for mode in self.modes if mode.mode.startswith("static:")]
         oracle = [mode for mode in self.modes if mode.mode == "static"]
         return min(single or oracle or self.modes[:1], key=lambda mode: mode.total_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: the figures of every mode and all their steps."""
+        """Returns plain data: summary and steps of every mode."""
         baseline = self.baseline
         return {
             "version": 1,
@@ -158,14 +161,17 @@ def train_in_turn(
     warmup: int,
     tell: Callable[[str], None] = lambda line: None,
 ) -> MeasuredComparison:
-    """Trains `warmup` + `steps` steps under every mode in turn. All ranks of the mesh call it; nothing is written.
+    """Trains `warmup` + `steps` steps under every mode in turn. Collective over the mesh; writes nothing.
 
     Args:
-        config: the settings of the run; `context.mode` and `degree` are replaced by each mode's; only mode bins sees `bins`.
-        modes: two or more of auto, bins, static (the best degree of each step, by the cost model) and static:DEGREE.
-        tell: is told how every step went, in a line.
+        config: settings of the run; `context.mode` and `context.degree` are replaced, `context.bins` applies to mode bins only.
+        mesh: the mesh.
+        store: documents to train on.
+        modes: two or more of auto, bins, static (the best degree of every step by the cost model) and static:DEGREE.
+        steps, warmup: number of measured steps, and of steps before them.
+        tell: called with a line on every step.
 
-    Raises UserError for modes that are unknown or given twice, ConfigError for those that these settings do not allow.
+    Raises UserError for unknown or repeated modes, ConfigError for modes that the settings do not allow.
     """
     _refuse(modes, steps, warmup)
     configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
@@ -181,7 +187,7 @@ def train_in_turn(
     difference = max((abs(step.loss / row[0].loss - 1) for row in rounds for step in row), default=math.inf)
     measured = rounds[warmup:]
     if not measured:
-        raise UserError(f"stopped after {len(rounds)} steps, of which {warmup} are for warming up: nothing was measured")
+        raise UserError(f"stopped after {len(rounds)} steps, {warmup} of them warm-up: nothing was measured")
     return MeasuredComparison(
         modes=tuple(MeasuredMode(mode, column) for mode, column in zip(modes, zip(*measured, strict=True), strict=True)),
         ranks=mesh.ranks,
@@ -194,7 +200,7 @@ def train_in_turn(
 
 
 def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: int) -> list[Config]:
-    """The settings of every mode, with documents cut alike: at the length that all of them can hold.
+    """Returns the settings of every mode, with the same maximum document length, the largest that all modes can hold.
 
     Raises ConfigError if a mode cannot hold `data.max_length`, or breaks another rule.
     """
@@ -210,22 +216,22 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
         try:
             check(each, world_size=world_size)
         except ConfigError as error:
-            raise ConfigError(f"mode {mode} cannot be measured: {error}") from error
+            raise ConfigError(f"mode {mode} is not possible: {error}") from error
     return configs
 
 
 def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
     unknown = [mode for mode in modes if not _MODE.fullmatch(mode)]
     if unknown:
-        raise UserError(f"no mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and static:DEGREE")
+        raise UserError(f"unknown mode {', '.join(map(repr, unknown))}: choose from auto, bins, static and static:DEGREE")
     if len(set(modes)) < len(modes) or len(modes) < 2:
-        raise UserError(f"modes are {', '.join(modes)}: give at least two, none of them twice, such as auto,static")
+        raise UserError(f"modes are {', '.join(modes)}: give at least two different modes, such as auto,static")
     if steps < 1 or warmup < 0:
-        raise UserError(f"steps is {steps} and warmup {warmup}: at least 1 step is measured, after 0 or more to warm up")
+        raise UserError(f"steps is {steps} and warmup is {warmup}: steps must be at least 1, warmup at least 0")
 
 
 def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
-    """A trainer that logs and saves nothing."""
+    """Makes a trainer that writes no logs and checkpoints."""
     trainer = Trainer.build(config, mesh, config.model_source(store.tokenizer.vocab_size))
     trainer.loader, trainer.stop = build_loader(store, config, mesh, config.max_length(mesh.world_size)), stop
     return trainer

@@ -1,10 +1,9 @@
-"""Mixes: how long documents are in three published corpora, as histograms from which steps are drawn for comparisons.
+"""Length mixes: histograms of document lengths in three published corpora, from which comparisons draw steps.
 
-`mixes/NAME.csv` has one bin a line: low_inclusive, high_exclusive, documents, tokens (empty where not published). Sources:
-`wikipedia` counts one million articles; `wlb_128k` counts the 99,519 documents that were published with DistCA for the mix of
-WLB-LLM (OSDI 2025, context of 128k tokens); `magi_192k` counts the 13.5 million documents of MagiAttention's benchmark
-(context of 192k tokens). A drawn step takes a bin by its documents and a length inside the bin log-uniformly, so lengths are
-those of the corpus to within a bin's width.
+`mixes/NAME.csv` has one bin per line: low_inclusive, high_exclusive, documents, tokens (empty where not published). Sources:
+`wikipedia`: one million articles; `wlb_128k`: the 99,519 documents published with DistCA for the mix of WLB-LLM (OSDI 2025,
+128k context); `magi_192k`: the 13.5 million documents of MagiAttention's benchmark (192k context). Lengths are drawn by
+choosing a bin in proportion to its documents, then a length in it log-uniformly, so they match the corpus to a bin's width.
 """
 
 import csv
@@ -32,16 +31,16 @@ class Mix:
 
     @property
     def longest(self) -> int:
-        """No drawn document is longer than this."""
+        """Maximum length of a drawn document."""
         return self.high[-1] - 1
 
     def draw(self, documents: int, seed: int) -> list[int]:
-        """Lengths of that many documents, in drawn order; the same for the same seed on every machine."""
+        """Draws lengths of `documents` documents; the same for the same seed on every machine. Raises UserError."""
         if not 1 <= documents <= MOST_DOCUMENTS:
             raise UserError(f"documents is {documents}: must be a whole number in 1..{MOST_DOCUMENTS}")
         if not 0 <= seed <= LARGEST_SEED:
             raise UserError(f"seed is {seed}: must be a whole number in 0..{LARGEST_SEED}")
-        random = np.random.RandomState(seed)  # NumPy promises never to change its streams (NEP 19)
+        random = np.random.RandomState(seed)  # NumPy guarantees its streams not to change (NEP 19)
         upto = np.cumsum(self.documents)
         chosen = np.searchsorted(upto, random.randint(0, int(upto[-1]), documents, dtype=np.int64), side="right")
         low, high = np.array(self.low, dtype=np.float64)[chosen], np.array(self.high, dtype=np.float64)[chosen]
@@ -56,9 +55,9 @@ def mix_names() -> tuple[str, ...]:
 
 @cache
 def load_mix(name: str) -> Mix:
-    """The mix of that name. Raises UserError listing the names there are."""
+    """Loads a mix by name. Raises UserError that lists the known names."""
     if name not in mix_names():
-        raise UserError(f"no length mix {name!r}: choose one of {', '.join(mix_names())}")
+        raise UserError(f"unknown length mix {name!r}: choose one of {', '.join(mix_names())}")
     with (FOLDER / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if int(row["documents"])]
     columns = ("low_inclusive", "high_exclusive", "documents")

@@ -1,9 +1,8 @@
-"""Compare: the same documents planned by auto, bins, static degrees and the baselines, all scored by one cost model.
+"""Modelled comparison: plans the same documents by auto, bins, static degrees and the baselines, scored by one cost model.
 
-A `Case` is one step: documents, ranks and budget. `compare_case` plans it in every way and gives a `Row` for each. Times are
-modelled: what is compared is plans, on the constants of one hardware profile. Speedups are over two static plans: first that of
-one fixed degree for all steps, which is what trainers without dynamic degrees run, then that of the best degree of every step,
-an oracle which no trainer has.
+A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a `Row` for
+each. Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps
+as in trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
 """
 
 import math
@@ -27,9 +26,9 @@ TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "stati
     name: b.title for name, b in BASELINES.items()
 }
 PLANNERS = tuple(TITLES)
-"""Every way of planning that is compared, in the order of all tables and figures."""
+"""Planners that are compared, in the order of all tables and figures."""
 SPEEDUPS = {"speedup_over_fixed": "fixed-static", "speedup_over_best_static": "static"}
-"""What speedups are over: figure of a row → planner, the headline first."""
+"""Speedup of a row → planner it is relative to, the headline first."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,13 @@ class Case:
     """One step to be planned.
 
     Attributes:
-        sweep: which figure it belongs to: ranks, budget or longest.
-        max_length: where its documents were cut, if they were.
-        longest: tokens of the longest document of the data set, which gives fixed static its degree; None: of this step.
-        fixed_degree: the degree of fixed static if it was named, whatever the data set.
+        lengths: tokens of its documents.
+        ranks, tokens_per_rank: number of ranks in the domain, and token budget per rank.
+        sweep: quantity that varies in the figure of this case: ranks, budget or longest.
+        seed: seed that the documents were drawn with.
+        max_length: length to which documents were split, if any.
+        longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
+        fixed_degree: degree of fixed static, if given explicitly.
     """
 
     lengths: tuple[int, ...]
@@ -55,25 +57,25 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One way of planning one step.
+    """The plan of one step by one planner.
 
-    Times in seconds, shares as fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1). `note` is
-    empty, or says why there is no plan; all figures of the plan are then None.
+    Times are in seconds, shares are fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1).
+    `note` is empty, or the reason why there is no plan; all values of the plan are None then.
 
     Attributes:
-        speedup_over_fixed: time of the fixed static plan over this one's; None without a fixed static plan.
-        speedup_over_best_static: time of the step's best static plan, sought among all degrees, over this one's.
-        no_barrier_s: time if ranks waited for each other at the end of the step alone. Of fixed static it is exact, as its
-            groups never change, and reached where no micro-batch gathers or reduces weights; other plans take longer.
-        tight_bound_s: no plan of these documents is faster; at least the lower bound.
-        unavoidable_gap: how far that is above the lower bound: the part of `gap` that no plan can avoid.
-        exchange_share: ranks wait for K and V that attention could not hide.
-        idle_share: ranks wait for the slowest rank of their micro-batch.
+        speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed static plan.
+        speedup_over_best_static: time of the best static plan of the step, over all degrees / time of this plan.
+        no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed static, whose groups never change,
+            if no micro-batch gathers or reduces weights; a lower bound for other plans.
+        tight_bound_s: tight lower bound on the time of any plan of these documents; at least `lower_bound_s`.
+        unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan can avoid.
+        exchange_share: waiting for K and V, not hidden by attention.
+        idle_share: waiting for the slowest rank of the micro-batch.
         fixed_share: launches of micro-batches, and the optimizer.
-        padding_share: token slots (micro-batches × ranks × tokens per rank) that hold no token; longctx does not compute them.
-        most_tokens: most tokens that a rank holds in a micro-batch.
-        remote_tokens: most tokens of other ranks whose K and V a rank holds at once, at one exchange stage.
-        remote_kv_bytes: their K and V in one layer; None unless it was said what a token takes.
+        padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
+        most_tokens: maximum tokens per rank in a micro-batch.
+        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange stage.
+        remote_kv_bytes: bytes of their K and V in one layer; None if the size per token is not known.
     """
 
     sweep: str
@@ -111,7 +113,7 @@ COLUMNS = tuple(f.name for f in fields(Row))
 
 
 class ComparedCase(NamedTuple):
-    """The rows of one case, and the plans behind them by planner."""
+    """The rows of one case, and their plans by planner."""
 
     rows: list[Row]
     plans: dict[str, Plan]
@@ -125,12 +127,10 @@ def compare_case(
     started: Callable[[str], object] = lambda planner: None,
     finished: Callable[[], object] = lambda: None,
 ) -> ComparedCase:
-    """Plans one step in every way asked for; a planner that cannot hold the documents says so in the note of its row.
+    """Plans one step with the given planners. If a planner has no plan, the note of its row gives the reason.
 
-    `kv_bytes` are those of one token's K and V in one layer. `started` and `finished` are called around every planner, to show
-    progress.
-
-    Raises PlanError if the documents fit no degree at all.
+    `kv_bytes`: bytes of one token's K and V in one layer. `started` and `finished` are called before and after every planner,
+    to show progress. Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     started("auto")
@@ -172,7 +172,7 @@ def compare_case(
 
 
 def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Documents with those longer than `longest` split into pieces of that many tokens and a rest, as training does."""
+    """Splits documents longer than `longest` into pieces of `longest` tokens and a remainder, as training does."""
     pieces: list[int] = []
     for length in lengths:
         pieces += [longest] * (length // longest)
@@ -182,7 +182,7 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
 
 
 def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
-    """What a row says of a plan; `baselines` are the seconds that each speedup is over."""
+    """Returns the values of a plan's row. `baselines`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
@@ -216,10 +216,9 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
-    """One row for each planner and setting, the mean over seeds; speedups by geometric mean, `winner` the commonest.
+    """Returns one row per planner and setting: means over seeds, geometric for speedups; the most frequent `winner`.
 
-    A planner that failed for some seed has no figures, and the first of its notes. What describes the documents is a mean too;
-    what memory must hold is the most of all seeds.
+    Memory is the maximum over seeds. A planner that failed for some seed has no values, and the first of its notes.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
@@ -255,9 +254,9 @@ def _mean(rows: list[Row]) -> Row:
 
 
 def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
-    """The speedup that no plan of the same documents can pass, from auto's and its distance to the tight bound.
+    """Returns the upper bound on `speedup` of any plan of these documents, from auto's speedup and the tight bound.
 
-    So of means over steps, where speedups are geometric, it is never below what auto reaches.
+    Computed relative to auto, so that for means over steps (geometric for speedups) the bound is never below auto's speedup.
     """
     auto = next(row for row in rows if row.planner == "auto")
     reached = getattr(auto, speedup)
@@ -267,26 +266,26 @@ def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
 
 
 def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
-    """Speedup of auto over fixed static if that one's groups need not wait for each other between micro-batches."""
+    """Returns the speedup of auto over fixed static without barriers between the micro-batches of fixed static."""
     by = {row.planner: row for row in rows}
     speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
     if speedup is None or fixed.no_barrier_s is None or fixed.makespan_s is None:
         return None
-    return speedup * fixed.no_barrier_s / fixed.makespan_s  # of means over steps the headline is a geometric one
+    return speedup * fixed.no_barrier_s / fixed.makespan_s  # scales the headline, which is a geometric mean over steps
 
 
 def degree_of(row: Row) -> str:
-    """`static:8` → `8`; empty for a plan of several degrees."""
+    """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
 
 
 def sweep_budgets(tokens_per_rank: int) -> list[int]:
-    """Budgets around the one given: a quarter to four times."""
+    """Returns token budgets from a quarter to four times the given one."""
     return sorted({max(1, tokens_per_rank * factor // 4) for factor in (1, 2, 4, 8, 16)})
 
 
 def sweep_longest(longest: int, tokens_per_rank: int) -> list[int]:
-    """Maximum lengths, in powers of two from a quarter of the budget up to the longest document."""
+    """Returns maximum document lengths: powers of two from a quarter of the budget (at most seven), then `longest`."""
     start = 1 << (max(1, tokens_per_rank // 4).bit_length() - 1)
     powers = [start << i for i in range(64) if start << i < longest]
     return [*powers[-7:], longest]

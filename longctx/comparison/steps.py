@@ -1,7 +1,7 @@
-"""The steps that a comparison plans: documents from a length mix, a file or a store, for every number of ranks.
+"""Steps of a comparison: documents from a length mix, a file or a store, for every number of ranks.
 
-Steps of a file are drawn as training draws those of a store: a whole file as one step would be a batch that nobody trains on.
-Documents longer than all ranks together hold are split, dropped or refused, as in training, and what was done is said in words.
+Steps from a file are drawn as training draws from a store, because a whole file is no realistic step. Documents longer than all
+ranks can hold are split, dropped or refused, as in training, and reported.
 """
 
 from collections import Counter
@@ -25,13 +25,13 @@ from longctx.planning.validation import check_lengths, check_settings
 
 @dataclass(frozen=True)
 class Source:
-    """Where lengths come from.
+    """A source of document lengths.
 
     Attributes:
-        words: the source in words.
-        draw: from a number of ranks and the longest document that fits, the lengths of every step, and what must be said of
-            them (empty if nothing).
-        data_set: lengths of all documents, of which steps are drawn; None if only those drawn are known.
+        words: description of the source.
+        draw: function from (number of ranks, maximum document length) to (lengths of every step, remark or empty text).
+        seed: seed of the first step.
+        data_set: lengths of all documents that steps are drawn from; None if not known.
     """
 
     words: str
@@ -40,12 +40,12 @@ class Source:
     data_set: NDArray[np.int64] | None = None
 
 
-def mix_source(name: str, documents: int | None, documents_a_rank: int, seed: int, steps: int) -> Source:
-    """Steps drawn from a named mix, with `documents` each, or so many a rank."""
+def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int) -> Source:
+    """Returns steps of `documents` documents drawn from a length mix (None: `documents_per_rank` × ranks)."""
     mix = load_mix(name)
 
     def draw(ranks: int, _: int) -> tuple[list[list[int]], str]:
-        count = documents_a_rank * ranks if documents is None else documents
+        count = documents_per_rank * ranks if documents is None else documents
         return [mix.draw(count, seed + i) for i in range(steps)], ""
 
     return Source(f"documents drawn from the length mix {name}, seed {seed}", draw, seed)
@@ -54,13 +54,16 @@ def mix_source(name: str, documents: int | None, documents_a_rank: int, seed: in
 def file_source(
     lengths: Sequence[int], name: str, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str
 ) -> Source:
-    """Steps of `global_tokens` drawn from these documents as training draws from a store; all at once if they hold fewer."""
+    """Returns steps of `global_tokens(ranks)` tokens, drawn from the lengths as training draws from a store.
+
+    If all documents have fewer tokens, they are one step.
+    """
 
     def draw(ranks: int, longest: int) -> tuple[list[list[int]], str]:
         pieces, wanted = _fit(lengths, longest, long_documents), global_tokens(ranks)
         tokens = sum(pieces)
         if tokens < wanted:
-            why = f"their {tokens:,} tokens are fewer than its {wanted:,}"
+            why = f"they have {tokens:,} tokens, fewer than {wanted:,} per step"
             return [list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}"
         sampler = Sampler(np.array(pieces), global_tokens=wanted, seed=seed, max_length=max(pieces))
         return first_lengths(sampler, steps), ""
@@ -69,7 +72,7 @@ def file_source(
 
 
 def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> Source:
-    """The first steps that training on a store would take."""
+    """Returns the first steps of training on a store."""
     store = Store.open(path)
 
     def draw(ranks: int, longest: int) -> tuple[list[list[int]], str]:
@@ -98,10 +101,10 @@ def make_cases(
     all_must_fit: bool,
     fixed_degree: int | None = None,
 ) -> tuple[list[Case], list[str]]:
-    """The steps on every number of ranks, and what was done to documents that are too long.
+    """Returns the steps for every number of ranks, and remarks on documents that are too long.
 
-    Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are left out and named, unless all must fit.
-    Raises PlanError if one must and does not, or if none does.
+    Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are skipped with a remark, or with
+    `all_must_fit` refused. Raises PlanError for a refused number of ranks, or if all are skipped.
     """
     cases: list[Case] = []
     words: list[str] = []
@@ -114,7 +117,7 @@ def make_cases(
             if all_must_fit:
                 raise
             refused.append(error)
-            words.append(f"{n} ranks are left out: {error}")
+            words.append(f"{n} ranks are skipped: {error}")
             continue
         cases += found
         words += said
@@ -131,10 +134,10 @@ def _cases(
     long_documents: str,
     fixed_degree: int | None,
 ) -> tuple[list[Case], list[str]]:
-    """The steps on so many ranks, and what must be said of them."""
+    """Returns the steps for one number of ranks, and remarks on them."""
     longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
     if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
-        check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # says which
+        check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # raises, naming the document
     drawn, remark = source.draw(ranks, longest)
     fitted = [_fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
@@ -149,13 +152,13 @@ def _cases(
     ]
     words = [remark] if remark else []
     if long := int((data_set > longest).sum()):
-        done = {"split": "split into pieces", "drop": "left out"}[long_documents]
-        words.append(f"{long} longer than {longest:,} tokens, more than {ranks} ranks hold, {done}")
+        done = {"split": "split", "drop": "dropped"}[long_documents]
+        words.append(f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}")
     return cases, words
 
 
 def steps_drawn(cases: Sequence[Case]) -> str:
-    """How many steps were drawn, in words."""
+    """Returns a text on the number of steps that were drawn."""
     by_count: dict[int, list[str]] = {}
     for ranks, count in Counter(case.ranks for case in cases).items():
         by_count.setdefault(count, []).append(f"{ranks:,}")
@@ -166,7 +169,7 @@ def steps_drawn(cases: Sequence[Case]) -> str:
 
 
 def sweeps(cases: Sequence[Case], budgets: Sequence[int], longest: Sequence[int]) -> list[Case]:
-    """The same steps with other budgets, and with documents cut to other lengths."""
+    """Returns the same steps with other token budgets, and with documents split to other maximum lengths."""
     varied = [
         replace(_cut(case, most), tokens_per_rank=budget, sweep="budget")
         for budget in budgets
@@ -178,7 +181,7 @@ def sweeps(cases: Sequence[Case], budgets: Sequence[int], longest: Sequence[int]
 
 
 def _cut(case: Case, most: int) -> Case:
-    """The step, and the data set that it is of, with documents cut to at most so many tokens."""
+    """Returns the case with the documents of step and data set split to at most `most` tokens."""
     return replace(case, lengths=cut(case.lengths, most), longest=None if case.longest is None else min(case.longest, most))
 
 
@@ -188,6 +191,6 @@ def _fit(lengths: Sequence[int], longest: int, long_documents: str) -> tuple[int
     if long_documents == "drop":
         kept = tuple(length for length in lengths if length <= longest)
         if not kept:
-            raise PlanError(f"every document is longer than the {longest:,} tokens that fit: split them, or take more ranks")
+            raise PlanError(f"all documents are longer than the maximum of {longest:,} tokens: split them, or use more ranks")
         return kept
     return tuple(lengths)

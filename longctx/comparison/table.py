@@ -1,4 +1,4 @@
-"""The comparison as tables of words, which the terminal and the page share, and the terminal's drawing of them."""
+"""Tables of the comparison as text, shared by terminal and page, and their output on the terminal."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -17,21 +17,21 @@ from longctx.comparison.modelled import (
 )
 
 OVER = {
-    "speedup_over_fixed": "speedup over fixed static, one degree for all steps",
+    "speedup_over_fixed": "speedup over fixed static (one degree for all steps)",
     "speedup_over_best_static": "speedup over the best static degree of every step",
 }
-LIMIT = "no plan can pass"
+LIMIT = "bound for any plan"
 
 
 class Words(NamedTuple):
-    """A table: `lines` begin with the name of a planner, or LIMIT, and may be shorter than `headings`."""
+    """A table as text. `lines` begin with the name of a planner or LIMIT, and may be shorter than `headings`."""
 
     headings: list[str]
     lines: list[list[str]]
 
 
 def plans_table(rows: Sequence[Row]) -> Words:
-    """Time, speedups, gap and shares of the planners that have a plan, and what no plan can pass."""
+    """Returns time, speedups, gap and shares of all planners that have a plan, and the bounds for any plan."""
     auto = next(row for row in rows if row.planner == "auto")
     lines = [
         [
@@ -47,24 +47,24 @@ def plans_table(rows: Sequence[Row]) -> Words:
     ]
     limits = [times(most_speedup(rows, speedup)) for speedup in SPEEDUPS]
     return Words(
-        ["", "time", "over\nfixed", "over\nbest", "gap", "waits", "idle", "padding", "micro-\nbatches", "to\nplan"],
+        ["", "time", "over\nfixed", "over\nbest", "gap", "waits", "idle", "unused\nbudget", "micro-\nbatches", "to\nplan"],
         [*lines, [LIMIT, f"{auto.tight_bound_s:.3g} s", *limits, f"{auto.unavoidable_gap:.1%}"]],
     )
 
 
 def memory_table(rows: Sequence[Row]) -> Words:
-    """Tokens of its own, tokens of its ring mates, and the bytes of their K and V if it is known what a token takes."""
+    """Returns maximum local and remote tokens per rank, and the bytes of remote K and V if known."""
     shown = [row for row in rows if row.makespan_s is not None]
-    headings, lines = ["", "tokens", "tokens of others"], []
+    headings, lines = ["", "local tokens", "remote tokens"], []
     for row in shown:
         lines.append([TITLES[row.planner], f"{row.most_tokens:,}", f"{row.remote_tokens:,}"])
         if row.remote_kv_bytes is not None:
             lines[-1].append(f"{row.remote_kv_bytes / (1 << 30):.2f} GiB")
-    return Words([*headings, "their K and V in a layer"][: len(lines[0])], lines)
+    return Words([*headings, "remote K and V per layer"][: len(lines[0])], lines)
 
 
 def speedups_table(rows: Sequence[Row], speedup: str) -> Words:
-    """This speedup of every planner by ranks."""
+    """Returns one speedup of every planner by number of ranks."""
     everywhere = sorted({row.ranks for row in rows})
     lines = []
     for planner in PLANNERS:
@@ -75,32 +75,32 @@ def speedups_table(rows: Sequence[Row], speedup: str) -> Words:
 
 
 def captions(rows: Sequence[Row], model: str | None) -> list[str]:
-    """What the two tables of plans and memory mean; `model` is the preset in whose K and V memory is counted."""
+    """Returns explanations of the tables of plans and memory; `model` is the preset that K and V bytes are for."""
     lines = [
-        "over fixed, over best: speedup over fixed static and over the best static degree of every step, which no trainer "
-        "knows beforehand; the degree stands in brackets",
-        "gap: time above the lower bound, which takes the network for free; in the last line, the part that no plan can avoid",
-        "waits, idle: shares of all ranks' time in which they wait for an exchange that attention could not hide, and for the "
-        "slowest rank of their micro-batch; padding: share of the token slots (micro-batches × ranks × tokens a rank) without "
-        "a token, for which longctx computes nothing",
-        "tokens, tokens of others: most that a rank holds in a micro-batch of its own, and of other ranks at once if it "
-        "gathers them in one stage; more stages hold less",
+        "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
+        "are in brackets",
+        "gap: time above the lower bound, which assumes a free network; in the last line, the part that no plan can avoid",
+        "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by attention), and for the slowest "
+        "rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; nothing "
+        "is padded",
+        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one stage; "
+        "more stages need less memory",
     ]
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
-            f"auto is {times(free)} as fast as fixed static if its groups wait for each other at the end of a step alone: "
-            "where every rank keeps all weights for the step"
+            f"auto is {times(free)} as fast as fixed static if the groups of fixed static synchronize only at the end of a "
+            "step, that is, if every rank keeps all weights during the step"
         )
     if model:
         lines.append(
-            f"K and V: those of one layer of the preset {model}, in bfloat16, forward; backward holds as many bytes of "
-            "gradients beside them, context.keep_kv all layers"
+            f"K and V: one layer of preset {model} in bfloat16, in forward; backward needs as many bytes again for gradients, "
+            "context.keep_kv those of all layers"
         )
     return lines
 
 
 def missing(rows: Sequence[Row]) -> list[str]:
-    """Which planner has no plan on how many ranks, and why."""
+    """Returns a line on every planner without a plan: number of ranks and reason."""
     return list(dict.fromkeys(f"{TITLES[row.planner]}, {row.ranks} ranks: {row.note}" for row in rows if row.note))
 
 
@@ -109,16 +109,16 @@ def times(speedup: float | None) -> str:
 
 
 def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | None, console: Console) -> None:
-    """Prints mean rows of the ranks sweep; details are those on `ranks` ranks."""
+    """Prints the mean rows of the ranks sweep, with details for `ranks` ranks."""
     swept = [row for row in rows if row.sweep == "ranks"]
     here = [row for row in swept if row.ranks == ranks]
-    console.print(f"{source}   {swept[0].tokens_per_rank:,} tokens a rank", highlight=False, markup=False)
+    console.print(f"{source}; {swept[0].tokens_per_rank:,} tokens per rank", highlight=False, markup=False)
     if len(here) < len(swept):
         for speedup, words in OVER.items():
             _print(f"{words}, by ranks", speedups_table(swept, speedup), console)
-    words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, the longest {here[0].longest:,}"
+    words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, longest document {here[0].longest:,}"
     _print(f"{ranks:,} ranks: {words}", plans_table(here), console)
-    _print(f"{ranks:,} ranks: most that a rank holds at once, in one exchange stage", memory_table(here), console)
+    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(here), console)
     for line in [*missing(swept), "", *captions(here, model)]:
         console.print(line, style="dim", highlight=False, markup=False)
 

@@ -1,7 +1,7 @@
-"""Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, refused if anything is wrong.
+"""Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and checked before use.
 
-`settings` declares them, `run` has all of a run, `stages` lays those of a stage over them, `reading` loads them, `rules` has
-what spans several, `describe` writes the help.
+`settings` declares the sections, `run` combines them, `stages` applies the settings of a stage, `reading` loads them, `rules`
+checks constraints across settings, `describe` writes the help.
 """
 
 from longctx.config.describe import describe

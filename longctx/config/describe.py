@@ -1,4 +1,4 @@
-"""The help text of all settings: what `longctx train --help` prints below its options."""
+"""The help text of all settings, which `longctx train --help` prints below its options."""
 
 import textwrap
 from pathlib import Path
@@ -14,7 +14,7 @@ _WIDTH, _INDENT = 110, 8
 
 
 def describe() -> str:
-    """Every setting, by section: dotted name, type, description and default."""
+    """Returns the help text of every setting, by section: dotted name, type, description and default."""
     lines = ["settings, in the YAML file or as --section.key VALUE (values are YAML):"]
     for section, section_type in SECTIONS.items():
         lines += ["", f"{section}: {section_type.__doc__}"]
@@ -22,7 +22,7 @@ def describe() -> str:
             lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
             text = f"{setting.description} (default: {yaml_text(setting.default)})"
             lines += _wrapped(text)
-    lines += ["", "stages: [{steps, section: {key: value, ..}, ..}, ..], or --stages.1.section.key VALUE for the first"]
+    lines += ["", "stages: [{steps, section: {key: value, ..}, ..}, ..], or --stages.1.section.key VALUE for the first stage"]
     lines += _wrapped(f"{Config.model_fields['stages'].description} (default: none)")
     return "\n".join(lines)
 
@@ -32,7 +32,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _type_name(annotation: Any) -> str:
-    """How a value of this type is written: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
+    """Returns a type as the help shows it: `int`, `split|drop|error`, `{int: int}`, `[float, float]`, `[text, ..]`."""
     if get_origin(annotation) in (Union, UnionType):
         return "|".join("null" if choice is NoneType else _type_name(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: each problem with key, value, rule and fix, and the error that carries all of them."""
+"""Problems of a configuration, each with key, value, rule and fix, and the error that reports all of them."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from longctx.errors import UserError
 
 @dataclass(frozen=True)
 class Problem:
-    """One broken rule. `key` is the setting to blame; `others` are settings that the rule compares it with."""
+    """One broken rule. `key` is the setting at fault; `others` are the settings that the rule compares it with."""
 
     key: str
     value: object
@@ -25,22 +25,22 @@ class Problem:
 
 
 def plain(value: object) -> object:
-    """A value as YAML knows it: a path is text, a tuple a list."""
+    """Converts a value to YAML's types: a path becomes text, a tuple a list."""
     if isinstance(value, (tuple, list)):
-        return [plain(one) for one in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
 def yaml_text(value: object) -> str:
-    """A value as it would stand in the YAML file, on one line."""
+    """Returns a value as YAML on one line."""
     text: str = yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be used. `problems` has every one of them; it is empty if the file could not even be read."""
+    """An invalid configuration. `problems` lists every broken rule; it is empty if the file could not be read."""
 
     def __init__(self, summary: str, problems: Sequence[Problem] = ()) -> None:
         super().__init__("\n".join([summary, *map(str, problems)]))
@@ -48,6 +48,6 @@ class ConfigError(UserError):
 
     @classmethod
     def of(cls, problems: Sequence[Problem], source: str) -> "ConfigError":
-        """The error for problems found in `source`, such as `run.yaml and the command line`."""
+        """Makes the error for problems found in `source`, such as `run.yaml and the command line`."""
         count = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         return cls(f"{count} in {source}:", problems)

@@ -1,4 +1,4 @@
-"""Reading a configuration: YAML file, then dotted overrides, then types and bounds, then rules; all problems in one error."""
+"""Reads a configuration: YAML file, dotted overrides, types and bounds, then rules; reports all problems in one error."""
 
 import difflib
 import re
@@ -17,9 +17,9 @@ from longctx.config.stages import Stage, Values, laid_over, may_be_staged, setti
 from longctx.safe_yaml import SafeLoader
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
-"""Every setting by its dotted name."""
+"""All settings by dotted name."""
 RENAMED = {"context.head_exchange": "context.ulysses_degree"}
-"""Settings of earlier versions, and what they are called now."""
+"""Settings of earlier versions → their current names."""
 
 
 def load(
@@ -30,13 +30,13 @@ def load(
     defaults: Mapping[str, Values] | None = None,
     stage: int | None = None,
 ) -> Config:
-    """Reads settings from a YAML file (None: defaults alone), replaces those given as `section.key=value`, and checks them.
+    """Reads settings from a YAML file (None: only defaults), applies `section.key=value` overrides, and checks the result.
 
-    `defaults` by section and key are in place of the settings' own. With `stage` the settings are those of this stage of the
-    run, counted from 0 or backwards from -1, if it has any, and what is replaced is replaced there.
+    `defaults`, by section and key, replaces the built-in defaults. `stage` selects the settings of one stage of the run,
+    counted from 0 or backwards from -1, and applies the overrides to that stage; it has no effect without stages.
 
-    Values of overrides are YAML too (`context.bins={8192: 1}`), dashes in keys count as underscores, and the last one wins.
-    With `world_size` (processes of the run) the rules that depend on it are checked as well.
+    Values of overrides are YAML too (`context.bins={8192: 1}`), dashes in keys count as underscores, and the last override
+    wins. With `world_size` (the number of processes) the rules that depend on it are checked as well.
     Raises ConfigError with all problems at once.
     """
     source = (
@@ -58,7 +58,7 @@ def load(
     if of_stages:
         raise ConfigError.of([*problems, *of_stages], source)
     wrong = {problem.key for problem in problems}
-    # A rule on a setting that is wrong in itself would blame its default, which nobody asked for.
+    # Skip rules on invalid settings: the rule would report the default that replaced the value, not the value given.
     problems += [p for p in broken_rules(config, world_size) if wrong.isdisjoint({_plain_key(p), *p.others})]
     if problems:
         raise ConfigError.of(problems, source)
@@ -69,20 +69,20 @@ def _read(path: Path) -> Values:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
     except FileNotFoundError:
-        raise ConfigError(f"no configuration file {path}: check the path, or start from one of the examples") from None
+        raise ConfigError(f"configuration file {path} not found: check the path, or start from a file in examples/") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if values is None:
         return {}
     if not isinstance(values, dict):
         sections = ", ".join(SECTIONS)
-        raise ConfigError(f"{path} holds {type(values).__name__}, not a mapping: give sections, which are {sections}")
-    # A section whose every line is commented out reads as null, and means its defaults.
+        raise ConfigError(f"{path} contains {type(values).__name__}, not a mapping: write a mapping of sections ({sections})")
+    # A section with all lines commented out reads as null and means the defaults.
     return {str(section): {} if content is None else content for section, content in values.items()}
 
 
 def _apply(override: str, values: Values) -> Problem | None:
-    """Sets one `section.key=value` in `values`, or says why it cannot be."""
+    """Sets one `section.key=value` in `values`; returns the problem if it cannot be set."""
     name, equals, text = override.removeprefix("--").partition("=")
     name = name.replace("-", "_")
     section, dot, key = name.partition(".")
@@ -91,7 +91,7 @@ def _apply(override: str, values: Values) -> Problem | None:
     try:
         value = yaml.load(text, SafeLoader)
     except yaml.YAMLError as error:
-        return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote it, or mend it")
+        return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote or correct the value")
     if section == "stages":
         return _apply_to_stage(name, key, value, values)
     content = values.setdefault(section, {})
@@ -102,24 +102,24 @@ def _apply(override: str, values: Values) -> Problem | None:
         given = stage.get(section)
         if isinstance(given, dict) and own & given.keys():
             fix = f"write --stages.{number}.{name}={text}"
-            return Problem(name, value, f"stage {number} has its own, which goes before it", fix)
+            return Problem(name, value, f"stage {number} sets its own value, which takes precedence", fix)
     return None
 
 
 def _stages(values: Values) -> list[Values]:
-    """Those that are given, as far as they are mappings."""
+    """Returns the given stages that are mappings."""
     given = values.get("stages")
     return [stage for stage in given if isinstance(stage, dict)] if isinstance(given, list) else []
 
 
 def _apply_to_stage(name: str, key: str, value: object, values: Values) -> Problem | None:
-    """Sets `1.steps` or `1.section.key` of the stages."""
+    """Sets `1.steps` or `1.section.key` in the stages; returns the problem if it cannot be set."""
     number, _, inner = key.partition(".")
     section, dot, setting = inner.partition(".")
     stages = _stages(values)
     if not (number.isdecimal() and 1 <= int(number) <= len(stages) and inner):
-        fix = f"write --stages.1.batch.tokens_per_rank=4096, with 1 to {len(stages)}" if stages else "give stages in the file"
-        return Problem(name, value, f"there are {len(stages)} stages, counted from 1", fix)
+        fix = f"use --stages.1.batch.tokens_per_rank=4096, 1 to {len(stages)}" if stages else "add stages to the file"
+        return Problem(name, value, f"the run has {len(stages)} stages, counted from 1", fix)
     stage = stages[int(number) - 1]
     if not dot:
         stage[inner] = value
@@ -130,17 +130,17 @@ def _apply_to_stage(name: str, key: str, value: object, values: Values) -> Probl
 
 
 def _plain_key(problem: Problem) -> str:
-    """Without the stage that it is of."""
+    """Returns the problem's key without its `stages.N.` prefix."""
     return re.sub(r"^stages\.\d+\.", "", problem.key)
 
 
 def _problems_of_stages(values: Values) -> list[Problem]:
-    """What is wrong with the stages in themselves. Gives `train.steps` their sum where it is left out."""
+    """Returns the problems of the stages themselves. Sets `train.steps` to the sum of their steps if it is omitted."""
     given = values.get("stages") or []
     values["stages"] = given
     way_out = "write [{steps: 100}, {steps: 20, data: {max_length: 8192}}]"
     if not isinstance(given, list) or len(given) != len(_stages(values)):
-        return [Problem("stages", given, "stages are a list of mappings", way_out)]
+        return [Problem("stages", given, "must be a list of mappings", way_out)]
     problems: list[Problem] = []
     for number, stage in enumerate(given, start=1):
         for section in [section for section, content in stage.items() if content is None]:
@@ -158,8 +158,8 @@ def _problems_of_stages(values: Values) -> list[Problem]:
         own = {f"{section}.{key}": value for section, content in settings_of(stage).items() for key, value in content.items()}
         for name, value in own.items():
             if name in SETTINGS and not may_be_staged(*name.split(".")):
-                rule = "it is the same in all stages"
-                problems.append(Problem(f"stages.{number}.{name}", value, rule, f"give {name} for the whole run"))
+                rule = "this setting cannot differ between stages"
+                problems.append(Problem(f"stages.{number}.{name}", value, rule, f"set {name} for the whole run"))
         _, invalid = _validate(laid_over(values, stage))
         problems += [replace(p, key=f"stages.{number}.{p.key}") for p in invalid if p.key in own]
     if not problems and given and isinstance(train := values.setdefault("train", {}), dict):
@@ -168,7 +168,7 @@ def _problems_of_stages(values: Values) -> list[Problem]:
 
 
 def _validate(values: Values) -> tuple[Config, list[Problem]]:
-    """The settings, wrong ones replaced by their defaults, and what is wrong with those."""
+    """Returns the settings, invalid ones replaced by their defaults, and a problem for each invalid one."""
     try:
         return Config.model_validate(values), []
     except ValidationError as error:
@@ -189,13 +189,13 @@ def _explain(details: ErrorDetails) -> Problem:
     value = details["input"]
     if details["type"] == "extra_forbidden":
         if len(keys) > 1:
-            rule = f"there is no key {keys[-1]} (at {'.'.join(keys[1:-1])})"
+            rule = f"unknown key {keys[-1]} (at {'.'.join(keys[1:-1])})"
             return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
         if name in RENAMED:
-            return Problem(name, value, f"this setting is {RENAMED[name]} now", f"write {RENAMED[name]}={yaml_text(value)}")
-        return Problem(name, value, "there is no such setting", _suggest(section, keys[0] if keys else None))
+            return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
+        return Problem(name, value, "unknown setting", _suggest(section, keys[0] if keys else None))
     if not keys:
-        return Problem(name, value, "a section is a mapping of settings", f"write {section}: {{key: value}}")
+        return Problem(name, value, "a section must be a mapping of settings", f"write {section}: {{key: value}}")
     setting = SETTINGS[name]
     rule = "must be a path" if details["type"] == "path_type" else details["msg"].replace("Input should", "must")
     where = "" if len(keys) == 1 else f" (at {'.'.join(keys[1:])})"
@@ -203,7 +203,7 @@ def _explain(details: ErrorDetails) -> Problem:
 
 
 def _suggest(section: str, key: str | None) -> str:
-    """The setting or section that was probably meant, else the choice there is."""
+    """Suggests the setting or section that was probably meant, otherwise lists the valid ones."""
     if section not in SECTIONS:
         if key is None and (home := [name for name in SETTINGS if name.split(".")[1] == section]):
             return f"did you mean {home[0]}?"

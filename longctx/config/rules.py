@@ -1,4 +1,4 @@
-"""Rules that span several settings; a function for each subject yields problems. `process_rules` has those on processes."""
+"""Rules across settings, one generator of problems per subject. `process_rules` has the rules on the number of processes."""
 
 import importlib.util
 import itertools
@@ -17,16 +17,16 @@ from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 
 
 def check(config: Config, *, world_size: int) -> None:
-    """Raises ConfigError with every rule that the settings break on `world_size` processes."""
+    """Raises ConfigError with all problems of the settings on `world_size` processes."""
     problems = broken_rules(config, world_size)
     if problems:
         raise ConfigError.of(problems, f"the configuration for {world_size} processes")
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
-    """All problems; with `world_size` None only those that any number of processes would have.
+    """Returns all problems; with `world_size` None only those that do not depend on the number of processes.
 
-    Those of a stage have keys such as stages.2.batch.tokens_per_rank, unless all stages have them.
+    A problem of some stages only has a key such as stages.2.batch.tokens_per_rank.
     """
     if config.stages:
         return list(_of_stages(config, world_size))
@@ -47,87 +47,88 @@ def _of_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
                 yield problem
     steps = config.stage_ends[-1]
     if config.train.steps != steps:
-        rule = f"the stages have {steps} steps together"
-        yield Problem("train.steps", config.train.steps, rule, "leave it out, or change the steps of a stage")
+        rule = f"must be the sum of the stages' steps, {steps}"
+        yield Problem("train.steps", config.train.steps, rule, "omit it, or change the steps of a stage")
     if config.dpo.beta is not None:
-        rule = "the reference of dpo.beta is of the pairs of a whole run, which stages would cut in other ways"
-        yield Problem("dpo.beta", config.dpo.beta, rule, "leave one of the two out, and make two runs", ("stages",))
+        rule = "DPO is not supported with stages: reference log-probabilities are computed once for all pairs of the run"
+        yield Problem("dpo.beta", config.dpo.beta, rule, "omit stages or dpo.beta; train in separate runs", ("stages",))
     if config.checkpoint.every is None:
-        rule = "a stage begins from the checkpoint of the one before"
-        yield Problem("checkpoint.every", None, rule, "give a number; one that is greater than train.steps writes no others")
+        rule = "stages need checkpoints: each stage starts from the last checkpoint of the previous one"
+        fix = "set a number; a number above train.steps saves only the last step of every stage"
+        yield Problem("checkpoint.every", None, rule, fix)
 
 
 def _model(config: Config) -> Iterator[Problem]:
     model, found = config.model, _sizes(config)
     if isinstance(found, ConfigError):
         yield from found.problems
-    elif isinstance(found, UserError) and not isinstance(found, LoraError):  # which is told with the settings of LoRA
+    elif isinstance(found, UserError) and not isinstance(found, LoraError):  # `_lora` reports LoraError
         yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
     if model.from_pretrained is None:
         if model.implementation != "auto":
-            rule = "it says whose code runs a checkpoint, and model.from_pretrained names none"
-            yield Problem("model.implementation", model.implementation, rule, "leave it out, or give model.from_pretrained")
+            rule = "only applies to a checkpoint, but model.from_pretrained is null"
+            yield Problem("model.implementation", model.implementation, rule, "omit it, or set model.from_pretrained")
         return
     free = {"preset", "from_pretrained", "implementation", *ROPE_SETTINGS}
     own = {name for name in model.model_fields_set - free if getattr(model, name) is not None}
     for name in sorted(own):
-        rule = f"the sizes are those of the checkpoint {model.from_pretrained}"
-        yield Problem(f"model.{name}", getattr(model, name), rule, "leave it out", ("model.from_pretrained",))
+        rule = f"sizes are taken from the checkpoint {model.from_pretrained}"
+        yield Problem(f"model.{name}", getattr(model, name), rule, "omit it", ("model.from_pretrained",))
 
 
 def _without(config: Config) -> str:
-    """What to do without the checkpoint that a run began with, or is to begin with."""
+    """Returns the fix for an initial checkpoint that is missing or unusable."""
     run = config.train.run_dir
     if not (run / "checkpoints").is_dir():
-        return "mend or replace that checkpoint, or give another"
+        return "repair or replace that checkpoint, or choose another"
     if config.lora.rank is not None:
-        return f"put it back where it was: the checkpoints of {run} have the adapters alone, and not the weights beside them"
+        return f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
     return (
-        f"put it back where it was; or, as the checkpoints of {run} have all weights: longctx export {run} OUT, and give "
-        "--model.from_pretrained OUT, without settings of RoPE"
+        f"restore it, or use the weights in the checkpoints of {run}: longctx export {run} OUT, then "
+        "--model.from_pretrained OUT without RoPE settings"
     )
 
 
 def _lora(config: Config) -> Iterator[Problem]:
-    """What adapters cannot be put beside, and what they would make of the loss."""
+    """Checks that LoRA is supported with the other settings."""
     lora, model, parallel = config.lora, config.model, config.parallel
     if lora.dropout:
-        rule = "it would draw other numbers where a document is split over other ranks, so that the loss depended on the plan"
-        yield Problem("lora.dropout", lora.dropout, rule, "leave it out")
+        rule = "LoRA dropout is not supported: its random numbers, and so the loss, would depend on how documents are split"
+        yield Problem("lora.dropout", lora.dropout, rule, "omit it")
     if lora.rank is None:
         for name in ("alpha", "target_modules"):
             if getattr(lora, name) != type(lora).model_fields[name].default:
-                rule = "lora.rank is null, so that there are no adapters"
-                yield Problem(f"lora.{name}", getattr(lora, name), rule, "give lora.rank, or leave it out", ("lora.rank",))
+                rule = "has no effect without LoRA: lora.rank is null"
+                yield Problem(f"lora.{name}", getattr(lora, name), rule, "set lora.rank, or omit it", ("lora.rank",))
         return
     if model.from_pretrained is None:
-        rule = "adapters stand beside the weights of a checkpoint, and model.from_pretrained names none"
-        fix = "give model.from_pretrained, or leave lora.rank out"
+        rule = "LoRA needs a checkpoint, but model.from_pretrained is null"
+        fix = "set model.from_pretrained, or omit lora.rank"
         yield Problem("lora.rank", lora.rank, rule, fix, ("model.from_pretrained",))
         return
     if importlib.util.find_spec("peft") is None:
-        yield Problem("lora.rank", lora.rank, "adapters need peft, which is not there", "pip install 'longctx[huggingface]'")
+        yield Problem("lora.rank", lora.rank, "LoRA needs peft, which is not installed", "pip install 'longctx[huggingface]'")
         return
     if model.implementation == "native":
-        rule = "adapters are put into transformers' own code, and not into the native decoder"
-        fix = "choose transformers, or leave lora.rank out"
+        rule = "LoRA is not supported by the native decoder"
+        fix = "set it to transformers, or omit lora.rank"
         yield Problem("model.implementation", model.implementation, rule, fix, ("lora.rank",))
     for key, size in (
         ("tensor_parallel_size", parallel.tensor_parallel_size),
         ("pipeline_parallel_size", parallel.pipeline_parallel_size),
     ):
         if size > 1:
-            rule = "adapters are put into transformers' own code, which runs with whole matrices and all layers on a rank"
-            fix = "give 1 (frozen weights are sharded over all ranks, and have no gradients), or leave lora.rank out"
+            rule = "LoRA is not supported with tensor or pipeline parallelism"
+            fix = "set it to 1 (frozen weights are sharded over all ranks and have no gradients), or omit lora.rank"
             yield Problem(f"parallel.{key}", size, rule, fix, ("lora.rank",))
     found = _sizes(config)
     if isinstance(found, LoraError):
-        fix = f"name some of these, or leave it out for {ALL_LINEAR}"
+        fix = f"name some of these layers, or omit it for {ALL_LINEAR}"
         yield Problem("lora.target_modules", lora.target_modules, str(found), fix, ("lora.rank", "model.from_pretrained"))
 
 
 def _sizes(config: Config) -> ModelSpec | UserError:
-    """The model's sizes, by building it without values; or why it cannot be built."""
+    """Returns the model's sizes, from the model built without values, or the error if it cannot be built."""
     try:
         return config.model_source().spec
     except UserError as error:
@@ -136,62 +137,65 @@ def _sizes(config: Config) -> ModelSpec | UserError:
 
 def _dpo(config: Config) -> Iterator[Problem]:
     if config.dpo.beta is None and config.dpo.label_smoothing:
-        rule = "dpo.beta is null, so that there is no preference tuning"
-        fix = "give dpo.beta, or leave it out"
+        rule = "has no effect without DPO: dpo.beta is null"
+        fix = "set dpo.beta, or omit it"
         yield Problem("dpo.label_smoothing", config.dpo.label_smoothing, rule, fix, ("dpo.beta",))
 
 
 def _spec(config: Config) -> ModelSpec | None:
-    """The model's sizes; None where there is something wrong with them, which the rules on model and LoRA tell."""
+    """Returns the model's sizes, None if they are invalid (`_model` and `_lora` report that)."""
     found = _sizes(config)
     return found if isinstance(found, ModelSpec) else None
 
 
 def _stores(config: Config) -> Iterator[Problem]:
-    """One store, or several by weights, or several by epochs."""
+    """Checks that the data are one store, several stores by weight, or several by epochs."""
     store, stores = config.data.store, config.data.stores
     if store is None and stores is None:
-        yield Problem("data.store", None, "a run reads something", "give a folder that `longctx prepare` wrote, or data.stores")
+        rule = "data.store and data.stores cannot both be null"
+        yield Problem("data.store", None, rule, "set data.store to a folder written by `longctx prepare`, or set data.stores")
     if stores is None:
         return
-    given = [one.model_dump(exclude_none=True) for one in stores]
+    given = [each.model_dump(exclude_none=True) for each in stores]
     if store is not None:
-        rule = f"one store or several are read, and data.store is {store}"
-        yield Problem("data.stores", given, rule, "leave one of the two out, or give null for it", ("data.store",))
+        rule = f"cannot be combined with data.store, which is {store}"
+        yield Problem("data.stores", given, rule, "omit one of the two settings, or set it to null", ("data.store",))
     if not stores:
-        yield Problem("data.stores", given, "there is at least one", "give [{path: FOLDER, weight: 1}], or data.store")
-    if any((one.weight is None) == (one.epochs is None) for one in stores):
+        yield Problem("data.stores", given, "must not be empty", "write [{path: FOLDER, weight: 1}], or use data.store")
+    if any((each.weight is None) == (each.epochs is None) for each in stores):
         fix = "write {path: FOLDER, weight: SHARE}, or {path: FOLDER, epochs: PASSES}"
-        yield Problem("data.stores", given, "each has a weight or epochs, and not both", fix)
-    elif len({one.weight is None for one in stores}) > 1:
-        rule = "shares by weight and shares by epochs cannot be compared, and some have one and some the other"
-        yield Problem("data.stores", given, rule, "give all of them weights, or all of them epochs")
-    if len({one.path.resolve() for one in stores}) < len(stores):
-        yield Problem("data.stores", given, "a store is there once", "add up what stands beside the same path")
+        yield Problem("data.stores", given, "each store needs either weight or epochs", fix)
+    elif len({each.weight is None for each in stores}) > 1:
+        rule = "stores with weight and stores with epochs cannot be mixed"
+        yield Problem("data.stores", given, rule, "use weight for all stores, or epochs for all stores")
+    if len({each.path.resolve() for each in stores}) < len(stores):
+        yield Problem(
+            "data.stores", given, "a store must not be listed twice", "list it once, with the sum of its weights or epochs"
+        )
 
 
 def _files(config: Config) -> Iterator[Problem]:
     tokenizer = config.data.tokenizer
     if tokenizer is not None and not tokenizer.is_file():
-        yield Problem("data.tokenizer", str(tokenizer), "there is no such file", "check the path, or leave it out")
+        yield Problem("data.tokenizer", str(tokenizer), "file not found", "check the path, or omit it")
     try:
         if config.context.profile is not None:
             HardwareProfile.load(config.context.profile)
     except (ProfileError, OSError) as error:
-        yield Problem("context.profile", config.context.profile, str(error), "mend the file, or name a shipped profile")
+        yield Problem("context.profile", config.context.profile, str(error), "correct the file, or name a shipped profile")
 
 
 def _context(config: Config) -> Iterator[Problem]:
     context, mode = config.context, ("context.mode",)
     if context.degree is not None and context.mode != "static":
-        rule = f"only mode static has one degree for all, and context.mode is {context.mode}"
-        yield Problem("context.degree", context.degree, rule, "set context.mode to static, or leave the degree out", mode)
+        rule = f"only applies to context.mode static, but context.mode is {context.mode}"
+        yield Problem("context.degree", context.degree, rule, "set context.mode to static, or omit the degree", mode)
     if context.bins is not None and context.mode != "bins":
-        rule = f"only mode bins reads a table, and context.mode is {context.mode}"
-        yield Problem("context.bins", context.bins, rule, "set context.mode to bins, or leave the table out", mode)
+        rule = f"only applies to context.mode bins, but context.mode is {context.mode}"
+        yield Problem("context.bins", context.bins, rule, "set context.mode to bins, or omit the table", mode)
     device = config.train.device
     if (context.kernel, device) in (("cpu", "cuda"), ("flash", "cpu")):
-        rule = f"this kernel cannot run on train.device {device}"
+        rule = f"this kernel does not run on train.device {device}"
         yield Problem("context.kernel", context.kernel, rule, "use kernel auto", ("train.device",))
 
 
@@ -201,38 +205,38 @@ def _bins(config: Config) -> Iterator[Problem]:
         return
     lengths, degrees = list(bins), list(bins.values())
     if not bins:
-        yield Problem("context.bins", bins, "a table has at least one row", "write {8192: 1, 32768: 4}, or leave it out")
+        yield Problem("context.bins", bins, "the table must not be empty", "write {8192: 1, 32768: 4}, or omit it")
     elif min(lengths) < 1 or min(degrees) < 1:
-        yield Problem("context.bins", bins, "lengths and degrees are at least 1", "mend the row, as in {8192: 1, 32768: 4}")
+        yield Problem("context.bins", bins, "lengths and degrees must be at least 1", "write {8192: 1, 32768: 4}, for example")
     elif any(a >= b for a, b in itertools.pairwise(lengths)):
-        yield Problem("context.bins", bins, "lengths ascend", "sort the rows by length")
+        yield Problem("context.bins", bins, "lengths must be ascending", "sort the rows by length")
     elif any(a > b for a, b in itertools.pairwise(degrees)):
-        yield Problem("context.bins", bins, "a longer document never has a smaller degree", "raise the later degrees")
+        yield Problem("context.bins", bins, "degrees must not decrease with length", "raise the later degrees")
 
 
 def _pipeline(config: Config) -> Iterator[Problem]:
-    """Stages that the model or the schedule cannot have."""
+    """Checks the pipeline stages against the schedule, the model and other settings."""
     parallel = config.parallel
     ranks, chunks, schedule = parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule
     others = ("parallel.pipeline_schedule", "parallel.pipeline_parallel_size")
     if problem := config.pipeline.problem:
         yield Problem("parallel.pipeline_chunks", chunks, *problem, others)
     if ranks > 1 and parallel.reduce_after == "micro_batch":
-        rule = "a pipeline reduces gradients once a step"
-        yield Problem("parallel.reduce_after", parallel.reduce_after, rule, "choose step", others[1:])
+        rule = "a pipeline reduces gradients once per step"
+        yield Problem("parallel.reduce_after", parallel.reduce_after, rule, "set it to step", others[1:])
     if ranks > 1 and schedule == "zero-bubble":
         if parallel.reshard_after == "block":
-            rule = "schedule zero-bubble computes gradients of weights when the block's own backward is long over"
-            yield Problem("parallel.reshard_after", "block", rule, "choose step, or schedule 1f1b", others)
+            rule = "schedule zero-bubble computes weight gradients after the block's backward, when its weights are resharded"
+            yield Problem("parallel.reshard_after", "block", rule, "set it to step, or use schedule 1f1b", others)
         if config.train.recompute != "none":
-            rule = "schedule zero-bubble goes through a block's backward twice, and would compute the block anew each time"
-            yield Problem("train.recompute", config.train.recompute, rule, "choose none, or schedule 1f1b", others)
+            rule = "schedule zero-bubble runs the backward of a block in two parts, and would recompute the block in each"
+            yield Problem("train.recompute", config.train.recompute, rule, "set it to none, or use schedule 1f1b", others)
         if config.train.mlp_tile_tokens is not None:
-            rule = "schedule zero-bubble goes through a block's backward twice, and would compute each tile anew both times"
-            yield Problem("train.mlp_tile_tokens", config.train.mlp_tile_tokens, rule, "leave it out, or choose 1f1b", others)
+            rule = "schedule zero-bubble runs the backward of a block in two parts, and would recompute every tile in each"
+            yield Problem("train.mlp_tile_tokens", config.train.mlp_tile_tokens, rule, "omit it, or use schedule 1f1b", others)
         if config.train.compile:
-            rule = "schedule zero-bubble goes through a block's backward twice, which compiled blocks allow once"
-            yield Problem("train.compile", True, rule, "choose false, or schedule 1f1b", others)
+            rule = "schedule zero-bubble runs the backward of a block in two parts, which compiled blocks do not support"
+            yield Problem("train.compile", True, rule, "set it to false, or use schedule 1f1b", others)
     spec = _spec(config)
     if spec is None:
         return
@@ -240,17 +244,17 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     if ranks * chunks > layers:
         most = layers // ranks
         if most == 0:
-            fix = f"give {max(1, layers // chunks)} or fewer, or a model of more layers"
+            fix = f"set it to {max(1, layers // chunks)} or less, or use a model with more layers"
         else:
             alone = most == 1 and schedule == "interleaved"
-            fix = f"give parallel.pipeline_chunks {most}" + (", with schedule 1f1b" if alone else "")
-        rule = f"{ranks} ranks of {chunks} stages need {ranks * chunks} layers at least, and the model has {layers}"
+            fix = f"set parallel.pipeline_chunks to {most}" + (", with schedule 1f1b" if alone else "")
+        rule = f"{ranks} ranks with {chunks} stages each need at least {ranks * chunks} layers, but the model has {layers}"
         others = ("parallel.pipeline_chunks", "model.num_hidden_layers")
         yield Problem("parallel.pipeline_parallel_size", ranks, rule, fix, others)
 
 
 def _tensor(config: Config) -> Iterator[Problem]:
-    """What tensor parallelism cannot share out evenly: heads, which Ulysses shares further, and the tokens of a rank."""
+    """Checks that tensor parallelism and Ulysses can divide heads, MLP columns and tokens per rank."""
     size, batch = config.parallel.tensor_parallel_size, config.batch
     spec = _spec(config)
     if spec is None:
@@ -259,84 +263,85 @@ def _tensor(config: Config) -> Iterator[Problem]:
     if shape.num_key_value_heads % size:  # they divide the query heads
         most = max(ranks for ranks in range(1, size) if shape.num_key_value_heads % ranks == 0)
         rule = (
-            f"every rank takes whole heads, and the model has {shape.num_attention_heads} query heads and "
-            f"{shape.num_key_value_heads} kv heads"
+            f"must divide the KV heads, but the model has {shape.num_attention_heads} query heads and "
+            f"{shape.num_key_value_heads} KV heads"
         )
-        fix = f"give {most}, or a multiple of {size} kv heads"
+        fix = f"set it to {most}, or use a multiple of {size} KV heads"
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _ulysses_degree(config, shape.num_key_value_heads // size)
-    if leaves_one_without(shape.intermediate_size, size):
+    if leaves_rank_empty(shape.intermediate_size, size):
         share = -(-shape.intermediate_size // size)
         below, above = (share - 1) * size, share * (size - 1) + 1
-        rule = f"each of {size} tensor ranks takes {share} columns of the MLP, and the last ones would have none"
-        fix = f"give {below} or {above}" if below else f"give {above}"
+        rule = f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which leaves none for the last ranks"
+        fix = f"set it to {below} or {above}" if below else f"set it to {above}"
         yield Problem("model.intermediate_size", shape.intermediate_size, rule, fix, ("parallel.tensor_parallel_size",))
     if size > 1 and config.train.compile:
-        rule = "torch.compile cannot trace tensor parallelism over a number of tokens that changes"
-        fix = "leave it out, or give tensor_parallel_size 1"
+        rule = "torch.compile cannot trace tensor parallelism with a varying number of tokens"
+        fix = "set it to false, or set parallel.tensor_parallel_size to 1"
         yield Problem("train.compile", True, rule, fix, ("parallel.tensor_parallel_size",))
     multiple = math.lcm(size, batch.pad_to_multiple_of)
     if batch.tokens_per_rank % multiple and batch.tokens_per_rank % batch.pad_to_multiple_of == 0:
         below = batch.tokens_per_rank // multiple * multiple
-        rule = f"with parallel.tensor_parallel_size {size} tokens are padded to a multiple of {multiple}, which would exceed it"
-        fix = f"give {below} or {below + multiple}" if below else f"give {multiple}"
+        rule = f"must be a multiple of {multiple}, to which parallel.tensor_parallel_size {size} pads the tokens of each rank"
+        fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
 
 
-def leaves_one_without(size: int, ranks: int) -> bool:
-    """Whether equal shares of `size`, rounded up, leave nothing for the last of so many ranks. FSDP cannot shard that."""
+def leaves_rank_empty(size: int, ranks: int) -> bool:
+    """Returns True if shares of `size` / `ranks`, rounded up, leave nothing for the last rank, which FSDP cannot shard."""
     return -(-size // ranks) * (ranks - 1) >= size
 
 
 def _ulysses_degree(config: Config, kv_heads: int) -> Iterator[Problem]:
-    """Heads of a rank that cannot be shared out as `context.ulysses_degree` says."""
+    """Checks that `context.ulysses_degree` divides the `kv_heads` of each rank."""
     wanted = config.context.ulysses_degree
     if wanted != "auto" and (wanted < 1 or kv_heads % wanted):
         divisors = ", ".join(str(ranks) for ranks in range(1, kv_heads + 1) if kv_heads % ranks == 0)
         others = ("model.num_key_value_heads", "parallel.tensor_parallel_size")
-        rule = f"must divide the {kv_heads} kv heads of a rank"
-        yield Problem("context.ulysses_degree", wanted, rule, f"give {divisors}, or auto", others)
+        rule = f"must divide the KV heads per rank, {kv_heads}"
+        yield Problem("context.ulysses_degree", wanted, rule, f"set it to {divisors}, or auto", others)
 
 
 def _train(config: Config) -> Iterator[Problem]:
     batch, optimizer = config.batch, config.optimizer
     if batch.tokens_per_rank % batch.pad_to_multiple_of:
-        fix = f"give batch.tokens_per_rank a multiple of {batch.pad_to_multiple_of}"
-        rule = f"padding to a multiple of it would exceed batch.tokens_per_rank {batch.tokens_per_rank}"
+        fix = f"set batch.tokens_per_rank to a multiple of {batch.pad_to_multiple_of}"
+        rule = f"must divide batch.tokens_per_rank, which is {batch.tokens_per_rank}"
         yield Problem("batch.pad_to_multiple_of", batch.pad_to_multiple_of, rule, fix, ("batch.tokens_per_rank",))
     if not all(0 <= beta < 1 for beta in optimizer.betas):
-        yield Problem("optimizer.betas", list(optimizer.betas), "each lies in [0, 1)", "the default is [0.9, 0.95]")
+        yield Problem("optimizer.betas", list(optimizer.betas), "each must be in [0, 1)", "the default is [0.9, 0.95]")
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:
     settings = config.checkpoint
     if settings.export is not None and settings.every is None:
-        rule = "what is exported is the last checkpoint, and checkpoint.every is null"
-        fix = "give checkpoint.every a number, or leave the export out"
+        rule = "the last checkpoint is exported, but checkpoint.every is null"
+        fix = "set checkpoint.every to a number, or omit the export"
         yield Problem("checkpoint.export", str(settings.export), rule, fix, ("checkpoint.every",))
 
 
 def _eval(config: Config) -> Iterator[Problem]:
-    """Validation needs documents, and documents that are set apart need somebody to look at them."""
+    """Checks that validation has documents, and that held-out documents are validated on."""
     wanted, held_out = config.eval, config.data.held_out
     if wanted.every is not None and wanted.store is None and not held_out:
         fix = "set data.held_out to a share such as 0.01, or eval.store to another store"
         yield Problem("eval.every", wanted.every, "there are no documents to validate on", fix, ("eval.store", "data.held_out"))
     if wanted.store is not None and held_out:
-        rule = f"validation takes the documents of eval.store {wanted.store}, and nobody would look at these"
-        yield Problem("data.held_out", held_out, rule, "leave one of the two out", ("eval.store",))
+        rule = f"validation uses eval.store {wanted.store}, so that held-out documents would never be used"
+        yield Problem("data.held_out", held_out, rule, "omit one of the two settings", ("eval.store",))
 
 
 def _memory(config: Config) -> Iterator[Problem]:
-    """Ways to save memory that go with others, or not."""
+    """Checks that the settings that save memory can be combined."""
     train = config.train
     if train.offload_activations and train.recompute == "none":
-        rule = "what is offloaded are the inputs of blocks that recompute, and train.recompute is none"
-        fix = "set train.recompute to selective or full, or leave it out"
+        rule = "only inputs of recomputed blocks are offloaded, but train.recompute is none"
+        fix = "set train.recompute to selective or full, or omit it"
         yield Problem("train.offload_activations", True, rule, fix, ("train.recompute",))
     if train.mlp_tile_tokens is not None and config.parallel.tensor_parallel_size > 1:
-        rule = "tensor parallelism scatters the output of the whole MLP over its ranks"
+        rule = "not supported with tensor parallelism, which scatters the output of the whole MLP over its ranks"
         others = ("parallel.tensor_parallel_size",)
-        yield Problem("train.mlp_tile_tokens", train.mlp_tile_tokens, rule, "leave it out, or split no matrices", others)
+        fix = "omit it, or set parallel.tensor_parallel_size to 1"
+        yield Problem("train.mlp_tile_tokens", train.mlp_tile_tokens, rule, fix, others)

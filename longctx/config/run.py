@@ -1,4 +1,4 @@
-"""Config: all settings of a run, by section, and what follows from them."""
+"""Config: all settings of a run, by section, and values derived from them."""
 
 from bisect import bisect_right
 from itertools import accumulate
@@ -29,7 +29,7 @@ from longctx.planning.layout import longest_document
 
 
 class Config(BaseModel):
-    """All settings of a run. Made by `longctx.config.load`, which also checks what spans several settings."""
+    """All settings of a run. Made by `longctx.config.load`, which also checks constraints across settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,37 +47,38 @@ class Config(BaseModel):
     log: LogSection = LogSection()
     stages: tuple[Stage, ...] = Field(
         (),
-        description="parts of the run, one after the other, with settings of their own in place of the run's: [{steps: 900}, "
-        "{steps: 100, data: {max_length: 32768}, model: {rope_theta: 1.0e+6}}, ..]. train.steps is their sum, and the learning "
-        "rate follows the whole run. A stage may replace settings of batch and context, model.rope_*, the stores, max_length "
-        "and long_documents of data, and what saves memory: reshard_after, reduce_after, recompute, mlp_tile_tokens and "
-        "offload_activations. A store whose documents are not cut at another length goes on where it stopped; another one, "
-        "and one that is read alone in one stage and in a mix in the other, begins its next epoch",
+        description="consecutive parts of the run, each with settings that replace those of the run: [{steps: 900}, "
+        "{steps: 100, data: {max_length: 32768}, model: {rope_theta: 1.0e+6}}, ..]. train.steps is the sum of their steps, and "
+        "the learning rate schedule spans the whole run. A stage may replace the settings of batch and context, model.rope_*, "
+        "data.store, data.stores, data.max_length, data.long_documents, parallel.reshard_after, parallel.reduce_after, "
+        "train.recompute, train.mlp_tile_tokens and train.offload_activations. A store continues where the previous stage "
+        "stopped, but starts its next epoch if its documents are split at another length, or if it is read alone in one stage "
+        "and mixed in the other",
     )
 
     def at_stage(self, number: int) -> "Config":
-        """The settings of a stage, counted from 0, or from -1 backwards; those of a run without stages are the same."""
+        """Returns the settings of a stage, counted from 0 or backwards from -1; the settings themselves without stages."""
         if not self.stages:
             return self
         return Config.model_validate(laid_over(self.model_dump(), self.stages[number].model_dump()))
 
     @property
     def stage_ends(self) -> list[int]:
-        """How many steps are done at the end of every stage; a run without stages is one."""
+        """Last step of every stage; a run without stages counts as one stage."""
         return list(accumulate(stage.steps for stage in self.stages)) or [self.train.steps]
 
     def steps_of(self, stage: int) -> int:
-        """How many steps a stage has."""
+        """Returns the number of steps of a stage."""
         return self.stage_ends[stage] - (self.stage_ends[stage - 1] if stage else 0)
 
     def stage_after(self, step: int) -> int:
-        """The stage that goes on when so many steps are done, the last one when all are."""
+        """Returns the stage of the step that follows `step`, or the last stage after the last step."""
         return min(bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
-        """Where the model comes from; `vocab_size` is that of the store's tokenizer, as far as one is known.
+        """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None if not known yet.
 
-        Raises ConfigError if the sizes do not fit together, PretrainedError for a checkpoint that cannot be used.
+        Raises ConfigError if the sizes are inconsistent, PretrainedError if the checkpoint cannot be used.
         """
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
@@ -88,31 +89,31 @@ class Config(BaseModel):
 
     @property
     def pipeline(self) -> Pipeline:
-        """The pipeline that micro-batches go through; of one stage if there is none."""
+        """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
 
     def domain(self, world_size: int) -> int:
-        """N, the ranks of the domain in a world of `world_size` processes."""
+        """Returns N, the number of ranks in the domain of a run on `world_size` processes."""
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)
 
     def max_length(self, world_size: int) -> int:
-        """Tokens of the longest document that a run on `world_size` processes takes: `data.max_length`, or what fits."""
+        """Returns the maximum document length in tokens on `world_size` processes: `data.max_length`, or else `capacity`."""
         return self.data.max_length or self.capacity(world_size)
 
     def capacity(self, world_size: int) -> int:
-        """Tokens of the longest document that `world_size` processes can hold in this mode."""
+        """Returns the tokens of the longest document that `world_size` processes can hold in `context.mode`."""
         domain, context = self.domain(world_size), self.context
         degree = context.degree if context.mode == "static" and context.degree is not None else domain
         longest = longest_document(min(degree, domain), self.batch.tokens_per_rank)
         return min(longest, max(context.bins)) if context.mode == "bins" and context.bins else longest
 
     def to_yaml(self) -> str:
-        """Every setting with its value; `load` reads it back as an equal Config."""
+        """Returns every setting with its value as YAML; `load` reads it back as an equal Config."""
         return yaml.safe_dump(plain(self.model_dump()), sort_keys=False)
 
 
 SECTIONS: dict[str, type[Section]] = {
     name: type(field.default) for name, field in Config.model_fields.items() if isinstance(field.default, Section)
 }
-"""The class of every section."""
+"""Sections by name."""

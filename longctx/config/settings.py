@@ -1,4 +1,4 @@
-"""The settings themselves: one class a section, one line a setting, each with type, default, bounds and description."""
+"""Declares the settings: one class per section, one field per setting, each with type, default, bounds and description."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -11,11 +11,11 @@ from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 
 LARGEST = 1 << 40
-"""More tokens than any step or rank has; keeps costs within 64 bits."""
+"""Upper bound on tokens per step and per rank; keeps costs within 64 bits."""
 
 
 class Section(BaseModel):
-    """Unknown keys are refused, and a value must be of its type: `steps: true` and `steps: "20"` are mistakes."""
+    """Base of all sections. Rejects unknown keys and values of another type, such as `steps: true` or `steps: "20"`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -28,35 +28,41 @@ _SIZES: dict[str, Any] = {
     "preset": (str, Field("tiny", description=f"sizes of a new model: {', '.join(PRESETS)}")),
     "from_pretrained": (
         str | None,
-        Field(None, description="checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: none)"),
+        Field(
+            None, description="checkpoint to start from: a folder, or OWNER/NAME on the Hugging Face hub (null: a new model)"
+        ),
     ),
     "implementation": (
         Literal["auto", "native", "transformers"],
-        Field("auto", description="whose code runs a checkpoint; auto: native where matrices or layers are split over ranks"),
+        Field(
+            "auto",
+            description="code that runs the checkpoint: transformers' own or the native decoder; auto: native with tensor or "
+            "pipeline parallelism, otherwise transformers",
+        ),
     ),
     **{
         name: (size.annotation | None, Field(None, description=f"{size.description} (null: the preset's)"))
         for name, size in ModelShape.model_fields.items()
         if size.annotation
     },
-    "vocab_size": (int | None, Field(None, description="entries of the embedding (null: those of the store's tokenizer)")),
+    "vocab_size": (int | None, Field(None, description="entries of the embedding (null: size of the store's tokenizer)")),
 }
-"""Settings that replace the sizes of the preset. ModelShape holds their bounds."""
+"""Settings of the model. ModelShape has the bounds of those that replace sizes of the preset."""
 
 
 class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: ignore[misc]  # a setting for each size
-    """the decoder: a preset, and sizes that replace the preset's"""
+    """a new model of a preset, whose sizes can be replaced, or a checkpoint"""
 
     @property
     def changed_rope(self) -> tuple[tuple[str, Any], ...]:
-        """Settings of RoPE that go before those of a checkpoint, with their values."""
+        """RoPE settings that override those of the checkpoint, as (name, value)."""
         return tuple((name, value) for name in ROPE_SETTINGS if (value := getattr(self, name)) is not None)
 
     def sizes(self) -> ModelShape:
-        """The preset with the sizes set here, before the tokenizer is known. Raises ConfigError if they do not fit together."""
+        """Returns the preset with the sizes set here, without the tokenizer's. Raises ConfigError if they are inconsistent."""
         if self.preset not in PRESETS:
             fix = f"choose one of {', '.join(PRESETS)}"
-            raise ConfigError.of([Problem("model.preset", self.preset, "there is no such preset", fix)], "the model section")
+            raise ConfigError.of([Problem("model.preset", self.preset, "unknown preset", fix)], "the model section")
         replaced = self.model_dump(exclude={"preset", "from_pretrained", "implementation"}, exclude_none=True)
         try:
             return ModelShape.model_validate({**PRESETS[self.preset].model_dump(), **replaced})
@@ -66,36 +72,36 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
                 key = ".".join(["model", *map(str, details["loc"])])
                 value = details["input"] if details["loc"] else replaced
                 rule = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
-                problems.append(Problem(key, value, rule, f"leave it out to keep what preset {self.preset} has"))
+                problems.append(Problem(key, value, rule, f"omit it to keep the value of preset {self.preset}"))
             raise ConfigError.of(problems, "the model section") from error
 
     def shape(self, vocab_size: int) -> ModelShape:
-        """The model for a tokenizer of `vocab_size` entries; a greater `model.vocab_size` pads the embedding.
+        """Returns the sizes for a tokenizer of `vocab_size` entries; a larger `model.vocab_size` pads the embedding.
 
-        Raises ConfigError if the sizes do not fit together or entries of the tokenizer would have no embedding.
+        Raises ConfigError if the sizes are inconsistent or `model.vocab_size` is smaller than the tokenizer.
         """
         if self.vocab_size is not None and self.vocab_size < vocab_size:
-            rule = f"the store's tokenizer has {vocab_size} entries, and each needs an embedding"
-            problem = Problem("model.vocab_size", self.vocab_size, rule, f"give {vocab_size} or more, or leave it out")
+            rule = f"must be at least the size of the store's tokenizer, {vocab_size}"
+            problem = Problem("model.vocab_size", self.vocab_size, rule, f"set it to {vocab_size} or more, or omit it")
             raise ConfigError.of([problem], "the model section")
         return self.sizes().model_copy(update={"vocab_size": self.vocab_size or vocab_size})
 
 
 class LoraSection(Section):
-    """small trained matrices beside the frozen weights of a checkpoint, by peft"""
+    """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
-    rank: int | None = Field(None, ge=1, description="of the trained matrices (null: all weights are trained, without LoRA)")
-    alpha: float | None = Field(None, gt=0, description="what they add is scaled by alpha / rank (null: 2 · rank)")
-    dropout: float = Field(0.0, ge=0, le=1, description="must be 0: it would depend on how documents are split")
+    rank: int | None = Field(None, ge=1, description="rank of the adapters (null: no LoRA, all weights are trained)")
+    alpha: float | None = Field(None, gt=0, description="adapter outputs are scaled by alpha / rank (null: 2 · rank)")
+    dropout: float = Field(0.0, ge=0, le=1, description="must be 0: LoRA dropout would depend on how documents are split")
     target_modules: Literal["all-linear"] | list[str] = Field(
         "all-linear",
-        description="last parts of the names of linear layers, such as [q_proj, v_proj]; all-linear: all but the output head "
-        "(experts that are one parameter are no linear layers)",
+        description="linear layers that get adapters, by the last part of their names, such as [q_proj, v_proj]; all-linear: "
+        "every linear layer but the output head (experts stored as one parameter are not linear layers)",
     )
 
     @property
     def adapters(self) -> Lora | None:
-        """None without LoRA."""
+        """Adapters to add; None without LoRA."""
         if self.rank is None:
             return None
         targets = self.target_modules if isinstance(self.target_modules, str) else tuple(self.target_modules)
@@ -103,13 +109,13 @@ class LoraSection(Section):
 
 
 class DpoSection(Section):
-    """preference tuning by DPO: pairs of a chosen and a rejected completion, beside the model as it was when the run began"""
+    """preference tuning by DPO on pairs of chosen and rejected completions; the initial model is the reference"""
 
     beta: float | None = Field(
-        None, gt=0, description="how closely the model keeps to what it was; usual is 0.1 (null: no preference tuning)"
+        None, gt=0, description="beta of the DPO loss; larger stays closer to the reference, 0.1 is usual (null: no DPO)"
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of the pairs that may be labelled the wrong way round, as in conservative DPO"
+        0.0, ge=0, lt=0.5, description="assumed share of pairs with swapped labels, as in conservative DPO"
     )
 
 
@@ -122,210 +128,224 @@ class StoreSetting(Section):
 
 
 class DataSection(Section):
-    """what is read"""
+    """training documents"""
 
-    store: Path | None = _path("stores/python-stdlib", "folder that `longctx prepare` wrote (null: several, by data.stores)")
+    store: Path | None = _path("stores/python-stdlib", "folder written by `longctx prepare` (null: use data.stores)")
     stores: list[StoreSetting] | None = Field(
         None,
-        description="several in place of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, weight: "
-        "1}]; with epochs in place of all weights, how often each is passed while the others are passed as often as they say",
+        description="several stores instead of data.store, mixed by tokens: [{path: stores/a, weight: 3}, {path: stores/b, "
+        "weight: 1}]; epochs instead of weight, for all stores, sets the relative number of passes over each store",
     )
     tokenizer: Path | None = _path(None, "tokenizer.json that the store must have been made with (null: not checked)")
     long_documents: Literal["split", "drop", "error"] = Field(
-        "split", description="what happens to documents longer than max_length; pairs of DPO are never split: drop or error"
+        "split", description="treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"
     )
     max_length: int | None = Field(
-        None, ge=1, description="tokens of the longest document (null: as many as the domain can hold)"
+        None, ge=1, description="maximum document length in tokens (null: the most that the domain can hold)"
     )
     held_out: float = Field(
-        0.0, ge=0, lt=1, description="share of the documents, by a hash of their names, that is evaluated and never trained on"
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of documents, chosen by a hash of their names, held out for validation and never trained on",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _one_or_several(cls, values: Any) -> Any:
-        """The default store goes where several are given."""
+        """Drops the default store where several stores are given."""
         if isinstance(values, dict) and values.get("stores") is not None and "store" not in values:
             return {**values, "store": None}
         return values
 
     @property
     def paths(self) -> list[Path]:
-        """Of all stores."""
-        return [self.store] if self.store is not None else [one.path for one in self.stores or ()]
+        """Folders of all stores."""
+        return [self.store] if self.store is not None else [store.path for store in self.stores or ()]
 
     @property
     def said(self) -> str:
-        """The stores in words."""
+        """Folders of all stores as text."""
         return ", ".join(map(str, self.paths))
 
 
 class BatchSection(Section):
-    """what a step and a rank hold"""
+    """tokens per step and per rank"""
 
     global_tokens: int = Field(
-        65536, ge=1, le=LARGEST, description="a step takes documents until it has this many tokens, over all ranks"
+        65536,
+        ge=1,
+        le=LARGEST,
+        description="tokens per step, over all ranks: documents are drawn until a step has at least this many",
     )
-    tokens_per_rank: int = Field(8192, ge=1, le=LARGEST, description="most tokens that a rank holds in a micro-batch")
-    pad_to_multiple_of: int = Field(1, ge=1, description="a rank's tokens are padded to a multiple of this")
+    tokens_per_rank: int = Field(8192, ge=1, le=LARGEST, description="token budget: maximum tokens per rank in one micro-batch")
+    pad_to_multiple_of: int = Field(1, ge=1, description="pad the tokens of each rank to a multiple of this")
 
 
 class ContextSection(Section):
-    """context parallelism: how many ranks a document is split over"""
+    """context parallelism; the degree of a document is the number of ranks that it is split over"""
 
     mode: Literal["auto", "static", "bins"] = Field(
-        "auto", description="auto: the planner chooses for every document; static: one degree for all; bins: by a table"
+        "auto",
+        description="auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the "
+        "degree by document length, from a table",
     )
-    degree: int | None = Field(None, ge=1, description="the degree of mode static (null: the best one for each step)")
+    degree: int | None = Field(None, ge=1, description="degree in mode static (null: the best degree of every step)")
     bins: dict[int, int] | None = Field(
-        None, description="the table of mode bins, {longest length: degree, ...} (null: derived from the profile)"
+        None, description="table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"
     )
     profile: str | None = Field(
         None,
-        description="constants of the cost model: a shipped name, or a YAML or JSON file; what it describes is scaled to the "
-        "model and split of the run (null: by the device, cpu-2core on a CPU, h200-nvlink-ib on an H200, h100-nvlink-ib on "
-        "other GPUs)",
+        description="hardware profile, the constants of the cost model: a shipped name, or a YAML or JSON file; constants are "
+        "scaled to the model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, "
+        "h100-nvlink-ib on other GPUs)",
     )
     recalibrate: bool = Field(
         False,
-        description="refine the profile's linear, attention and launch times by the measured times of the last steps; plans "
-        "then depend on timing, so two runs agree to rounding, not bit by bit",
+        description="refine the profile's linear, attention and launch times from measured step times; plans then depend on "
+        "timing, so that two runs agree to rounding, not bit by bit",
     )
     max_remote_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens of other ranks whose K and V an exchange stage should hold; less memory, more stages (null: all at "
-        "once); two stages are held at a time, and with two_level_exchange three, where a stage of a ring that crosses nodes "
-        "also takes all of a node's rows at least",
+        description="split the exchange of K and V into stages of about this many remote tokens; fewer tokens need less memory "
+        "and more stages (null: one stage). Two stages are in memory at a time, three with two_level_exchange; a stage of a "
+        "ring that crosses nodes receives at least all tokens of one node",
     )
     keep_kv: bool = Field(
-        False, description="hold the K and V that were received until backward, instead of receiving them again: more memory"
+        False, description="keep received K and V until backward instead of receiving them again; needs more memory"
     )
     two_level_exchange: bool = Field(
         True,
-        description="where a ring crosses nodes (of the profile's ranks_per_node), send K and V once to each node, and on "
-        "inside it; false: straight to every rank",
+        description="in rings that cross nodes (see the profile's ranks_per_node), send K and V once to each node and forward "
+        "them inside the node; false: send them to every rank directly",
     )
     ulysses_degree: Literal["auto"] | int = Field(
         1,
-        description="so many neighbouring ranks swap heads for tokens around ring attention (Ulysses); auto: as the cost model "
-        "chooses for every micro-batch; 1: plain rings",
+        description="Ulysses degree: number of neighboring ranks that exchange heads for tokens (all-to-all) around ring "
+        "attention; auto: chosen by the cost model for every micro-batch; 1: rings only",
     )
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = Field(
         "auto",
-        description="attention kernel; flash: the best flash attention installed (`pip install longctx[flash]`), or torch's "
-        "own; cpu: torch's flash attention for CPUs; triton: our own for GPUs; reference: dense, slow, float64",
+        description="attention kernel; auto: the first of the others that supports the model and device; flash: the best "
+        "installed flash-attn (`pip install longctx[flash]`), otherwise torch's flash attention; cpu: torch's flash attention "
+        "for CPUs; triton: longctx's own for GPUs; reference: dense float64, slow",
     )
 
 
 class ParallelSection(Section):
-    """the mesh; what it leaves of the world is the domain, the ranks of data and context parallelism"""
+    """tensor and pipeline parallelism, and sharding; the remaining ranks form the domain (data and context parallelism)"""
 
     tensor_parallel_size: int = Field(
-        1, ge=1, description="ranks that share every weight matrix, and hold the same documents; divides the kv heads"
+        1, ge=1, description="tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"
     )
-    pipeline_parallel_size: int = Field(
-        1, ge=1, description="ranks that share the layers: each runs its stages of consecutive layers, and hands on the results"
-    )
+    pipeline_parallel_size: int = Field(1, ge=1, description="pipeline parallel size: ranks that the layers are split over")
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b",
-        description="order of forward and backward passes in a pipeline; gpipe: all forward, then all backward; 1f1b: in "
-        "turns, holding fewest activations; interleaved: the same with several stages on every rank, which wait less; "
-        "zero-bubble: gradients of weights are computed while a rank would wait",
+        description="pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, "
+        "with the fewest activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; "
+        "zero-bubble: weight gradients are computed while a rank would wait",
     )
     pipeline_chunks: int = Field(
-        1, ge=1, description="stages on every rank of a pipeline, for the schedules interleaved (2 or more) and zero-bubble"
+        1, ge=1, description="pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"
     )
     shard_ranks: int | None = Field(
         None,
         ge=1,
-        description="consecutive ranks of the domain that share one copy of weights, gradients and moments, as those of a node "
-        "(null: all of them; 1: every rank holds all, for small models)",
+        description="number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, "
+        "such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)",
     )
     reshard_after: Literal["block", "micro_batch", "step"] = Field(
         "block",
-        description="how long gathered weights stay; block: gathered for a block's forward and again for its backward; "
-        "micro_batch: once for both; step: once a step; later ones need more memory and gather less often",
+        description="how long gathered weights stay in memory; block: gathered for the forward of a block and again for its "
+        "backward; micro_batch: gathered once per micro-batch; step: gathered once per step; micro_batch and step need more "
+        "memory and less communication",
     )
     reduce_after: Literal["micro_batch", "step"] = Field(
         "step",
-        description="when gradients are summed over ranks; step: once, and until then each rank holds all of them in float32; "
-        "micro_batch: more messages, and each rank holds its shard",
+        description="when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank "
+        "until then; micro_batch: after every micro-batch, with sharded gradients and more communication",
     )
 
 
 class TrainSection(Section):
-    """the run"""
+    """steps, precision, memory and the run folder"""
 
-    steps: int = Field(100, ge=1, description="optimizer steps")
-    seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="of the initial weights and the order of the documents")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the computation")
-    compile: bool = Field(False, description="compile the blocks of the model with torch.compile; the first steps take longer")
+    steps: int = Field(100, ge=1, description="number of optimizer steps")
+    seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="seed of the initial weights and the order of documents")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
+    )
+    compile: bool = Field(False, description="compile each block with torch.compile; the first steps take longer")
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="what backward computes anew to save memory; selective: everything but attention"
+        "none",
+        description="activation checkpointing: part of each block that backward recomputes; selective: everything but "
+        "attention; full: the whole block",
     )
     mlp_tile_tokens: int | None = Field(
         None,
         ge=1,
-        description="the MLP takes so many tokens at a time and computes them again in backward, so that its intermediates "
-        "exist for these alone (null: all tokens at once)",
+        description="run the MLP on tiles of this many tokens and recompute each tile in backward, to save activation memory "
+        "(null: no tiles)",
     )
     offload_activations: bool = Field(
-        False, description="keep the inputs of blocks that recompute in host memory (no effect on a CPU)"
+        False, description="keep the inputs of recomputed blocks in host memory (no effect on a CPU)"
     )
     offload_optimizer: bool = Field(
         False,
-        description="keep weights, gradients and moments in host memory, where the optimizer computes (no effect on a CPU)",
+        description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
+        "CPU)",
     )
     peak_flops: float | None = Field(
         None,
         gt=0,
-        description="operations a second that a device can do, for the utilisation in the metrics (null: by the name of the "
-        "GPU; unknown on a CPU)",
+        description="peak FLOP/s of a device, for the MFU in the metrics (null: by the name of the GPU; unknown on a CPU)",
     )
     run_dir: Path = _path("runs/default", "folder for metrics, checkpoints and the resolved settings")
-    timeout_s: float = Field(600.0, gt=0, le=30 * 86400, description="seconds after which a silent rank is taken for dead")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if there is one")
+    timeout_s: float = Field(
+        600.0, gt=0, le=30 * 86400, description="timeout of collectives in seconds; a rank silent for longer counts as dead"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda if available, otherwise cpu")
 
 
 class OptimizerSection(Section):
-    """AdamW, with linear warm-up and cosine decay"""
+    """AdamW, with linear warm-up and cosine decay of the learning rate"""
 
-    learning_rate: float = Field(3e-4, gt=0, description="its greatest value")
-    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="its last value, as a share of the greatest")
-    warmup_steps: int = Field(10, ge=0, description="steps until the greatest value is reached")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled, as in AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay of the two moments, each in [0, 1)")
-    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    clip_grad_norm: float | None = Field(1.0, gt=0, description="greatest norm of the gradient (null: not clipped)")
+    learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
+    min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
+    warmup_steps: int = Field(10, ge=0, description="steps until the learning rate reaches its peak")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
+    eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
+    clip_grad_norm: float | None = Field(1.0, gt=0, description="maximum norm of the gradient (null: no clipping)")
 
 
 class EvalSection(Section):
-    """validation: the loss of documents that the model is not trained on"""
+    """validation on documents that are not trained on"""
 
     every: int | None = Field(
-        None, ge=1, description="steps between two validations; the last step, or that of every stage, has one too (null: none)"
+        None, ge=1, description="steps between validations; the last step of the run or stage is always validated (null: never)"
     )
-    store: Path | None = _path(None, "folder that `longctx prepare` wrote (null: the documents of data.held_out)")
+    store: Path | None = _path(None, "folder written by `longctx prepare` (null: the documents held out by data.held_out)")
     documents: int | None = Field(
-        None, ge=1, description="the first so many of these documents, in the order of their stores (null: all)"
+        None, ge=1, description="number of documents to validate on, the first ones of the store or stores (null: all)"
     )
 
 
 class CheckpointSection(Section):
-    """what survives the run"""
+    """checkpoints of the run"""
 
     every: int | None = Field(
         100,
         ge=1,
-        description="steps between two checkpoints; the last one, or that of every stage, has one too (null: none, for trials)",
+        description="steps between checkpoints; the last step of the run or stage is always saved (null: never, for trials)",
     )
-    keep: int | None = Field(3, ge=1, description="how many of the latest stay (null: all)")
-    export: Path | None = _path(None, "folder that the last one is exported to for transformers, at the end (null: none)")
+    keep: int | None = Field(3, ge=1, description="number of latest checkpoints to keep (null: all)")
+    export: Path | None = _path(None, "folder to export the final model to, for transformers (null: no export)")
 
 
 class LogSection(Section):
-    """what can be watched; the console line and metrics.jsonl are always written"""
+    """logging; the console line and metrics.jsonl are always written"""
 
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: str | None = Field(

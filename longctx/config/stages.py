@@ -1,4 +1,4 @@
-"""Stages: parts of a run, one after the other, whose settings are laid over those of the run."""
+"""Stages: consecutive parts of a run, each of which may replace settings of the run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ STAGED = {
     "parallel": ("reshard_after", "reduce_after"),
     "train": ("recompute", "mlp_tile_tokens", "offload_activations"),
 }
-"""What a stage may replace: by section, settings or how their names begin. Nothing that weights or processes depend on."""
+"""Settings that a stage may replace, by section: names or prefixes of names. Weights and processes depend on none of them."""
 
 
 class Stage(BaseModel):
-    """A part of a run: how many steps it has, and settings by section that are its own."""
+    """One stage of a run: its number of steps, and the settings that it replaces, by section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -33,7 +33,7 @@ class Stage(BaseModel):
 
 
 def settings_of(stage: Mapping[str, Any]) -> Values:
-    """A stage's own settings, by section, as given or of a `Stage`."""
+    """Returns the settings that a stage replaces, by section. `stage` is a dumped `Stage` or the mapping as given."""
     return {section: dict(stage[section]) for section in STAGED if stage.get(section)}
 
 
@@ -43,7 +43,7 @@ def may_be_staged(section: str, key: str) -> bool:
 
 
 def laid_over(values: Mapping[str, Any], stage: Mapping[str, Any]) -> Values:
-    """Settings of a run by section and key, with those of a stage in their place. One store goes where several come."""
+    """Returns the settings of a run with those of a stage applied, by section. Its `store` also replaces the run's `stores`."""
     merged = {section: content for section, content in values.items() if section != "stages"}
     for section, own in settings_of(stage).items():
         given = dict(merged.get(section) or {})

@@ -1,1 +1,1 @@
-"""The training loop and what it needs: loss, optimizer, checkpoints, metrics."""
+"""Training: the loop, loss, optimizer, checkpoints and metrics."""

@@ -1,8 +1,8 @@
-"""Checkpoints: sharded by `torch.distributed.checkpoint`, complete or not there at all, loadable on any number of ranks.
+"""Checkpoints: sharded by `torch.distributed.checkpoint`, written atomically, loadable on any number of ranks.
 
-A checkpoint is written to `step-000100.partial` and renamed when all of it is on disk, so one cut short by a kill is never
-taken for a good one. `state.json`, written last, holds the step, the place in the data, the model's shape and the size of every
-file, so that one truncated later is noticed too. Checkpoints that are not complete are neither used nor deleted.
+A checkpoint is written to `step-000100.partial` and renamed when all files are on disk, so that an interrupted write is never
+used. `state.json`, written last, has the step, the position in the data, the model's shape and the size of every file, so that
+files truncated later are detected too. Incomplete checkpoints are neither used nor deleted.
 """
 
 import json
@@ -36,16 +36,16 @@ from longctx.errors import UserError
 
 STATE = "state.json"
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
-"""Optimizer state goes by the name of its parameter, whichever ranks hold that one."""
+"""Keys the optimizer state by parameter name, independent of the number of ranks."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be written, found or used."""
+    """Raised if a checkpoint cannot be written, found or used."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `state` is what `save` was given."""
+    """A complete checkpoint on disk; `state` is the one passed to `save`."""
 
     folder: Path
     state: dict[str, Any]
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def stage(self) -> int:
-        """Which one of the run's was going on, counted from 0."""
+        """Stage of the run at this step, counted from 0."""
         return int(self.state.get("stage", 0))
 
 
@@ -68,9 +68,10 @@ def save(
     group: dist.ProcessGroup,
     keep: int | None = None,
 ) -> Path:
-    """Writes `checkpoints/step-…` under `run`; all ranks of `group` (a gloo group over all ranks) call it.
+    """Writes `checkpoints/step-…` under `run`. Collective over `group`, a gloo group of all ranks.
 
-    `state` is plain JSON data with the key `step`. `latest` in `run` then links to it, and all but the last `keep` are deleted.
+    `state` is plain JSON data with the key `step`. Afterwards `latest` in `run` links to the checkpoint, and all but the `keep`
+    latest checkpoints are deleted (None: none). Raises CheckpointError.
     """
     final = run / "checkpoints" / f"step-{state['step']:06d}"
     partial = final.with_suffix(".partial")
@@ -87,7 +88,7 @@ def save(
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {partial}: {_cause(error)}. Earlier checkpoints are intact: make room, then --resume"
+            f"could not write {partial}: {_cause(error)}. Earlier checkpoints are intact: free disk space, then --resume"
         ) from error
     if first:
         _publish(run, partial, final, state)
@@ -102,7 +103,7 @@ def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> No
         json.dump({**state, "files": sizes}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    if final.exists():  # a run that went back to an earlier checkpoint comes past this step again
+    if final.exists():  # a run resumed from an earlier checkpoint reaches this step again
         shutil.rmtree(final)
     partial.rename(final)
     link = run / "latest.partial"
@@ -112,7 +113,7 @@ def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> No
 
 
 def _prune(run: Path, keep: int | None, published: Path) -> None:
-    """Deletes complete checkpoints but the `keep` latest."""
+    """Deletes all complete checkpoints but the `keep` latest."""
     complete = [folder for folder in _folders(run) if _examine(folder)[0] is None]
     for folder in complete[: -keep if keep else 0]:
         if folder != published:
@@ -120,18 +121,18 @@ def _prune(run: Path, keep: int | None, published: Path) -> None:
 
 
 def _folders(run: Path) -> list[Path]:
-    """The checkpoints under `run`, complete or not, in ascending order of steps; of one step, the one cut short first."""
+    """Returns the checkpoints under `run`, complete or not, by step; of one step, the incomplete one first."""
     found = [(re.fullmatch(r"step-(\d+)(\.partial)?", folder.name), folder) for folder in (run / "checkpoints").glob("step-*")]
     return [folder for *_, folder in sorted((int(m[1]), m[2] is None, folder) for m, folder in found if m)]
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written to this folder, a checkpoint or not."""
+    """Returns True if a run has written to this folder, with or without a checkpoint."""
     return (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
 
 
 def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The complete checkpoint with the highest step under `run`, and a sentence on each later one that is not complete."""
+    """Returns the newest complete checkpoint under `run`, and a message on every incomplete later one."""
     damaged: list[str] = []
     for folder in reversed(_folders(run)):
         problem, state = _examine(folder)
@@ -142,21 +143,21 @@ def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
-    """The same for one step alone."""
+    """Returns the checkpoint of one step if it is complete, otherwise a message if it exists."""
     folder = run / "checkpoints" / f"step-{step:06d}"
     problem, state = _examine(folder)
     return (Checkpoint(folder, state), []) if problem is None else (None, [f"{folder} {problem}"] if folder.exists() else [])
 
 
 def steps(run: Path) -> list[int]:
-    """Those of the complete checkpoints under `run`."""
+    """Returns the steps of the complete checkpoints under `run`."""
     examined = [_examine(folder) for folder in _folders(run)]
     return [int(state["step"]) for problem, state in examined if problem is None]
 
 
 def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
     if folder.suffix == ".partial":
-        return "was cut short", {}
+        return "is incomplete (its write was interrupted)", {}
     try:
         state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
         sizes = state.pop("files")
@@ -171,9 +172,9 @@ def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
-    """Reads weights and moments into a model and optimizer sharded over any number of ranks; all ranks call it.
+    """Reads weights and optimizer state into a model and optimizer sharded over any number of ranks. Collective.
 
-    Weight decay, betas and the like stay those of `optimizer`: they are settings of this run.
+    Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
     moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
@@ -182,7 +183,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
         load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
     except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(
-            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away, and --resume goes on from the one before it"
+            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to --resume from the previous checkpoint"
         ) from error
     optimizer_state = {**optimizer_state, **state["optimizer"]}
     options = replace(BY_NAME, strict=all(parameter.requires_grad for parameter in model.parameters()))
@@ -190,7 +191,7 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and moments; of a model that is partly frozen only what is trained: the rest is read where it came from."""
+    """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
@@ -199,44 +200,44 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
 
 
 class SavedWeights:
-    """The weights of a checkpoint, read by name in one process, however they are sharded. Raises CheckpointError."""
+    """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             self._saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         except (OSError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{folder} is damaged: {error}. Move it away, and take an earlier one") from error
+            raise CheckpointError(f"{folder} is damaged: {error}. Move it away, and use an earlier checkpoint") from error
 
     def without_values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Tensors on meta of these shapes and dtypes."""
+        """Returns tensors on the meta device with the saved shapes and dtypes."""
         return {name: self._empty(name, "meta") for name in names}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Whole tensors, on the CPU."""
+        """Returns whole tensors on the CPU."""
         weights = {name: self._empty(name, "cpu") for name in names}
         state: dict[str, Any] = {"model": weights}
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant here
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
                 load_sharded(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
         except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
             raise CheckpointError(
-                f"{self.folder} is damaged: {_cause(error)}. Move it away, and take an earlier one"
+                f"{self.folder} is damaged: {_cause(error)}. Move it away, and use an earlier checkpoint"
             ) from error
         return weights
 
     def _empty(self, name: str, device: str) -> torch.Tensor:
         saved = self._saved.get(f"model.{name}")
         if not isinstance(saved, TensorStorageMetadata):
-            raise CheckpointError(f"{self.folder} lacks {name}: it is no checkpoint of the whole model")
+            raise CheckpointError(f"{self.folder} has no {name}: it is not a checkpoint of the whole model")
         return torch.empty(saved.size, dtype=saved.properties.dtype, device=device)
 
 
 def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Reads the weights alone into a model sharded over any number of ranks; all ranks call it.
+    """Reads only the weights into a model sharded over any number of ranks. Collective.
 
-    Of a model that is partly frozen only what is trained.
+    Of a partly frozen model only the trained weights are read. Raises CheckpointError.
     """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     whole = len(trained) == len(list(model.parameters()))
@@ -245,13 +246,13 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGr
         load_sharded({"model": weights}, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
     except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(
-            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to take the one before"
+            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to use the previous checkpoint"
         ) from error
     set_model_state_dict(model, weights, options=StateDictOptions(strict=whole))
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong on the first rank that failed, without the tracebacks that CheckpointException carries."""
+    """Returns the error of the first failed rank, without the tracebacks of CheckpointException."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank}: {cause}"

@@ -1,4 +1,4 @@
-"""Clock: where the time of a step goes on this rank."""
+"""Clock: times attention, exchange and optimizer of a step on this rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +15,16 @@ ATTENTION, EXCHANGE, OPTIMIZER = "attention", "exchange", "optimizer"
 
 
 class StepClock(Clock):
-    """A clock for the attention of a step and the waits of its exchange."""
+    """A clock for the attention of a step and for waiting on its exchange."""
 
     @contextmanager
     def attention(self, where: str) -> Iterator[None]:
-        """Around one pass of one layer's attention; `where` is its name in a trace."""
+        """Times one pass of one layer's attention; `where` is its name in a trace."""
         with record_function(where), self.span(ATTENTION):
             yield
 
     def exchange(self, group: dist.ProcessGroup | None, where: str) -> Exchange:
-        """An exchange whose waits are spans."""
+        """Makes an exchange whose waits are timed."""
         return _TimedExchange(self, group, where)
 
 

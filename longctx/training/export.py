@@ -1,7 +1,7 @@
-"""Export: a checkpoint of a run as a folder that transformers loads, in one process that never holds the model.
+"""Export: writes a checkpoint of a run as a folder that transformers loads, in one process that never holds the whole model.
 
-The sharded checkpoint is read group by group (a block, an embedding), each is turned into tensors of transformers, and these
-are written to their places. The folder is written beside its name and renamed when all of it is on disk.
+The sharded checkpoint is read group by group (a block, an embedding); every group is converted to transformers' tensors and
+written. The folder is written as OUT.partial and renamed when all files are on disk.
 """
 
 import json
@@ -36,12 +36,12 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 class ExportError(UserError):
-    """A run that cannot be exported, or a place where it cannot be."""
+    """Raised if a run cannot be exported, or not to this folder."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, of which step, as which class of transformers, and how much."""
+    """Result of an export: folder, step, class of transformers, and size."""
 
     folder: Path
     step: int
@@ -53,7 +53,7 @@ class Exported:
     @property
     def said(self) -> str:
         count = "1 file" if self.files == 1 else f"{self.files} files"
-        tokenizer = "" if self.has_tokenizer else ", without a tokenizer: the run folder has none"
+        tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
         return (
             f"step {self.step} exported to {self.folder}: {self.architecture}, {self.bytes / 1e9:,.3f} GB in {count}{tokenizer}"
         )
@@ -64,9 +64,9 @@ def check_place(out: Path, overwrite: bool) -> None:
     if not out.exists():
         return
     if not overwrite:
-        raise ExportError(f"{out} exists: give another folder, or --overwrite (of longctx export) to replace it")
+        raise ExportError(f"{out} exists: choose another folder, or replace it with longctx export --overwrite")
     if not (out / "config.json").is_file():
-        raise ExportError(f"{out} is no checkpoint of transformers (it has no config.json): it will not be replaced")
+        raise ExportError(f"{out} is not a transformers checkpoint (no config.json) and is not replaced: choose another folder")
 
 
 def export(
@@ -79,12 +79,12 @@ def export(
     overwrite: bool = False,
     merge: bool = False,
 ) -> Exported:
-    """Writes a run's newest complete checkpoint, or that of `step`, as a checkpoint of transformers to `out`.
+    """Writes the newest complete checkpoint of a run, or that of `step`, to `out` as a transformers checkpoint.
 
-    Of a run with LoRA it writes the adapters, as peft loads them; with `merge` the whole model, adapters added to its weights.
+    For a run with LoRA writes the adapters for peft; with `merge` the whole model with merged adapters.
 
-    Weights have the dtypes of the checkpoint that the run began with, float32 if with new weights, or `dtype`.
-    Raises ExportError, CheckpointError or NoNativeModel.
+    Weights are written in `dtype`; by default in the dtypes of the checkpoint that the run started from, or float32 for new
+    weights. Raises ExportError, CheckpointError or NoNativeModel.
     """
     check_place(out, overwrite)
     found = _find(run, step)
@@ -92,14 +92,14 @@ def export(
     model, source = _build(found, kept)
     saved = SavedWeights(found.folder)
     if merge and not isinstance(model, AdaptedModel):
-        raise ExportError(f"{run} has no adapters that could be merged: leave --merge out")
+        raise ExportError(f"{run} has no adapters to merge: omit --merge")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         if isinstance(model, AdaptedModel) and not merge:
             if source is not None and source.config.to_dict().get(ROPE) != model.files.config.to_dict().get(ROPE):
-                raise ExportError("the run has changed RoPE, which adapters cannot carry: give --merge (of longctx export)")
+                raise ExportError("the run changes RoPE, which adapters cannot store: use longctx export --merge")
             size = _write_adapters(partial, model, saved, kept)
             _replace(out, partial)
             return Exported(out, found.step, "adapters for peft", size, 1, has_tokenizer(out))
@@ -129,7 +129,7 @@ def _replace(out: Path, partial: Path) -> None:
 
 
 def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept: Path) -> int:
-    """Returns how many bytes of weights they have."""
+    """Writes the adapters for peft. Returns the bytes of their weights."""
     trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     write_adapter(folder, model, trained)
     of_base = ("config.json", "generation_config.json")
@@ -138,7 +138,7 @@ def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept
 
 
 def _read(model: Model, saved: SavedWeights, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Whole values of some parameters; frozen ones are in no checkpoint of the run."""
+    """Reads whole parameters by name; frozen ones from the base checkpoint, as those of the run do not contain them."""
     if not isinstance(model, AdaptedModel):
         return saved.read(names)
     trained = [name for name in names if name.endswith(ADAPTERS)]
@@ -154,23 +154,23 @@ def _without_values(model: Model, saved: SavedWeights, names: Sequence[str]) -> 
 
 def _find(run: Path, step: int | None) -> Checkpoint:
     if not run.is_dir():
-        raise ExportError(f"there is no run folder {run}: give train.run_dir of a run")
+        raise ExportError(f"run folder {run} not found: give the train.run_dir of a run")
     if not checkpoint.is_run(run):
-        what = "a store of documents" if is_store(run) else "no run folder, as it has no checkpoints"
-        what = "a checkpoint of transformers already" if (run / "config.json").is_file() else what
-        raise ExportError(f"{run} is {what}: give train.run_dir of a run")
+        what = "a store of documents" if is_store(run) else "not a run folder: it has no checkpoints"
+        what = "a transformers checkpoint already" if (run / "config.json").is_file() else what
+        raise ExportError(f"{run} is {what}: give the train.run_dir of a run")
     found, damaged = checkpoint.newest(run) if step is None else checkpoint.of_step(run, step)
     if found is None:
         what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         why = f" ({'; '.join(damaged)})" if damaged else ""
         steps = ", ".join(map(str, checkpoint.steps(run)))
-        way_out = f"complete are those of steps {steps}" if steps else "let the run write one (checkpoint.every)"
+        way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
         raise ExportError(f"{run} has {what}{why}: {way_out}")
     return found
 
 
 def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
-    """The model of a checkpoint without values, and the checkpoint of transformers that it began with, if with any."""
+    """Returns the model of a checkpoint without values, and the transformers checkpoint that the run started from, if any."""
     described = found.state["model"]
     source = CheckpointFiles.open(str(kept)) if (kept / DESCRIBED).is_file() else None
     if source is not None and "lora" in described:
@@ -178,21 +178,21 @@ def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None
     with torch.device("meta"):
         if "transformers" in described:
             if source is None:
-                raise ExportError(f"{kept} is missing, which has the config of the model: put config.json and {DESCRIBED} back")
+                raise ExportError(f"{kept}, the config of the model, is missing: restore config.json and {DESCRIBED} there")
             return TransformersSource(source).build(), source
         shape = ModelShape.model_validate(described)
         if source is None:
             return Decoder(shape), None
         native = NativeSource(source)
         if native.shape != canonical(shape):
-            raise ExportError(f"{found.folder} is not the model of {kept}/config.json: put back what belongs to this run")
+            raise ExportError(f"{found.folder} does not match the model of {kept}/config.json: restore the files of this run")
         return native.build(), source
 
 
 def _adapted(described: dict[str, Any]) -> Model:
-    """The model of a run with LoRA, whose frozen weights are where the run found them.
+    """Returns the model of a run with LoRA, with frozen weights from the base checkpoint of the run.
 
-    Raises ExportError if they are not there, or are others.
+    Raises ExportError if the base checkpoint is missing or has changed.
     """
     values = described["lora"]
     targets = values["target_modules"]
@@ -200,15 +200,15 @@ def _adapted(described: dict[str, Any]) -> Model:
     try:
         base = CheckpointFiles.open(values["base"])
     except PretrainedError as error:
-        raise ExportError(f"the frozen weights are not in {values['base']} any more ({error}): put them back there") from error
+        raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
     if fingerprint(base) != values["base_fingerprint"]:
-        raise ExportError(f"{values['base']} holds other weights than those that the adapters were trained for: put them back")
+        raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
     with torch.device("meta"):
         return AdaptedModel(base, lora, torch.float32)
 
 
 def _plan(model: Model, saved: SavedWeights, source: CheckpointFiles | None, dtype: torch.dtype | None) -> Iterator[Planned]:
-    """The tensors of the export, found by converting tensors without values."""
+    """Yields the tensors of the export with shapes and dtypes, by converting tensors without values."""
     for group in model.groups():
         for name, tensor in model.to_checkpoint(_without_values(model, saved, group)).items():
             stored = tensor.dtype if source is None else source.dtype_of(name)
@@ -220,14 +220,14 @@ def _refuse_full(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size:
         raise ExportError(
-            f"{folder.parent} has {free / 1e9:,.1f} GB free, and the weights need {size / 1e9:,.1f} GB: make room"
+            f"{folder.parent} has {free / 1e9:,.1f} GB free, but the weights need {size / 1e9:,.1f} GB: free disk space"
         )
 
 
 def _write_beside(
     folder: Path, model: Model, source: CheckpointFiles | None, found: Checkpoint, kept: Path, dtype: torch.dtype | None
 ) -> str:
-    """Writes config, generation config, tokenizer and chat template. Returns the class of transformers."""
+    """Writes config, generation config, tokenizer and chat template. Returns the transformers class of the model."""
     from transformers import GenerationConfig
 
     tokenizer_files.copy(beside_weights(kept), kept, folder)
@@ -251,14 +251,14 @@ def _write_beside(
 
 
 def _change(file: Path, changed: dict[str, Any]) -> None:
-    """Sets keys of a JSON file, which stays byte for byte if they are set already."""
+    """Sets keys of a JSON file; leaves the file unchanged if they are set already."""
     content = json.loads(file.read_text("utf-8"))
     if any(content.get(key) != value for key, value in changed.items()):
         file.write_text(json.dumps({**content, **changed}, indent=2) + "\n", "utf-8")
 
 
 def _end_of_document(kept: Path) -> int | None:
-    """The id of the token that ends a document."""
+    """Returns the id of the token that ends a document, None without a tokenizer."""
     if not (kept / "tokenizer_config.json").is_file() or not (kept / "tokenizer.json").is_file():
         return None
     from tokenizers import Tokenizer

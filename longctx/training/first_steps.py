@@ -1,4 +1,4 @@
-"""The first steps of a run, known without running it: their documents and their plans."""
+"""First steps of a run, computed without running it: documents and plans."""
 
 from dataclasses import dataclass
 
@@ -13,14 +13,14 @@ from longctx.training.setup import make_planner
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The plan of a step as configured, and the same step at the best static degree."""
+    """Plans of one step: as configured, and at the best static degree."""
 
     plan: Plan
     static: Plan
 
 
 def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
-    """Which documents a run on `ranks` processes takes."""
+    """Returns the documents of every step of a run on `ranks` processes."""
     return make_steps(
         store,
         global_tokens=config.batch.global_tokens,
@@ -32,17 +32,17 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
 
 
 def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
-    """The lengths of the documents of the first steps of a run on `ranks` processes."""
+    """Returns the document lengths of the first `steps` steps of a run on `ranks` processes."""
     return first_lengths(steps_of_run(config, store, ranks), steps)
 
 
 def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
-    """The mix of several stores over so many steps, a line a store; none of one alone."""
+    """Returns one line per store on its share of `count` steps; no lines for a single store."""
     return steps.lines(count * config.batch.global_tokens) if isinstance(steps, Mixture) else []
 
 
 def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
-    """Plans the first steps of a run on `ranks` processes."""
+    """Plans the first `steps` steps of a run on `ranks` processes."""
     domain, profile = config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile
     configured, static = make_planner(config, domain, profile), make_planner(config, domain, profile, static=True)
     return [PlannedStep(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]

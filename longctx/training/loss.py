@@ -1,8 +1,8 @@
-"""Loss: the sum of token losses, computed in chunks so that `[tokens, vocab]` never exists in float32 at once.
+"""Loss: the sum of token losses, computed in chunks so that float32 logits `[tokens, vocab]` never exist as a whole.
 
 The sum is divided by the number of valid targets of the WHOLE step over the whole domain, which is known before the first
-forward; so loss and gradients do not depend on how the step is planned (design §7). With tensor parallelism every rank has its
-own entries of the vocabulary, and two numbers a token are exchanged.
+forward, so that loss and gradients do not depend on the plan. With tensor parallelism every rank has a part of the vocabulary,
+and two numbers per token are exchanged.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ from longctx.parallel.tensor import VocabularyPart, vocabulary_part
 
 CHUNK_TOKENS = 1024
 FEW_LABELS = 0.5
-"""Where a smaller share of the tokens has a label, logits are computed for these alone."""
+"""Logits are computed only for tokens with a label if their share is smaller than this."""
 Rows = slice | torch.Tensor
 
 
 @dataclass
 class _Chunk:
-    """Some rows of the loss: logits [rows, entries of this rank] in float32, and what is needed of them."""
+    """One chunk of the loss: float32 logits [rows, entries of this rank], their log-sum-exp and the targets' logits [rows]."""
 
     logits: torch.Tensor
     log_total: torch.Tensor
     target_logits: torch.Tensor
     targets: torch.Tensor
     here: torch.Tensor
-    """[rows, 1]: whether the target is one of this rank's entries."""
+    """bool [rows, 1]: True where the target is one of this rank's entries."""
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class _Chunk:
         first = 0 if part is None else part.first
         valid = labels != IGNORED_LABEL
         targets = (labels - first).where(valid, 0).unsqueeze(-1)
-        # The target is an entry of exactly one rank; elsewhere entry 0 is read, and nothing is made of it.
+        # The target is an entry of exactly one rank; other ranks read entry 0 and discard it.
         here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
         targets = targets.where(here, 0)
         logits = F.linear(hidden, weight)
@@ -50,12 +50,12 @@ class _Chunk:
             logits = softcap * torch.tanh(logits / softcap)
         log_total, target_logits = logits.logsumexp(-1), logits.gather(1, targets).where(here, 0).squeeze(1)
         if part is not None:
-            everyones = part.gather(torch.stack([log_total, target_logits]))
-            log_total, target_logits = everyones[:, 0].logsumexp(0), everyones[:, 1].sum(0)
+            gathered = part.gather(torch.stack([log_total, target_logits]))
+            log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
         return cls(logits, log_total, target_logits, targets, here)
 
     def gradient(self, counts: torch.Tensor, softcap: float) -> torch.Tensor:
-        """Of Σ counts · -log p, by the logits before they were capped; overwrites the logits."""
+        """Returns the gradient of Σ counts · -log p with respect to the logits before the soft cap; overwrites the logits."""
         slope = None if not softcap else 1 - (self.logits / softcap).square()
         gradient = (self.logits - self.log_total.unsqueeze(-1)).exp_()
         gradient.scatter_add_(1, self.targets, -self.here.to(gradient.dtype))
@@ -64,7 +64,7 @@ class _Chunk:
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the gradients chunk by chunk in forward, so that no logits are kept for backward."""
+    """Computes the gradients in forward, chunk by chunk, so that no logits are kept for backward."""
 
     @staticmethod
     def forward(
@@ -86,12 +86,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
         for rows in chunks:
-            this = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
-            losses = (this.log_total - this.target_logits).where(counts[rows] != 0, 0) * counts[rows]
+            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
+            losses = (chunk.log_total - chunk.target_logits).where(counts[rows] != 0, 0) * counts[rows]
             total += losses.sum(dtype=torch.float64)
             if not (for_hidden or for_weight):
                 continue
-            gradient = this.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
+            gradient = chunk.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
@@ -101,8 +101,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        made = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*made, *[None] * 6)
+        gradients = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
+        return (*gradients, *[None] * 6)
 
 
 def cross_entropy_sum(
@@ -115,17 +115,21 @@ def cross_entropy_sum(
     softcap: float = 0.0,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Σ weight · -log p(target) over valid targets, divided by `divisor`, a scalar in float32 (float64 for float64 inputs).
+    """Returns Σ weight · -log p(target) / `divisor` over valid targets, a float32 scalar (float64 for float64 inputs).
 
-    The divisor is a number of the whole step. It is applied here, in float32: dividing the result would multiply bfloat16
-    gradients by a factor that is rounded to bfloat16, and so scale all of them by up to 0.4 %.
+    The divisor is a number of the whole step, such as its valid targets. It is applied here in float32, because dividing the
+    result would multiply bfloat16 gradients by a factor rounded to bfloat16, an error of up to 0.4 %.
 
-    hidden [tokens, hidden], weight [vocab, hidden], labels [tokens] with -100 where nothing is predicted, weights [tokens]
-    (None: 1); `softcap` bounds the logits by tanh, unless it is 0. With `rows`, those with a label (`rows_with_labels`), no
-    other logits are computed. In place of the weight there may be a function from hidden states to logits, which backward
-    calls again for every chunk. No valid target, or no token at all, gives 0 with zero gradients. At most `chunk_tokens` rows
-    of logits exist at a time. Where tensor parallelism has split the weight by entries and hidden by tokens, every rank gives
-    all labels and gets the whole loss.
+    Args:
+        hidden: hidden states [tokens, hidden].
+        weight: output weight [vocab, hidden], or a function from hidden states to logits, which backward calls again for every
+            chunk. If tensor parallelism splits the weight by entries and hidden by tokens, every rank passes all labels and
+            gets the whole loss.
+        labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
+        chunk_tokens: maximum number of rows of logits in memory at a time.
+        weights: weights of the tokens [tokens] (None: 1).
+        softcap: bounds the logits by tanh (0: no bound).
+        rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
     """
     if not isinstance(weight, torch.Tensor):
         return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights, rows)
@@ -162,17 +166,17 @@ def _sum_by_projection(
 
 
 def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
-    """Where the labels are, int64 [rows], if few tokens have one, as in a conversation; else None.
+    """Returns the rows with a label, int64 [rows], if few tokens have one, as in conversations; otherwise None.
 
-    The head costs as much as several layers of a small model, and gives nothing elsewhere. The labels are in host memory: on a
-    device, the host would wait for their number.
+    Skipping the other rows pays: the head costs as much as several layers of a small model. `labels` must be in host memory,
+    because reading their number from a device would block the host.
     """
     rows = (labels != IGNORED_LABEL).nonzero()[:, 0]
     return rows if len(rows) < FEW_LABELS * len(labels) else None
 
 
 def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequence[Rows]:
-    """At least one, so that a rank without labels has a graph, too."""
+    """Returns the rows of every chunk; at least one chunk, so that a rank without labels has a graph too."""
     if rows is not None:
         return list(rows.split(chunk_tokens))
     return [slice(start, start + chunk_tokens) for start in range(0, max(1, tokens), chunk_tokens)]
@@ -182,9 +186,9 @@ def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequen
 def log_probabilities(
     hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
 ) -> torch.Tensor:
-    """log p of every label [tokens], in float32 or better, 0 where nothing is predicted; arguments as in `cross_entropy_sum`.
+    """Returns log p of every label [tokens], in float32 or better, 0 where nothing is predicted.
 
-    Logits are computed where there is a label, and nowhere else.
+    Arguments as in `cross_entropy_sum`. Logits are computed only for rows with a label.
     """
     part = None
     if isinstance(weight, torch.Tensor):
@@ -204,9 +208,9 @@ def log_probabilities(
 def greedy_choices(
     hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
 ) -> torch.Tensor:
-    """1 where a label has the greatest logit, the first of equal ones, as argmax has it; else, and without a label, 0.
+    """Returns 1 where the label is the argmax of the logits (the first of equal ones), otherwise 0; float32 [tokens].
 
-    float32 [tokens]; arguments as in `cross_entropy_sum`. Logits are computed where there is a label, and nowhere else.
+    Arguments as in `cross_entropy_sum`. Logits are computed only for rows with a label; other rows are 0.
     """
     part = None
     if isinstance(weight, torch.Tensor):

@@ -1,8 +1,8 @@
-"""`model/` in a run folder: what a checkpoint of transformers has beside its weights, kept so that a run can be exported.
+"""`model/` in a run folder: the files of a transformers checkpoint besides its weights, kept for export.
 
-For new weights that is the tokenizer of the store alone; for those of a checkpoint also its config, generation config and chat
-template, and the names and dtypes of its tensors. The checkpoint itself may be gone by then. Every later stage of a run has a
-folder of its own, `model-2/` and so on, because it may have another RoPE.
+For new weights only the tokenizer of the store is kept; for a checkpoint also its config, generation config, chat template and
+the names and dtypes of its tensors, as the checkpoint may be deleted before the export. Later stages of a run have their own
+folders, `model-2/` and so on, because they may change RoPE.
 """
 
 import json
@@ -17,12 +17,12 @@ from longctx.model.source import ModelSource
 
 
 def model_folder(run: Path, stage: int) -> Path:
-    """Where it is; stages are counted from 0."""
+    """Returns the model folder of a stage, counted from 0."""
     return run / ("model" if stage == 0 else f"model-{stage + 1}")
 
 
 def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int = 0) -> None:
-    """Writes `model/` of a stage in a run folder, anew if it is there."""
+    """Writes the model folder of a stage, replacing an existing one."""
     folder = model_folder(run, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -30,22 +30,22 @@ def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int = 
         source.files.describe(folder)
     kept = tokenizer_files.find(folder)
     paths = [source.path for source in store.sources]
-    chats = [path for path in paths if Manifest.load(path).conversations]  # their template is the one that was learnt
-    its_own = next((path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()), None)
-    if its_own is not None:
+    chats = [path for path in paths if Manifest.load(path).conversations]  # the model was trained with their template
+    stored = next((path / TOKENIZER_FILES for path in chats or paths if (path / TOKENIZER_FILES).is_dir()), None)
+    if stored is not None:
         for file in kept:
             (folder / file).unlink()
-        tokenizer_files.copy(tokenizer_files.find(its_own, ["**/*"]), its_own, folder)
+        tokenizer_files.copy(tokenizer_files.find(stored, ["**/*"]), stored, folder)
         return
     if not kept:
         shutil.copyfile(store.path / TOKENIZER, folder / TOKENIZER)
         (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(store), indent=2) + "\n", "utf-8")
-    if chats:  # without a checkpoint's tokenizer they became ChatML
+    if chats:  # without a checkpoint's tokenizer, conversations are prepared with ChatML
         (folder / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
 
 
 def _tokenizer_config(store: Store) -> dict[str, object]:
-    """For transformers, of a tokenizer.json of ours."""
+    """Returns tokenizer_config.json for a tokenizer.json made by longctx."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -54,5 +54,5 @@ def _tokenizer_config(store: Store) -> dict[str, object]:
 
 
 def beside_weights(folder: Path) -> list[Path]:
-    """What of `model/` goes into an export, relative to it."""
+    """Returns the files of a model folder that are exported, relative to it."""
     return [file for file in small_files(folder) if file.name != DESCRIBED] if folder.is_dir() else []

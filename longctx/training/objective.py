@@ -1,9 +1,8 @@
-"""Objectives: what every token of a step counts. The loss is Σ weight · -log p(token), divided by a number of the whole step.
+"""Objectives: the weight of every token of a step. The loss is Σ weight · -log p(token), divided by a number of the whole step.
 
-Weights and divisor may depend on anything that does not depend on the plan: on documents, their names and places, or, after a
-pass without gradients, on the log-probability of every token and their sum over each document, whichever ranks hold it. So the
-loss and its gradients are those of one process, however the step is planned. A preference loss is one of these: its gradient is
-that of weighted log-probabilities, with weights from the documents' sums.
+Weights and divisor may depend on anything but the plan: on documents, names and positions, and, after a pass without gradients,
+on the log-probabilities of tokens and their sums over documents. So loss and gradients equal those of one process, whatever the
+plan. This covers preference losses, whose gradient is that of weighted log-probabilities, with weights from the sums.
 """
 
 from abc import ABC, abstractmethod
@@ -20,14 +19,14 @@ from longctx.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class StepWeights:
-    """What the tokens of a step count on this rank.
+    """Weights of the tokens of a step on this rank.
 
     Attributes:
-        divisor: of the whole step, the same on all ranks; not 0.
-        tokens: float32 [T] for each of the rank's micro-batches: what the prediction of each label counts, whatever it is where
-            nothing is predicted. None: 1 everywhere.
-        loss: of the whole step, where the weights give the gradients of a loss that is not the sum over tokens itself.
-        reported: further numbers of the whole step for its metrics, by their names there.
+        divisor: divisor of the loss of the whole step, the same on all ranks; not 0.
+        tokens: weights of the labels, float32 [T] for each micro-batch of this rank; ignored where nothing is predicted.
+            None: 1 everywhere.
+        loss: loss of the whole step, if the weighted sum over tokens has its gradient but not its value.
+        reported: further metrics of the whole step, by name.
     """
 
     divisor: float
@@ -37,10 +36,10 @@ class StepWeights:
 
 
 class Objective(ABC):
-    """Makes the weights of every step."""
+    """Computes the weights of every step."""
 
     needs_log_probabilities = False
-    """Whether a pass without gradients over all micro-batches comes first."""
+    """True if `weights` needs a pass without gradients over all micro-batches first."""
 
     @abstractmethod
     def weights(
@@ -49,20 +48,20 @@ class Objective(ABC):
         log_probabilities: Sequence[torch.Tensor] = (),
         document_sums: torch.Tensor | None = None,
     ) -> StepWeights:
-        """The weights of a step on this rank.
+        """Returns the weights of a step on this rank.
 
         Args:
             batch: this rank's share of the step.
-            log_probabilities: if they are needed: log p of every label, float32 [T] for each micro-batch; 0 without a label,
-                and on ranks of a pipeline that do not hold the head.
-            document_sums: the same summed over each document of the step, whichever ranks hold it, float64 [documents].
+            log_probabilities: if needed, log p of every label, float32 [T] for each micro-batch; 0 without a label, and on
+                pipeline ranks without the head.
+            document_sums: if needed, log p summed over each document of the step on all ranks, float64 [documents].
         """
 
 
 class TokenMean(Objective):
-    """The mean over the valid targets of the step, each counted by the weight of its document: pre-training and fine-tuning.
+    """The mean over the valid targets of the step, weighted by document: pre-training and fine-tuning.
 
-    A document of weight 2 counts as it would if it stood in the step twice.
+    A document of weight 2 counts like two copies of the document in the step.
     """
 
     def weights(
@@ -79,7 +78,7 @@ class TokenMean(Objective):
 
 
 def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
-    """The plan's document of every row of a micro-batch, int64 [T]; that of padding is 0."""
+    """Returns the document index in the plan of every row of a micro-batch, int64 [T]; 0 for padding."""
     documents = torch.zeros(len(micro_batch.tokens), dtype=torch.int64)
     for shard in micro_batch.layout.shards:
         documents[shard.offset : shard.offset + shard.tokens] = shard.document
@@ -87,9 +86,9 @@ def documents_of(micro_batch: MicroBatch) -> torch.Tensor:
 
 
 def document_sums(batch: StepBatch, values: Sequence[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """The sum over each document of a value of every target, over all ranks and the same on each, float64 [documents].
+    """Sums values of targets over each document and all ranks. Returns float64 [documents], the same on all ranks.
 
-    All ranks of the run call it, each with its values [T] for each micro-batch.
+    Collective over all ranks of the run, each with its `values` [T] for each micro-batch.
     """
     sums = torch.zeros(len(batch.plan.lengths), dtype=torch.float64)
     for micro_batch, rows in zip(batch.micro_batches, values, strict=True):

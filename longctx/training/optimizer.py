@@ -1,4 +1,4 @@
-"""AdamW with decoupled weight decay on matrices only, and a learning rate that is a pure function of the step."""
+"""AdamW with weight decay on matrices only, and the learning rate schedule, a pure function of the step."""
 
 import math
 
@@ -9,13 +9,13 @@ from longctx.config.settings import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
-    """AdamW over all parameters that are trained; norms (one-dimensional) do not decay. Fused on CUDA."""
+    """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # adapters have no norms, and checkpoints no empty groups
+    groups = [group for group in groups if group["params"]]  # adapters have no norms; checkpoints cannot have empty groups
     return torch.optim.AdamW(
         groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
     )

@@ -1,9 +1,9 @@
-"""Preference: direct preference optimization (DPO) of pairs of completions.
+"""Preference: direct preference optimization (DPO) on pairs of completions.
 
-The loss of a pair is -log σ(β · m), where m is how much more the model has raised log p of the chosen completion than that of
-the rejected one, both over the reference: the model as the run began (Rafailov et al., 2023, eq. 7; smoothed as in Mitchell,
-2023). With log p of whole documents known from a pass without gradients, the gradient of the loss is that of weighted token
-losses, with one weight for all tokens of a document: so pairs are packed and split over ranks as any documents are.
+The loss of a pair is -log σ(β · m), with m = log p/p_ref of the chosen completion - log p/p_ref of the rejected one; p_ref is
+the initial model (Rafailov et al., 2023, eq. 7; label smoothing as in Mitchell, 2023). Given log p of whole documents from a
+pass without gradients, the gradient of the loss is that of weighted token losses, with one weight per document. So pairs are
+packed and split over ranks like other documents.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,17 +21,17 @@ from longctx.training.reference import Reference
 from longctx.training.validation import Documents
 
 FILE, FILE_APART = "reference.npz", "reference-eval.npz"
-"""Of the documents that are trained on, and of those of `eval.store`."""
+"""Files of reference log-probabilities of the training documents, and of those of `eval.store`."""
 
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """DPO: the mean over the pairs of the step, each counted by its weight.
+    """DPO: the mean over the pairs of the step, weighted by pair.
 
     Attributes:
-        beta: β, how closely the model keeps to the reference.
+        beta: β; larger values keep the model closer to the reference.
         label_smoothing: ε; the loss of a pair is -(1 - ε) log σ(β · m) - ε log σ(-β · m).
-        reference: log p of the targets of each document of the store, float64 [documents]; NaN where it is not known.
+        reference: log p of the targets of each document of the store, float64 [documents]; NaN where not known.
     """
 
     needs_log_probabilities = True
@@ -68,9 +68,9 @@ class Preference(Objective):
 def preferences(
     reference: Reference, settings: DpoSection, store: Store, coming: Iterable[Piece], apart: Documents | None
 ) -> tuple[Preference, Preference]:
-    """The objectives of what a run is to train on, the pieces of its store that are `coming`, and of what it is validated on.
+    """Returns the objectives for training on the pieces `coming` of the store, and for validation on the documents `apart`.
 
-    All ranks call it. Raises ReferenceError.
+    Collective. Raises ReferenceError.
     """
     pieces, own = [*coming], apart is None or apart.store is store
     if apart is not None and own:

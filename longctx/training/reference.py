@@ -1,8 +1,7 @@
-"""Reference: log p of the targets of documents, summed over each, by the model as the run begins.
+"""Reference: log p of the targets of each document by the initial model, for DPO.
 
-It is one pass without gradients before the first step, over just the documents that the run will take, whatever the model is
-and however it is split. A number for each document is kept in the run folder; a run that resumes, on any number of ranks, reads
-them, and computes what it wants beside them by the weights that the run began with.
+One pass without gradients before the first step covers the documents that the run will take. The sums, one per document, are
+kept in the run folder. A resumed run, on any number of ranks, reads them and computes missing ones with the initial weights.
 """
 
 import json
@@ -33,22 +32,23 @@ from longctx.training.setup import padding
 from longctx.training.validation import Documents, Look
 
 SAME_WEIGHTS = 1e-9
-"""Relative difference of norms that the order of a sum explains."""
+"""Relative difference of norms that the order of summation explains."""
 SAID_EVERY_S, KEPT_EVERY_S = 10.0, 60.0
 
 
 class ReferenceError(UserError):
-    """A reference that is another model's, or cannot be computed."""
+    """Raised if a reference belongs to another model, or cannot be computed."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Makes the references of a run, or reads them.
+    """Reads or computes the reference log-probabilities of a run.
 
     Attributes:
-        model, weights: as the run begins, and all parameters of it that this rank counts.
-        look, planner: of its trainer.
-        resumes: whether what is in the run folder must be this run's; else it is used if it is of the same weights.
+        model: the initial model.
+        weights: parameters of the model that this rank counts.
+        look, planner: those of the trainer.
+        resumes: True requires files in the run folder to belong to this run; otherwise they are used if their weights match.
     """
 
     config: Config
@@ -60,9 +60,9 @@ class Reference:
     resumes: bool
 
     def of(self, store: Store, pieces: Iterable[Piece], name: str) -> torch.Tensor:
-        """Sums of these documents, which are whole, float64 [documents of the store]; NaN where one is not known.
+        """Returns the sums of the documents of `pieces`, float64 [documents of the store]; NaN for other documents.
 
-        They are kept as `name` in the run folder. All ranks call it. Raises ReferenceError.
+        The pieces must be whole documents. The sums are kept as `name` in the run folder. Collective. Raises ReferenceError.
         """
         wanted = np.zeros(len(store), np.bool_)
         wanted[[piece.document for piece in pieces]] = True
@@ -79,20 +79,19 @@ class Reference:
             complete = len(kept[1]) == len(store) and not np.isnan(kept[1][wanted]).any()
             problems = self._differences(kept[0], about, weights=not (self.resumes and complete))
             if problems and self.resumes:
-                raise ReferenceError(f"{path} is not of this run: {'; '.join(problems)}; or begin a new run")
+                raise ReferenceError(f"{path} belongs to another run: {'; '.join(problems)}; or start a new run")
             sums = sums if problems else kept[1]
         missing = np.flatnonzero(wanted & np.isnan(sums)).tolist()
         if missing:
             self._compute(store, missing, sums, path, about)
         elif mesh.world_rank == 0:
-            print(f"reference log-probabilities: those of all {int(wanted.sum()) // 2:,} pairs are in {path}", flush=True)
+            print(f"reference log-probabilities of all {int(wanted.sum()) // 2:,} pairs read from {path}", flush=True)
         return torch.from_numpy(sums)
 
     def _compute(
         self, store: Store, missing: Sequence[int], sums: npt.NDArray[np.float64], path: Path, about: dict[str, Any]
     ) -> None:
-        """Fills in what is missing. What is done so far is written once a minute, so that a run that is cut off need not do it
-        again."""
+        """Fills in the missing sums. Writes them every KEPT_EVERY_S seconds, so that an interrupted run can resume the pass."""
         pieces = tuple(Piece(document, 0, int(store.lengths[document])) for document in missing)
         longest = max(piece.length for piece in pieces)
         documents = Documents(store, pieces, self.config.batch.global_tokens, padding(self.config), longest, long=0)
@@ -112,17 +111,17 @@ class Reference:
                 _write(path, about, sums)
 
     def _differences(self, kept: dict[str, Any], here: dict[str, Any], *, weights: bool) -> list[str]:
-        """What makes a kept reference another run's, and what to do about it.
+        """Returns the differences between the run of a kept reference and this run, each with its fix.
 
-        The weights matter where something is still to be computed by them: else a run may go on from its export.
+        Weights are compared only if sums are missing; otherwise a run may also resume with its export as the initial model.
         """
         problems = self.model.differences(kept["model"])
         if kept["store"] != here["store"]:
-            problems.append("it was made with another store: give the one that the run began with")
+            problems.append("it was computed for another store: use the store that the run started with")
         if kept["dtype"] != here["dtype"]:
-            problems.append(f"train.dtype is {here['dtype']}, and was {kept['dtype']}: set it to the run's")
+            problems.append(f"train.dtype is {here['dtype']}, but was {kept['dtype']}: set it to {kept['dtype']}")
         if weights and not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
-            problems.append("the weights that the run began with have changed: give those of then (model.from_pretrained)")
+            problems.append("the initial weights have changed: restore them (model.from_pretrained)")
         return problems
 
 
@@ -130,13 +129,13 @@ def _refuse_non_finite(batch: StepBatch, sums: torch.Tensor) -> None:
     wrong = [name for name, value in zip(batch.documents, sums.tolist(), strict=True) if not math.isfinite(value)]
     if wrong:
         raise ReferenceError(
-            f"the model that the run begins with gives no finite log-probability to {', '.join(wrong[:20])}: look at the "
-            "checkpoint, or at these documents"
+            f"the initial model has no finite log-probability for documents {', '.join(wrong[:20])}: check the checkpoint and "
+            "these documents"
         )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], npt.NDArray[np.float64]] | None:
-    """None if there is nothing that can be read: it is computed anew then."""
+    """Returns None if there is no readable file; the reference is computed again then."""
     try:
         with np.load(path) as saved:
             return json.loads(str(saved["about"])), saved["sums"]

@@ -1,4 +1,4 @@
-"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, latest. Checked before anything starts."""
+"""Run folder: config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, latest. Checked before a run starts."""
 
 import errno
 import fcntl
@@ -14,17 +14,17 @@ from longctx.training.checkpoint import Checkpoint
 
 
 class RunFolderError(UserError):
-    """A run folder that cannot be used as asked."""
+    """Raised if a run folder cannot be used as requested."""
 
 
 def open_run_folder(
     folder: Path, *, resume: bool, checkpoint_bytes: int, or_begin: bool = False
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Makes sure that a run can write to `folder`, and finds the checkpoint to go on from; `or_begin`: else it begins anew.
+    """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    Returns (the newest complete checkpoint, or None for a new run; sentences about damaged ones). Raises RunFolderError: no
-    permission, less free space than two checkpoints of `checkpoint_bytes` (0: none will be written) need, a run that is there
-    already, or nothing to resume from.
+    With `or_begin` a run without a checkpoint starts from scratch. Returns (the newest complete checkpoint, or None for a new
+    run; messages about damaged ones). Raises RunFolderError if the folder is not writable, has too little space for two
+    checkpoints of `checkpoint_bytes` (0: none are written), contains another run, or has no checkpoint to resume from.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,10 +33,10 @@ def open_run_folder(
             probe.write(b"x")
             probe.flush()
     except OSError as error:
-        way_out = "make room there" if error.errno == errno.ENOSPC else "choose another with --train.run_dir"
-        raise RunFolderError(f"run folder {folder} cannot be written: {error}. Please {way_out}") from error
+        way_out = "free disk space" if error.errno == errno.ENOSPC else "choose another folder with --train.run_dir"
+        raise RunFolderError(f"run folder {folder} cannot be written ({error}): {way_out}") from error
     if (folder / "latest").exists() and not (folder / "latest").is_symlink():
-        raise RunFolderError(f"{folder / 'latest'} is not the link that a run keeps there: move it away")
+        raise RunFolderError(f"{folder / 'latest'} must be a link to a checkpoint, but is not a link: move it away")
     found, damaged = checkpoint.newest(folder)
     if resume and found is None and not or_begin:
         why = f" ({'; '.join(damaged)})" if damaged else ""
@@ -45,31 +45,31 @@ def open_run_folder(
         )
     if not resume and found is not None:
         raise RunFolderError(
-            f"run folder {folder} holds a run up to its checkpoint at step {found.step}: give --resume to go on with it, or "
-            "another folder with --train.run_dir"
+            f"run folder {folder} contains a run with a checkpoint at step {found.step}: add --resume to continue it, or "
+            "choose another folder with --train.run_dir"
         )
     if not resume and (folder / "metrics.jsonl").exists():
         raise RunFolderError(
-            f"run folder {folder} holds a run without a checkpoint: give --resume-if-any to begin it anew, or another folder "
-            "with --train.run_dir"
+            f"run folder {folder} contains a run without a checkpoint: add --resume-if-any to start it again, or choose "
+            "another folder with --train.run_dir"
         )
     # The old checkpoint stays until the new one is complete.
     if free < 2 * checkpoint_bytes:
         raise RunFolderError(
-            f"run folder {folder} has {free / 1e6:,.1f} MB free, and two checkpoints of this model need "
-            f"{2 * checkpoint_bytes / 1e6:,.1f} MB: make room, or choose another with --train.run_dir"
+            f"run folder {folder} has {free / 1e6:,.1f} MB free, but two checkpoints of this model need "
+            f"{2 * checkpoint_bytes / 1e6:,.1f} MB: free disk space, or choose another folder with --train.run_dir"
         )
     return (found if resume else None), damaged
 
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Keeps other runs out of a run folder while this one lasts. Raises RunFolderError if one is there already."""
+    """Locks a run folder for this run. Raises RunFolderError if another run has locked it."""
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise RunFolderError(
-                f"another run is writing to {folder}: wait for it, end it, or choose another folder with --train.run_dir"
+                f"another run is writing to {folder}: wait for it, stop it, or choose another folder with --train.run_dir"
             ) from error
         yield

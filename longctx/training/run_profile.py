@@ -1,5 +1,5 @@
-"""The profile of a run: the one that is named, or that goes with the device, scaled to the run's model and split; and in words
-what was done, so that nobody plans by the constants of another model without knowing it.
+"""Hardware profile of a run: the one in the settings or the default of the device, scaled to the run's model and parallel
+sizes, with a printed line on the scaling.
 """
 
 from dataclasses import dataclass, replace
@@ -22,13 +22,13 @@ from longctx.training.utilisation import gpu_kind
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 REPEATED_ATTENTION = 4.5 / 3.5
-"""Backward of attention takes 2.5 times its forward."""
+"""Attention operations with recomputation, relative to those without: backward takes 2.5 times the forward."""
 COLLECTIVES = 4
-"""Of tensor parallelism, in a block and a direction: before and after attention, before and after the MLP."""
+"""Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
 
 
 class Described(BaseModel):
-    """What the constants of a file are those of: its section `describes`, or what `longctx profile` wrote under `measured`."""
+    """Model and machine that a profile's constants describe: its section `describes`, or `measured` by `longctx profile`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,13 +49,13 @@ class Described(BaseModel):
 
     def __str__(self) -> str:
         split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
-        anew = f", recompute {self.recompute}" * (self.recompute != "none")
+        recompute = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
-        return f"{_short(self.model.spec.parameters)} parameters in {self.dtype} on {where}{anew}{split}"
+        return f"{_short(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}"
 
 
 def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
-    """A profile and what it says of itself; None if it names no model. Raises ProfileError if the two contradict each other."""
+    """Reads a profile and its description, None if it names no model. Raises ProfileError if they contradict each other."""
     path, values = read_profile(name_or_path)
     profile = HardwareProfile.from_dict(values, source=str(path))
     section = "describes" if "describes" in values else "measured"
@@ -67,15 +67,15 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
     try:
         described = Described.model_validate(said)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ProfileError(f"{path}: `{section}` does not say what the profile is of: {wrong}") from error
+        wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ProfileError(f"{path}: section `{section}` is invalid: {wrong}") from error
     if described.model.vocab_size is None:
-        raise ProfileError(f"{path}: `{section}` has a model without vocab_size, which linear_s_per_token counts: give it")
+        raise ProfileError(f"{path}: the model in `{section}` has no vocab_size, which linear_s_per_token depends on: add it")
     if profile.kv_bytes_per_token != described.work.kv_bytes:
         raise ProfileError(
-            f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, and what stands under `{section}` (model, dtype, "
-            "recompute, keep_kv, tensor_parallel_size; if left out: none, false, 1) exchanges "
-            f"{described.work.kv_bytes:,}: mend what is wrong, or measure again"
+            f"{path}: kv_bytes_per_token is {profile.kv_bytes_per_token:,}, but section `{section}` (model, dtype, recompute, "
+            f"keep_kv, tensor_parallel_size; by default none, false, 1) implies {described.work.kv_bytes:,}: correct one of "
+            "the two, or measure again"
         )
     return profile, described
 
@@ -95,24 +95,24 @@ def work_of(
     tokens_per_rank: int = 1,
     gpus: int = 1,
 ) -> RankWork:
-    """What the slowest pipeline rank does for a token. The spec has a vocabulary; `tokens_per_rank` decides where stages end.
+    """Returns the work per token of the slowest pipeline rank.
 
-    Computed anew are a block's parameters but for the last matrix of its MLP: torch stops once it has what was to be kept. Of
-    tensor parallelism there are 4 collectives a block in forward, 4 in backward and 3 in a repeated forward, each of which
-    brings a rank (tp - 1)/tp of [tokens, hidden]; those of embedding and head are left out. Every stage receives [tokens,
-    hidden] / tp in forward and in backward. Windows of attention are not counted: plans take every layer to see all tokens.
-    Raises ProfileError if the tensor ranks cannot share the heads.
+    `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Recomputation repeats all matrices of a
+    block but the last one of the MLP, as torch stops when all saved tensors are there. Tensor parallelism has 4 collectives per
+    block in forward, 4 in backward and 3 in a recomputed forward, each with (tp - 1)/tp of [tokens, hidden] per rank; those of
+    embedding and head are not counted. Every stage receives [tokens, hidden] / tp in forward and in backward. Attention windows
+    are not counted: plans assume full attention. Raises ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
-            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} kv heads")
+            raise ProfileError(f"tensor_parallel_size is {tensor}, which does not divide {layer.num_key_value_heads} KV heads")
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
     in_blocks = sum(layer.matrix_parameters for layer in layers)
     computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
     if recompute != "none":
         computed += (in_blocks - sum(layer.hidden_size * layer.intermediate_size for layer in layers)) / 3
         collectives += COLLECTIVES - 1
-    if spec.adapted:  # a third of the operations gives gradients, which frozen weights do not have
+    if spec.adapted:  # frozen weights have no gradients, which take a third of the operations
         computed -= (in_blocks + head) / 3
     element, again = ELEMENT_BYTES[dtype], recompute == "full"
     hidden_bytes, passes = spec.hidden_size * element, 3 + again - keep_kv
@@ -133,9 +133,9 @@ def work_of(
 
 
 def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> tuple[list[LayerSpec], int]:
-    """Blocks and parameters of the head on the pipeline rank with most work: the last one has the head."""
+    """Returns the blocks, and the parameters of the head, of the pipeline rank with most work; the last rank has the head."""
     ranks = [[spec.layers[number] for number in held] for held in layers_of_ranks(spec, pipeline, tokens_per_rank)]
-    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as stages are cut
+    work = [sum(layer.multiplications(tokens_per_rank // 2) for layer in held) for held in ranks]  # as in `split_layers`
     work[-1] += spec.vocabulary_parameters
     if work[-1] == max(work):
         return ranks[-1], spec.vocabulary_parameters
@@ -144,32 +144,32 @@ def _slowest_rank(spec: ModelSpec, pipeline: Pipeline, tokens_per_rank: int) -> 
 
 @dataclass(frozen=True)
 class RunProfile:
-    """A profile for a run, where it comes from, and in `lines` what was done to it and why it may be wrong."""
+    """The profile of a run and its name, with `lines` to print on its scaling and on reasons to doubt it."""
 
     name: str
     profile: HardwareProfile
     lines: tuple[str, ...]
 
     def agreed(self, mesh: Mesh) -> HardwareProfile:
-        """The profile. Raises ProfilesDiffer on every rank of the run unless all of them have the same one."""
-        everyones = mesh.gather_objects((self.name, self.profile))
-        others = [rank for rank, (_, profile) in enumerate(everyones) if profile != everyones[0][1]]
+        """Returns the profile. Collective: raises ProfilesDiffer on every rank unless all ranks have the same profile."""
+        gathered = mesh.gather_objects((self.name, self.profile))
+        others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
-                f"rank 0 would plan by the profile {everyones[0][0]}, and ranks {others} by {everyones[others[0]][0]}, or "
-                "by another of that name: give context.profile, and all nodes the same file"
+                f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have {gathered[others[0]][0]}, or "
+                "another file of that name: set context.profile, and use the same file on all nodes"
             )
         return self.profile
 
 
 class ProfilesDiffer(UserError):
-    """Ranks have different profiles, and would make different plans. Known to all of them."""
+    """Raised on all ranks if ranks have different profiles, which would give different plans."""
 
 
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
-    """The profile that a run of `ranks` processes plans by, on the device that this process would take or has.
+    """Returns the profile of a run on `ranks` processes, for the device of this process.
 
-    `vocab_size`: of the store's tokenizer; if neither that nor model.vocab_size is known, that of the profile's model is taken.
+    `vocab_size` is the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
     """
     device, gpu = choose_device(config.train.device, 0).type, None
     if device == "cuda" and torch.cuda.is_available():
@@ -178,7 +178,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     profile, described = read_described(name)
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
     if described is None:
-        return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of this run",))
+        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run",))
     wanted = work_of(
         _with_vocabulary(config.model_source(vocab_size).spec, described),
         config.train.dtype,
@@ -196,15 +196,15 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
 def preset_profile(
     name: str, preset: str | None = None, pipeline: Pipeline = NO_PIPELINE, domain: int = 1, tokens_per_rank: int = 1
 ) -> RunProfile:
-    """The profile for planning without a run: of a preset with all else as in the profile (None: of the profile's model)."""
+    """Returns the profile for planning without a run, scaled to a preset (None: the profile's own model)."""
     profile, described = read_described(name)
     if described is None:
-        return RunProfile(name, profile, (f"profile {name}: it names no model, and is taken as that of what is planned",))
+        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled",))
     spec = _with_vocabulary((described.model if preset is None else PRESETS[preset]).spec, described)
     if pipeline.stages > len(spec.layers):
         raise UserError(
-            f"a pipeline of {pipeline.stages} stages, and {preset or 'the model of ' + name} has {len(spec.layers)} "
-            "layers: take fewer pipeline ranks or chunks, or another --model"
+            f"the pipeline has {pipeline.stages} stages, but {preset or 'the model of ' + name} has only {len(spec.layers)} "
+            "layers: use fewer pipeline ranks or chunks, or another --model"
         )
     wanted = work_of(
         spec,
@@ -216,13 +216,13 @@ def preset_profile(
         tokens_per_rank=tokens_per_rank,
         gpus=domain * pipeline.ranks * described.tensor_parallel_size,
     )
-    what = (preset or "that model") + " in a pipeline" * (pipeline.ranks > 1)
+    what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
     found = _scaled(name, profile, described, wanted, what)
     return found if found.profile == profile else replace(found, name=f"{name}, scaled to {what}")
 
 
 def default_profile(device: str, gpu: str | None) -> str:
-    """The profile that goes with a device of this type, and of this name if it is a GPU that can be asked."""
+    """Returns the name of the default profile for a device type, and for the name `gpu` of a GPU if known."""
     if device != "cuda":
         return "cpu-2core"
     kind = gpu_kind(gpu or "") or ""
@@ -239,17 +239,17 @@ def _scaled(name: str, profile: HardwareProfile, described: Described, wanted: R
     except ProfileError as error:
         raise ProfileError(f"profile {name}: {error}") from None
     said = arithmetic_said(profile, scaled, described.work, wanted)
-    done = f"scaled to {what}: {said}" if said else f"taken as it is for {what}"
-    return RunProfile(name, scaled, (f"profile {name}, of {described}; {done}",))
+    done = f"scaled to {what}: {said}" if said else f"used unscaled for {what}"
+    return RunProfile(name, scaled, (f"profile {name} ({described}): {done}",))
 
 
 def _doubts(name: str, described: Described, device: str, gpu: str | None, dtype: str) -> list[str]:
-    """Why times by this profile may be far off: speeds are not scaled."""
-    doubts, mend = [], "no speed is scaled, so predicted times mean little: measure one with `longctx profile`"
+    """Returns warnings if predicted times may be far off, as speeds are not scaled to other devices or dtypes."""
+    doubts, fix = [], "speeds are not scaled, so predicted times are unreliable: measure a profile with `longctx profile`"
     if described.device != device:
-        doubts.append(f"profile {name} is of device {described.device}, and this run is on {device}")
+        doubts.append(f"profile {name} is for {described.device}, but this run is on {device}")
     elif described.gpu and gpu and (gpu_kind(described.gpu) or described.gpu) != (gpu_kind(gpu) or gpu):
-        doubts.append(f"profile {name} is of {described.gpu}, and this run is on {gpu}")
+        doubts.append(f"profile {name} is for {described.gpu}, but this run is on {gpu}")
     if described.dtype != dtype:
-        doubts.append(f"profile {name} is of {described.dtype}, and this run computes in {dtype}")
-    return [f"warning: {doubt}; {mend}" for doubt in doubts]
+        doubts.append(f"profile {name} is for {described.dtype}, but this run computes in {dtype}")
+    return [f"warning: {doubt}; {fix}" for doubt in doubts]

@@ -10,7 +10,7 @@ import torch
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
 from longctx.config import Config, ConfigError
-from longctx.config.rules import leaves_one_without
+from longctx.config.rules import leaves_rank_empty
 from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
 from longctx.data.tokenizer import same_tokens
@@ -50,34 +50,34 @@ def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
 
 
 def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
-    """The model of a run, recomputing, split and sharded over the mesh as configured, with its first weights.
+    """Builds the model of a run with its initial weights, split and sharded over the mesh as configured.
 
-    In a pipeline it is the part of this rank, and what runs it comes with it.
+    Returns (the model, None), or in a pipeline (the part of this rank, the PipelineRun that runs it).
     """
     pipeline, position = config.pipeline, mesh.stage
     splits = split_layers(source.spec, pipeline.stages, keys=config.batch.tokens_per_rank // 2)
-    mine = range(position, pipeline.stages, pipeline.ranks)
+    own_stages = range(position, pipeline.stages, pipeline.ranks)
     with torch.device("meta"):
-        model = source.build([layer for index in mine for layer in splits[index]])
+        model = source.build([layer for index in own_stages for layer in splits[index]])
     train, on_gpu = config.train, mesh.device.type == "cuda"
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
-        assert isinstance(model, StagedModel)  # as the source was asked for one that can be split
+        assert isinstance(model, StagedModel)  # `model_source` returns such models for tensor parallelism
         parallelize(model, mesh.tensor)
     if train.compile:
         compile_blocks(model)
     stages = None
     if pipeline.ranks > 1:
         assert isinstance(model, StagedModel)
-        stages = [Stage(model, index, splits[index]) for index in mine]
+        stages = [Stage(model, index, splits[index]) for index in own_stages]
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
         model.finish(mesh.device, dtype)
-        reshard(model)  # it may have run: the optimizer is to have the shards
+        reshard(model)  # `finish` may have run the model; the optimizer needs the shards
     if stages is None:
         return model, None
     assert isinstance(model, StagedModel)
@@ -87,9 +87,9 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
 def make_planner(
     config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False
 ) -> Callable[[Sequence[int]], Plan]:
-    """The planner that `config.context` describes, for a domain of `ranks`; or that of the best static degree.
+    """Makes the planner of `config.context` for a domain of `ranks`; with `static` that of the best static degree.
 
-    `profile` is that of the run's model, split and exchange: see `run_profile`.
+    `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
     """
     context = config.context
     return partial(
@@ -106,16 +106,17 @@ def make_planner(
 
 
 def open_data(config: Config) -> Store:
-    """The store of a run, or its stores as one. Raises StoreError if one is not sound, or if their tokenizers differ."""
+    """Opens the store of a run, or its stores joined. Raises StoreError if a store is damaged or tokenizers differ."""
     opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
     if config.data.store is not None:
         return opened[0]
-    unit = "epochs" if any(one.epochs is not None for one in config.data.stores or ()) else "weight"
-    return Store.join(opened, [one.epochs or one.weight or 0.0 for one in config.data.stores or ()], unit)
+    stores = config.data.stores or ()
+    unit = "epochs" if any(store.epochs is not None for store in stores) else "weight"
+    return Store.join(opened, [store.epochs or store.weight or 0.0 for store in stores], unit)
 
 
 def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
-    """The loader of this rank. Raises ProfilesDiffer unless all ranks plan by the same profile."""
+    """Makes the loader of this rank. Collective: raises ProfilesDiffer if ranks have different profiles."""
     profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
     return Loader(
         store,
@@ -132,82 +133,83 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
 
 
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None) -> int:
-    """Tokens of the longest training document: `data.max_length`, or what the run began with, or what the domain can hold.
+    """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint, or what the domain can hold.
 
-    A run that resumes on another number of ranks must see the same documents, so the length that it began with stays.
-    Raises ConfigError if this domain cannot hold it.
+    A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint.
+    Raises ConfigError if the domain cannot hold such documents.
     """
     capacity = config.capacity(world_size)
     if config.data.max_length is not None or resume_from is None:
         return config.max_length(world_size)
-    began_with = int(resume_from.state["data"]["max_length"])
-    if began_with > capacity:
+    previous = int(resume_from.state["data"]["max_length"])
+    if previous > capacity:
         raise ConfigError(
-            f"{resume_from.folder} was made with documents of up to {began_with} tokens, and {world_size} ranks of "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold {capacity}: raise it, or start more processes"
+            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {world_size} ranks with "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold only {capacity}: raise it, or start more processes"
         )
-    return began_with
+    return previous
 
 
 def padding(config: Config) -> int:
-    """Every micro-batch is padded to a multiple of so many tokens."""
+    """Returns the multiple to which the tokens per rank of every micro-batch are padded."""
     return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size)
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:
-    """Raises UserError if tensor parallelism leaves a rank without an entry of the vocabulary."""
+    """Raises UserError if tensor parallelism leaves a rank without entries of the vocabulary."""
     assert spec.vocab_size is not None
     ranks, entries = config.parallel.tensor_parallel_size, spec.vocab_size
-    if leaves_one_without(entries, ranks):
+    if leaves_rank_empty(entries, ranks):
         share = -(-entries // ranks)
         divisors = (n for n in range(ranks, 0, -1) if spec.largest_layer.num_key_value_heads % n == 0)
-        fewer = (n for n in divisors if not leaves_one_without(entries, n))
+        fewer = (n for n in divisors if not leaves_rank_empty(entries, n))
         raise UserError(
-            f"parallel.tensor_parallel_size is {ranks}: each rank takes {share} of {entries} entries of the vocabulary, and so "
-            f"many ranks leave one without any: give {next(fewer)}, or model.vocab_size {ranks * share}"
+            f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary entries per rank the last "
+            f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
         )
 
 
 def check_pairs(config: Config, store: Store) -> None:
-    """Raises UserError unless pairs of preference go with DPO, which goes with nothing else."""
+    """Raises UserError if stores have preference pairs without DPO, or DPO is set for stores without pairs."""
     beta = config.dpo.beta
     if beta is not None and len(store.sources) > 1:
-        raise UserError(f"dpo.beta is {beta:g}, and pairs of preference are not mixed: give one store of them as data.store")
+        raise UserError(f"dpo.beta is {beta:g}, but DPO does not support several stores: set data.store to one store of pairs")
     stores = {"data.store": store}
     if config.eval.every is not None and config.eval.store is not None:
         stores["eval.store"] = Store.open(config.eval.store)
     for key, given in stores.items():
         if given.pairs and beta is None:
             raise UserError(
-                f"{key} {given.path} holds pairs of chosen and rejected completions, and dpo.beta is null: set dpo.beta (0.1 "
-                "is usual) to train by DPO, or give a store of other documents"
+                f"{key} {given.path} contains preference pairs, but dpo.beta is null: set dpo.beta (0.1 is usual) to train by "
+                "DPO, or use a store without pairs"
             )
         if beta is not None and not given.pairs:
             raise UserError(
-                f"dpo.beta is {beta:g}, and {key} {given.path} holds no pairs of preference: prepare records with `chosen` and "
-                "`rejected` (longctx prepare --source), or leave dpo.beta out"
+                f"dpo.beta is {beta:g}, but {key} {given.path} contains no preference pairs: prepare records with `chosen` and "
+                "`rejected` (longctx prepare --source), or omit dpo.beta"
             )
 
 
 def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
-    """Raises UserError if the checkpoint that training starts from does not go with the store: its tokenizer, or lengths."""
+    """Raises UserError if the initial checkpoint does not fit the store: another tokenizer, or too long documents."""
     source, name = config.model_source(store.tokenizer.vocab_size), config.model.from_pretrained
     if name is None:
         return
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
-    way_out = f"prepare it with that of the checkpoint (longctx prepare --tokenizer {name})"
+    way_out = f"prepare it with the tokenizer of the checkpoint (longctx prepare --tokenizer {name})"
     if embedded is not None and entries > embedded:
         raise UserError(
-            f"the tokenizer of {config.data.said} has {entries:,} entries, and {name} embeds {embedded:,}: {way_out}"
+            f"the tokenizer of {config.data.said} has {entries:,} entries, but the embedding of {name} has {embedded:,}: "
+            f"{way_out}"
         )
     own = source.files.folder / TOKENIZER if source.files is not None else None
     if own is not None and own.is_file() and not same_tokens(own.read_text("utf-8"), store.tokenizer.text):
-        raise UserError(f"{config.data.said} was prepared with another tokenizer than that of {name}: {way_out}")
+        raise UserError(f"{config.data.said} was prepared with another tokenizer than {name}: {way_out}")
     source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
-    """How many ranks swap heads in a micro-batch, as the settings or the cost model have it."""
+    """Returns the Ulysses degree of a micro-batch, from the settings or by the cost model."""
     wanted, tensor = config.context.ulysses_degree, config.parallel.tensor_parallel_size
     if wanted != "auto":
         return wanted
@@ -224,7 +226,7 @@ def make_attention(
     clock: StepClock | None = None,
     exchange: type[Exchange] = Exchange,
 ) -> MakeAttention:
-    """Makes attention of this rank in one micro-batch of a plan, as `config.context` describes it; timed by `clock`."""
+    """Makes the attention of this rank in one micro-batch of a plan, as configured in `config.context`; timed by `clock`."""
     timed: dict[str, Any] = {"exchange": exchange}
     if clock is not None:
         timed = {"watch": clock.attention, "exchange": clock.exchange}

@@ -1,4 +1,4 @@
-"""Trainer: the loop from plans to optimizer steps. `Trainer.step` is the whole of training on one screen."""
+"""Trainer: the training loop, from plans to optimizer steps. `Trainer.step` shows one step on one screen."""
 
 import math
 import resource
@@ -54,16 +54,16 @@ from longctx.training.utilisation import model_flops, peak_flops
 from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss, mean_preference
 
 Attend = Callable[[Plan, Layout], Any]
-"""From a plan and a rank's layout in one of its micro-batches to attention."""
+"""A function from a plan and this rank's layout in one micro-batch to attention."""
 
 
 class NonFiniteLoss(UserError):
-    """Loss or gradient became infinite or NaN. The weights of the last checkpoint are intact."""
+    """Raised if loss or gradient is infinite or NaN. The weights of the last checkpoint are intact."""
 
 
 @dataclass
 class Trainer:
-    """A run on one rank. `Trainer.start` makes one; `train` runs it to its last step."""
+    """A run on one rank. `Trainer.start` makes a trainer; `train` runs it to the last step."""
 
     config: Config
     mesh: Mesh
@@ -72,22 +72,22 @@ class Trainer:
     pipeline: PipelineRun | None = None
     loader: Loader = field(init=False)
     documents: Documents | None = None
-    """Those that are validated on."""
+    """Validation documents."""
     objective: Objective = field(default_factory=TokenMean)
     preference_apart: Objective | None = None
-    """That of the documents that are validated on, where these are pairs."""
+    """Objective of the validation documents, with DPO."""
     log: MetricsLog | None = None
     stage: int = 0
-    """Which one of the run's, counted from 0."""
+    """Stage of the run, counted from 0."""
     until: int = field(init=False)
-    """How many steps are done when this stage, or a run without any, is at its end."""
+    """Last step of this stage, or of a run without stages."""
     steps_done: int = 0
     online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
     tracer: Tracer | None = None
     attend: Attend | None = None
-    """In place of the attention that the settings describe; for measuring."""
+    """Replaces the attention of the settings, for measurements."""
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
@@ -95,7 +95,7 @@ class Trainer:
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
-        """Model and optimizer, without a loader: for steps whose batches are given."""
+        """Builds a trainer with model and optimizer, but without a loader: batches are passed to `step`."""
         model, pipeline = build_model(source, config, mesh)
         return cls(config, mesh, model, make_optimizer(model, config.optimizer, mesh.device), pipeline)
 
@@ -108,10 +108,10 @@ class Trainer:
         resume_from: Checkpoint | None = None,
         stop: StopSignal | None = None,
     ) -> "Trainer":
-        """Builds model, optimizer and loader, and goes to a checkpoint if one is given. Writes nothing but the log.
+        """Builds model, optimizer and loader, and loads a checkpoint if given. Rank 0 writes config, model files and log.
 
-        Of a run in stages it is the stage that goes on behind the checkpoint, `store` what that one reads.
-        When `stop` has received its signal on any rank, the run ends after the step.
+        In a run with stages the trainer is for the stage of the next step, and `store` must be the store of that stage.
+        The run stops after the current step if `stop` has received its signal on any rank.
         """
         run, stage = config, config.stage_after(resume_from.step if resume_from is not None else 0)
         config = run.at_stage(stage)
@@ -129,7 +129,7 @@ class Trainer:
             trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
         if resume_from is not None:
             trainer._go_to(resume_from, run)
-        if config.dpo.beta is not None:  # while the weights are those that the run begins with
+        if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
             trainer._prefer(store, resumes=resume_from is not None)
         if resume_from is not None:
             checkpoint.load(resume_from, trainer.model, trainer.optimizer, mesh.control)
@@ -147,7 +147,7 @@ class Trainer:
         return trainer
 
     def train(self) -> bool:
-        """Runs to the last step. Returns False if SIGTERM ended it before, after a checkpoint if the run writes any."""
+        """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""
         with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.until:
                 try:
@@ -155,7 +155,7 @@ class Trainer:
                         self.tracer.before(self.steps_done + 1)
                     metrics = self.step()
                 except RuntimeError as error:
-                    error.add_note(f"rank {self.mesh.world_rank}: the last step that was finished is {self.steps_done}")
+                    error.add_note(f"rank {self.mesh.world_rank}: last completed step {self.steps_done}")
                     raise
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
@@ -175,7 +175,7 @@ class Trainer:
         return every is not None and not (self.stopping and not last) and (last or self.steps_done % every == 0)
 
     def step(self, batch: StepBatch | None = None) -> StepMetrics:
-        """One optimizer step over the whole domain, on the loader's next batch unless one is given."""
+        """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective."""
         started = time.perf_counter()
         batch = next(self.loader) if batch is None else batch
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
@@ -202,13 +202,13 @@ class Trainer:
         return replace(metrics, loss=loss, **weights.reported)
 
     def save(self) -> Path:
-        """Writes a checkpoint of the step that is done."""
+        """Writes a checkpoint of the current step. Returns its folder. Collective."""
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
 
     def _forward_backward(self, batch: StepBatch, weights: StepWeights) -> torch.Tensor:
-        """This rank's part of the step's weighted sum in every micro-batch; gradients are summed over the domain."""
+        """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
         if self.pipeline is None:
             return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
         try:
@@ -218,7 +218,7 @@ class Trainer:
             raise
 
     def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
-        """What every token counts, by an objective: after a pass without gradients if it wants one."""
+        """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
         if not objective.needs_log_probabilities:
             return objective.weights(batch)
         seen = self.look(batch, log_probabilities)
@@ -226,9 +226,9 @@ class Trainer:
 
     @torch.no_grad()
     def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]:
-        """What `score` makes of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
+        """Returns the `score` of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
 
-        In a pipeline these are zeros where the head is not.
+        Pipeline ranks without the head return zeros. Collective.
         """
 
         def inputs(number: int) -> Inputs:
@@ -238,11 +238,11 @@ class Trainer:
 
         if self.pipeline is not None:
             return self.pipeline.forward(len(batch.micro_batches), inputs)
-        given = map(inputs, range(len(batch.micro_batches)))
-        return [self.model(one.tokens, one.positions, one.attention, one.head) for one in given]
+        every_input = map(inputs, range(len(batch.micro_batches)))
+        return [self.model(given.tokens, given.positions, given.attention, given.head) for given in every_input]
 
     def validate(self) -> Validation:
-        """The mean loss of the documents that are set apart, without a trace in what is trained."""
+        """Returns the mean loss of the validation documents. Does not affect training. Collective."""
         assert self.documents is not None
         planner, apart = self.loader.planner, self.preference_apart
         if apart is None:
@@ -253,7 +253,7 @@ class Trainer:
         return found
 
     def _prefer(self, store: Store, *, resumes: bool) -> None:
-        """From now on the loss is that of pairs of the store."""
+        """Switches the objective to DPO, and makes the reference log-probabilities of the store's pairs."""
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
         weights = [weight.detach() for weight in self.model.parameters() if weight is not copy]
         reference = Reference(self.config, self.mesh, self.model, weights, self.look, self.loader.planner, resumes)
@@ -262,12 +262,12 @@ class Trainer:
         self._after_looking()
 
     def _after_looking(self) -> None:
-        """Leaves no trace of passes without gradients in the next step."""
-        reshard(self.model)  # else blocks that stay gathered until backward would until the next one
+        """Cleans up after passes without gradients: reshards the model and resets the clock."""
+        reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
         self.clock.take()
 
     def micro_batch(self, batch: StepBatch, number: int, weights: StepWeights) -> torch.Tensor:
-        """Forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""
+        """Runs forward and backward of a micro-batch; gradients are reduced in the last one, or in each."""
         last = number == len(batch.micro_batches) - 1
         parallel = self.config.parallel
         reduce_gradients(
@@ -287,7 +287,7 @@ class Trainer:
         return loss.detach()
 
     def _inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
-        """What this rank needs for a micro-batch; those behind the batch's last one are empty."""
+        """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
         device, counted = self.mesh.device, None
         if number < len(batch.micro_batches):
             micro_batch = batch.micro_batches[number]
@@ -310,11 +310,11 @@ class Trainer:
         return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)
 
     def _attend(self, plan: Plan, layout: Layout) -> Any:
-        """Attention of a micro-batch, as the settings describe it."""
+        """Makes the attention of a micro-batch, as configured."""
         return self.model.attention(make_attention(self.config, self.mesh, self.model.spec, plan, layout, self.clock))
 
     def _utilisation(self, batch: StepBatch, seconds: float) -> float | None:
-        """Share of the devices' operations that the model needed; None if their peak is not known."""
+        """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not known."""
         peak, device = self.config.train.peak_flops, self.mesh.device
         if peak is None and device.type == "cuda":
             peak = peak_flops(torch.cuda.get_device_name(device), self.config.train.dtype)
@@ -323,19 +323,19 @@ class Trainer:
         return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
 
     def _recalibrate(self, online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
-        """Lets the step after the next, and all later ones, be planned with constants refined by the time of this one.
+        """Refines the constants of the planner by the measured time of this step, from the step after the next on.
 
-        The next step is being planned already. Every rank refines by the slowest rank's time, so all plan alike.
+        The next step is being planned already. Every rank uses the time of the slowest rank, so that plans stay equal.
         """
         slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
         profile = online_fit.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What every process says of this step, by name: float64 [world size]. Ranks with the same tokens count them once."""
+        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once."""
         counts, spent = self.mesh.counts, self.clock.take()
         idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
-        mine = {
+        local = {
             "loss": float(losses.double().sum()) if counts else 0.0,
             "rows": float(sum(len(micro_batch.tokens) for micro_batch in batch.micro_batches)) if counts else 0.0,
             "bubble_share": idle_share,
@@ -347,49 +347,51 @@ class Trainer:
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
         }
-        return dict(zip(mine, self.mesh.gather(list(mine.values())).T, strict=True))
+        return dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
 
     def _refuse_non_finite(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
-        """Raises NonFiniteLoss on every rank, with the documents of the micro-batches in which a rank's loss is not finite."""
+        """Raises NonFiniteLoss on every rank, naming the documents of micro-batches whose loss is not finite on any rank."""
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return
-        mine = {
+        affected = {
             batch.documents[shard.document]
             for micro_batch, part in zip(batch.micro_batches, losses, strict=True)
             if not part.isfinite()
             for shard in micro_batch.layout.shards
         }
-        everyones = self.mesh.gather_objects(sorted(mine))
-        named = sorted({name for names in everyones for name in names}) or sorted(batch.documents)
+        gathered = self.mesh.gather_objects(sorted(affected))
+        named = sorted({name for names in gathered for name in names}) or sorted(batch.documents)
         more = f" and {len(named) - 20} more" if len(named) > 20 else ""
         intact = "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
         raise NonFiniteLoss(
-            f"step {batch.step}: loss is {loss}, gradient norm {grad_norm}{intact}. Documents of the "
-            f"micro-batches concerned: {', '.join(named[:20])}{more}. Look at them, or lower optimizer.learning_rate"
+            f"step {batch.step}: loss is {loss}, gradient norm is {grad_norm}{intact}. Documents in the affected "
+            f"micro-batches: {', '.join(named[:20])}{more}. Check these documents, or lower optimizer.learning_rate"
         )
 
     def _go_to(self, found: Checkpoint, run: Config) -> None:
-        """To the step and the place in the data of a checkpoint, of this stage or of the end of the one before, whose model may
-        have another RoPE. Raises what does not go with it; reads no weights."""
+        """Sets the step and the position in the data to those of a checkpoint; reads no weights.
+
+        The checkpoint must be of this stage, or of the end of an earlier one, whose RoPE may differ. Raises CheckpointError.
+        """
         stage, model = found.stage, self.model
         if stage < self.stage and found.step == run.stage_ends[stage]:
             with torch.device("meta"):
                 model = run.at_stage(stage).model_source(self.model.spec.vocab_size).build()
         elif stage != self.stage:
             raise CheckpointError(
-                f"{found.folder} is of stage {stage + 1}, and by these stages step {found.step} is of stage {self.stage + 1}: "
-                "give the stages of that run"
+                f"{found.folder} belongs to stage {stage + 1}, but with these stages step {found.step} belongs to stage "
+                f"{self.stage + 1}: use the stages of that run"
             )
         different = model.differences(found.state["model"])
         if different:
-            raise CheckpointError(f"{found.folder} holds another model: {'; '.join(different)}. Give the model of that run")
+            raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
         data = found.state["data"]
         self.loader.load_state_dict(data) if stage == self.stage else self.loader.begin_stage(data)
         self.steps_done = found.step
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory this process has held so far: of the CUDA allocator, or resident memory on a CPU."""
+    """Returns the peak memory of this process in bytes: of the CUDA allocator, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,8 +1,7 @@
-"""Model FLOP utilisation: the operations that the model needs, per second, as a share of what the devices can do.
+"""Model FLOP utilization (MFU): FLOP/s that the model needs as a share of the devices' peak.
 
-Counted is what a perfect implementation would compute: two operations for every weight of a matrix and token, causal attention
-inside of each document alone, and twice that again in backward, where frozen weights need no gradient. Recomputation and
-padding are not counted, so they lower it.
+Counts what an ideal implementation computes: two operations per matrix weight and token, causal attention inside each document,
+and twice that in backward, less the gradients of frozen weights. Recomputation and padding are not counted, so they lower MFU.
 """
 
 import re
@@ -25,22 +24,22 @@ PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
     "L40S": (362e12, 91.6e12),
     "MI300X": (1307e12, 163.4e12),
 }
-"""Dense operations a second in bfloat16 and float32 (without TF32), by what the device's name contains; from data sheets."""
+"""Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
 
 
 def model_flops(spec: ModelSpec, lengths: Sequence[int]) -> int:
-    """Operations of forward and backward over documents of these lengths. Needs `vocab_size`."""
+    """Returns the FLOPs of forward and backward over documents of these lengths. `spec` must have `vocab_size`."""
     frozen = spec.multiplied_parameters - spec.trained_parameters if spec.adapted else 0
     return FORWARD_AND_BACKWARD * spec.flops(lengths) - 2 * frozen * sum(lengths)
 
 
 def gpu_kind(device_name: str) -> str | None:
-    """The kind of GPU that a device of this name is, as in `PEAK_FLOPS`; None if it is not there."""
+    """Returns the key of `PEAK_FLOPS` for a device name; None if not in the table."""
     return next((kind for kind in PEAK_FLOPS if re.search(rf"\b{kind}\b", device_name)), None)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """What a device of this name can do in a second; None if it is not in the table."""
+    """Returns the peak FLOP/s of a device by its name; None if not in the table."""
     kind = gpu_kind(device_name)
     if kind is None:
         return None

@@ -1,7 +1,7 @@
-"""Validation: the loss of documents that are not trained on, by the same plans, attention and head as training.
+"""Validation: the loss of documents that are not trained on, with the same planner, attention and head as training.
 
-A pass goes once through all documents, in the order of the store. It draws no random number, and the loader of the run knows
-nothing of it, so that training goes on bit by bit as without it.
+A pass covers all documents once, in the order of the store. It draws no random numbers and does not touch the loader of the
+run, so that training continues bit by bit as without it.
 """
 
 import time
@@ -26,7 +26,7 @@ from longctx.training.setup import padding
 
 
 class Score(Protocol):
-    """A number for every label [tokens] from hidden states [tokens, hidden] and the output weight; 0 where there is none."""
+    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label."""
 
     def __call__(
         self, hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, *, softcap: float = 0.0
@@ -34,12 +34,12 @@ class Score(Protocol):
 
 
 Look = Callable[[StepBatch, Score], list[torch.Tensor]]
-"""`Trainer.look`."""
+"""A pass without gradients, `Trainer.look`."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What goes into the metrics of a step; see `StepMetrics`."""
+    """Validation metrics of a step; see `StepMetrics`."""
 
     validation_loss: float
     validation_tokens: int
@@ -49,13 +49,15 @@ class Validation:
 
 @dataclass(frozen=True)
 class Documents:
-    """Some documents of a store, cut where they are too long as in training, to be gone through once.
+    """Documents of a store for one pass in order, split or dropped if too long, as in training.
 
     Attributes:
-        pieces: in the order of the store.
-        step_tokens: so many tokens, at least, are planned together.
-        pad_to_multiple_of: as `Loader` has it.
-        long: how many documents are longer than the `max_length` tokens of a piece, and are split or dropped.
+        store: the store.
+        pieces: documents or parts of documents, in the order of the store.
+        step_tokens: minimum number of tokens that are planned together.
+        pad_to_multiple_of: as in `Loader`.
+        max_length: maximum tokens of a piece.
+        long: number of documents longer than `max_length`, which are split or dropped.
     """
 
     store: Store
@@ -69,14 +71,14 @@ class Documents:
     def choose(
         cls, config: Config, store: Store, max_length: int, first: int | None = None, held_out_share: float | None = None
     ) -> "Documents":
-        """The `first` documents of a store (None: all); with `held_out_share` of those that a run with this share sets apart.
+        """Chooses the `first` documents of a store (None: all); with `held_out_share` only held-out documents.
 
         Raises UserError if there are none, or if some are too long and `data.long_documents` is error.
         """
         chosen = np.ones(len(store), np.bool_) if held_out_share is None else held_out(store.names, held_out_share)
         if not chosen.any():
             raise UserError(
-                f"data.held_out {held_out_share} sets none of the {len(store):,} documents of {store.said} apart: raise it"
+                f"data.held_out is {held_out_share}, which holds out no document of {store.said} ({len(store):,}): raise it"
             )
         if first is not None:
             chosen &= np.cumsum(chosen) <= first + (store.pairs and first % 2)
@@ -95,7 +97,7 @@ class Documents:
         return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
-        """This rank's share of all pieces, one plan after the other. All ranks call it."""
+        """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens, 1 + self.store.pairs), start=1):
             plan = planner([piece.length for piece in pieces])
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
@@ -103,7 +105,7 @@ class Documents:
 
 
 def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterator[list[Piece]]:
-    """All pieces in order, as many together as hold at least so many tokens, and a multiple of so many pieces."""
+    """Yields all pieces in order, in groups of at least `tokens` tokens and a multiple of `multiple` pieces."""
     waiting: list[Piece] = []
     held = 0
     for piece in pieces:
@@ -117,7 +119,7 @@ def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterato
 
 
 def documents_apart(config: Config, training: Store, max_length: int) -> Documents:
-    """What a run is validated on: the documents of eval.store, else those of its own store that it is not trained on.
+    """Returns the validation documents of a run: those of eval.store, otherwise the held-out documents of its own store.
 
     Raises UserError if there are none, or if they were made with another tokenizer.
     """
@@ -127,18 +129,18 @@ def documents_apart(config: Config, training: Store, max_length: int) -> Documen
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
             f"eval.store {config.eval.store} was made with another tokenizer than {config.data.said}: prepare it "
-            f"with that one (`longctx prepare --tokenizer {training.path}/tokenizer.json`)"
+            f"with the same tokenizer (`longctx prepare --tokenizer {training.path}/tokenizer.json`)"
         )
     return Documents.choose(config, store, max_length, config.eval.documents)
 
 
 def mean_loss(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> Validation:
-    """The mean over all targets of all ranks, the same on each of them."""
+    """Returns the mean loss over all targets of all ranks, the same on each rank. Collective."""
     began = time.perf_counter()
     total, targets = 0.0, 0
     for batch in documents.steps(planner, mesh):
         values = look(batch, log_probabilities)
-        total -= sum(float(one.double().sum()) for one in values) if mesh.counts else 0.0
+        total -= sum(float(value.double().sum()) for value in values) if mesh.counts else 0.0
         targets += batch.target_tokens
     loss = float(mesh.gather([total]).sum()) / max(1, targets)
     return Validation(loss, targets, time.perf_counter() - began)
@@ -147,7 +149,10 @@ def mean_loss(documents: Documents, look: Look, planner: Planner, mesh: Mesh) ->
 def mean_preference(
     documents: Documents, weigh: Callable[[StepBatch], StepWeights], planner: Planner, mesh: Mesh
 ) -> Validation:
-    """The mean of a preference loss over all pairs, the same on every rank; `weigh` makes loss and accuracy of some of them."""
+    """Returns the mean preference loss and accuracy over all pairs, the same on each rank. Collective.
+
+    `weigh` computes the loss and accuracy of a step.
+    """
     began = time.perf_counter()
     pairs = loss = accuracy = 0.0
     targets = 0

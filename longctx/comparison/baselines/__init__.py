@@ -1,9 +1,8 @@
-"""Baselines: how other systems would plan the same documents, each turned into a checked `Plan` and scored by the same cost.
+"""Baselines: schedulers of other systems on the same documents, as checked `Plan`s scored by the same cost model.
 
-What is compared is scheduling alone: every baseline gets our ring attention, our exchange and our packing of a rank's
-documents into one micro-batch. `BASELINES` says of each what is its authors' and what is our reading. They plan a step from its
-documents alone; fixed static, the baseline that everyone knows, also needs the degree of the whole data set. Static plans at
-every degree come from `make_plan(mode="static")`.
+Only scheduling is compared: every baseline uses longctx's ring attention, exchange and packing of a rank's documents into one
+micro-batch. `BASELINES` tells for each what is the authors' code and what is our reading. All plan a step from its documents;
+fixed static also needs the degree of the whole data set. Static plans at every degree come from `make_plan(mode="static")`.
 """
 
 import time
@@ -26,66 +25,65 @@ from longctx.planning.validation import check_lengths, check_plan, check_setting
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
 
 Place = Callable[[HardwareProfile, Integers, int, int], Assignment]
-"""(profile, lengths, ranks, tokens_per_rank) → where every document stands. Raises PlanError if the system cannot hold them."""
+"""(profile, lengths, ranks, tokens_per_rank) → assignment. Raises PlanError if the system cannot hold the documents."""
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another system's scheduler. `about` says in a sentence or two what is theirs and what is our reading."""
+    """Another system's scheduler. `about` tells what is the authors' code and what is our reading."""
 
     title: str
     about: str
     place: Place
-    load: Callable[[], object] = lambda: None  # what it needs from elsewhere; not part of planning time
+    load: Callable[[], object] = lambda: None  # imports the system's package; not part of planning time
 
 
 BASELINES: dict[str, Baseline] = {
     "plain-static": Baseline(
         "plain static",
-        "What a trainer with sequence packing and static context parallelism does: the best power-of-two degree, documents "
-        "packed best-fit by tokens, and nobody looks at time.",
+        "A trainer with sequence packing and static context parallelism: the best power-of-two degree, documents packed "
+        "best-fit by tokens, without a cost model.",
         place_plain_static,
     ),
     "megatron-main": Baseline(
         "Megatron main",
-        "Theirs: the class BalancedCPScheduler out of the megatron-core wheel, unchanged. Ours: documents that it lets a rank "
-        "run one after another within a group are packed into micro-batches of the token budget.",
+        "Theirs: the class BalancedCPScheduler of the megatron-core wheel, unchanged. Ours: documents that it runs one after "
+        "another on a rank within a group are packed into micro-batches of the token budget.",
         place_megatron_main,
         load_scheduler,
     ),
     "megatron-dev": Baseline(
         "Megatron dev",
-        "Our reading of the packing-aware scheduler of Megatron's dev branch, written anew from its description: powers of "
-        "two, work = length² / degree.",
+        "Our reading of the packing-aware scheduler of Megatron's dev branch, written from its description: powers of two, "
+        "work = length² / degree.",
         place_megatron_dev,
     ),
     "flexsp": Baseline(
         "FlexSP-like",
-        "Our reading of FlexSP (ASPLOS 2025): sorted documents cut into micro-batches of equal tokens, in each the "
-        "power-of-two groups that finish first. A bisection with greedy placement stands in for its integer program.",
+        "Our reading of FlexSP (ASPLOS 2025): sorted documents are cut into micro-batches of equal tokens, each with the "
+        "power-of-two groups that finish first. A bisection with greedy placement replaces its integer program.",
         place_flexsp,
     ),
     "bytescale": Baseline(
         "ByteScale-like",
         "Our reading of ByteScale (SIGCOMM 2025): ⌈length / budget⌉ ranks for a long document, short ones packed by best fit, "
-        "units of similar time side by side. Without its offloading; its ranks may run ahead of each other, which "
-        "is not modelled.",
+        "units of similar time in the same micro-batch. Not modelled: its offloading, and ranks that run ahead of each other.",
         place_bytescale,
     ),
 }
 
 
 def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Plan:
-    """Plans the documents as the baseline of that name would.
+    """Plans the documents with a baseline.
 
     Raises:
-        PlanError: for malformed input, and where the baseline cannot hold the documents (the text says why).
-        MissingBaseline: where the baseline needs a package that is not installed.
+        PlanError: for invalid input, or if the baseline cannot hold the documents.
+        MissingBaseline: if the baseline needs a package that is not installed.
     """
     check_settings(ranks, tokens_per_rank, "auto", None, None, None)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     if name not in BASELINES:
-        raise PlanError(f"no baseline {name!r}: choose one of {', '.join(BASELINES)}")
+        raise PlanError(f"unknown baseline {name!r}: choose one of {', '.join(BASELINES)}")
     BASELINES[name].load()
     return _plan("auto", name, BASELINES[name].place, sizes, ranks, tokens_per_rank, profile)
 
@@ -93,9 +91,9 @@ def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_r
 def plan_fixed_static(
     lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile, degree: int
 ) -> Plan:
-    """Plans the documents, in the order in which they were drawn, at the one degree of their data set (see `fixed_static`).
+    """Plans the documents, in the order in which they were drawn, at the fixed degree of their data set (see `fixed_static`).
 
-    Raises PlanError for malformed input, and if the degree does not divide the ranks or does not hold every document.
+    Raises PlanError for invalid input, or if the degree does not divide the ranks or does not hold every document.
     """
     check_settings(ranks, tokens_per_rank, "static", degree, None, None)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
@@ -107,7 +105,7 @@ def plan_fixed_static(
 def _plan(
     mode: str, winner: str, place: Place, sizes: Integers, ranks: int, tokens_per_rank: int, profile: HardwareProfile
 ) -> Plan:
-    """Places the documents, and scores and checks the plan; only placing counts as planning time."""
+    """Places the documents, then scores and checks the plan; only placing counts as planning time."""
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3

@@ -1,9 +1,9 @@
-"""ByteScale-like: every document on as few ranks as hold it, short ones packed by best fit (hybrid data parallelism).
+"""ByteScale-like: every document on the fewest ranks that hold it, short ones packed by best fit (hybrid data parallelism).
 
 Our reading of "ByteScale: Efficient Scaling of LLM Training with a 2048K Context Length" (SIGCOMM 2025, arXiv 2502.21231): a
 document of more than the budget takes ⌈length / budget⌉ ranks, others are packed into ranks by best fit. Its balance scheduler
-puts work of similar time side by side, so units (a ring, or a packed rank) are taken in descending order of time and each goes
-into the first micro-batch that has the ranks.
+runs work of similar time together, so units (a ring, or a packed rank) are taken in descending order of time, and each is
+placed into the first micro-batch with enough free ranks.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from longctx.planning.cost.model import alone_ns
 
 
 def place_bytescale(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """Where every document stands; every document must fit the domain."""
+    """Assigns every document to ranks and a micro-batch; every document must fit in the domain."""
     degrees = least_degrees(lengths, ranks, tokens_per_rank)
     time = alone_ns(profile, lengths, degrees).tolist()
     tokens = largest_shards(lengths, degrees)

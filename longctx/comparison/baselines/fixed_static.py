@@ -1,9 +1,9 @@
-"""Fixed static: one degree for all steps, documents packed next-fit as they come: what trainers without dynamic degrees run.
+"""Fixed static: one degree for all steps, documents packed next-fit in their order, as in trainers without dynamic degrees.
 
-The degree is that of the data set's longest document: the smallest power of two that holds it and divides the ranks, or all
-ranks where none does. A group of `degree` ranks holds a pack; the open pack is closed when the next document does not fit, and
-nobody sorts. The last packs are then split, document by document from the end, until every group has one in every micro-batch.
-This is how `dp_balanced` packs, the baseline of the dynamic context parallelism benchmark in Megatron-LM; written anew.
+The degree is the smallest power of two that holds the longest document of the data set and divides the ranks, or all ranks if
+there is none. A group of `degree` ranks holds a pack; a pack is closed when the next document does not fit, without sorting.
+The last packs are then split, document by document from the end, until every group has a pack in every micro-batch. This is the
+packing of `dp_balanced`, the baseline of Megatron-LM's dynamic context parallelism benchmark; our own code.
 """
 
 import numpy as np
@@ -16,36 +16,36 @@ from longctx.planning.plan import PlanError
 
 
 def fixed_degree(longest: int, ranks: int, tokens_per_rank: int) -> int:
-    """The degree that a data set with such a longest document gets. Raises PlanError if all ranks do not hold it."""
+    """Returns the degree for a data set whose longest document has `longest` tokens. Raises PlanError if no degree holds it."""
     degrees = [degree for degree in powers_of_two(ranks) if ranks % degree == 0]
     for degree in (*degrees, ranks):
         if _holds(degree, longest, tokens_per_rank):
             return degree
     raise PlanError(
         f"fixed static cannot hold a document of {longest:,} tokens: all {ranks:,} ranks hold "
-        f"{longest_document(ranks, tokens_per_rank):,} at {tokens_per_rank:,} tokens a rank"
+        f"{longest_document(ranks, tokens_per_rank):,} at {tokens_per_rank:,} tokens per rank"
     )
 
 
 def check_fixed_degree(degree: int, longest: int, ranks: int, tokens_per_rank: int) -> None:
     """Raises PlanError unless `degree` divides the ranks and holds a document of `longest` tokens."""
     if ranks % degree:
-        raise PlanError(f"static:{degree} on {ranks:,} ranks: a fixed degree must divide the ranks")
+        raise PlanError(f"static:{degree} on {ranks:,} ranks: the degree must divide the number of ranks")
     if _holds(degree, longest, tokens_per_rank):
         return
     divisors = (d for d in range(1, ranks + 1) if ranks % d == 0)
     enough = next((d for d in divisors if _holds(d, longest, tokens_per_rank)), None)
     raise PlanError(
-        f"static:{degree} does not hold the longest document of {longest:,} tokens: {degree} ranks of {tokens_per_rank:,} hold "
-        f"{longest_document(degree, tokens_per_rank):,}; "
-        + (f"the smallest degree of {ranks:,} ranks that does is {enough}" if enough else f"no degree of {ranks:,} ranks does")
+        f"static:{degree} does not hold the longest document of {longest:,} tokens: {degree} ranks with {tokens_per_rank:,} "
+        f"tokens each hold {longest_document(degree, tokens_per_rank):,}; "
+        + (f"use degree {enough} or more" if enough else f"no degree on {ranks:,} ranks holds it")
     )
 
 
 def place_fixed_static(
     profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int, degree: int
 ) -> Assignment:
-    """Where every document stands. `degree` must pass `check_fixed_degree` for the longest; the profile is not used."""
+    """Assigns every document. `degree` must pass `check_fixed_degree` for the longest document; `profile` is not used."""
     groups = ranks // degree
     packs = _next_fit(largest_shards(lengths, np.full_like(lengths, degree)).tolist(), tokens_per_rank)
     _split_last(packs, groups)
@@ -58,7 +58,7 @@ def _holds(degree: int, length: int, tokens_per_rank: int) -> bool:
 
 
 def _next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
-    """Packs documents in their order; `tokens` are those of each on the fullest rank of its group."""
+    """Packs documents in their order; `tokens` are the tokens of each on the fullest rank of its group."""
     packs: list[list[int]] = []
     free = -1
     for document, count in enumerate(tokens):
@@ -71,7 +71,7 @@ def _next_fit(tokens: list[int], capacity: int) -> list[list[int]]:
 
 
 def _split_last(packs: list[list[int]], multiple: int) -> None:
-    """Makes the number of packs a multiple, if there are documents enough: the last pack gives its last ones away first."""
+    """Splits packs until their number is a multiple of `multiple`, if possible, starting with the last document."""
     at = len(packs) - 1
     while len(packs) % multiple and at >= 0:
         if len(packs[at]) > 1:

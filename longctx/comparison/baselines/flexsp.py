@@ -1,11 +1,10 @@
-"""FlexSP-like: similar documents share a micro-batch, and each micro-batch has its own power-of-two groups of ranks.
+"""FlexSP-like: documents of similar length share a micro-batch, and each micro-batch has its own power-of-two groups of ranks.
 
 Our reading of "FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism" (ASPLOS 2025, arXiv
-2412.01523): documents are sorted by length and cut into micro-batches so that the fullest has the fewest tokens; in each,
-groups of ranks whose degrees are powers of two, and who holds which document, are chosen so that the slowest group finishes
-first; a few numbers of micro-batches are tried and the best is kept. FlexSP solves each micro-batch as an integer program in 5
-to 15 s; here a bisection on the finishing time with greedy placement (longest first, smallest degree that makes it, emptiest
-group of that degree) stands in for it.
+2412.01523): documents are sorted by length and cut into micro-batches such that the largest has the fewest tokens; in each,
+groups with power-of-two degrees and their documents are chosen to minimize the time of the slowest group; a few numbers of
+micro-batches are tried and the best is kept. FlexSP solves each micro-batch as an integer program in 5 to 15 s; here a
+bisection on the finishing time with greedy placement (longest first, smallest sufficient degree, emptiest group) replaces it.
 """
 
 import itertools
@@ -20,13 +19,13 @@ from longctx.planning.plan import PlanError
 from longctx.planning.planners.auto.shared_rings import Choice, place_within
 
 NUMBERS_TRIED = 4
-"""How many numbers of micro-batches that hold the documents are tried."""
+"""Number of feasible numbers of micro-batches that are tried."""
 PRECISION = 0.01
-"""Bisection stops when a finishing time is known to this share."""
+"""Relative precision of the bisection on the finishing time."""
 
 
 def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """Where every document stands. Raises PlanError if a document needs more ranks than a power of two provides."""
+    """Assigns every document. Raises PlanError if a document needs more ranks than the largest power of two."""
     degrees = powers_of_two(ranks)
     shards = shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank)
     times = alone_ns(profile, *np.broadcast_arrays(lengths[:, None], np.array(degrees)))
@@ -40,7 +39,7 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
         number += 1
         rows = list(itertools.takewhile(bool, (_fastest(part, choices, degrees, tokens_per_rank, ranks) for part in parts)))
         if len(rows) < len(parts):
-            number += number // 16  # far from holding them: do not creep
+            number += number // 16  # far from feasible: take larger steps
             continue
         plans.append(stand_in_rows(rows, lengths))
     if not plans:
@@ -49,7 +48,7 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
 
 
 def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:
-    """Cuts the sorted documents into at most `number` runs so that the fullest run of several has the fewest tokens."""
+    """Cuts the sorted documents into at most `number` runs, minimizing the tokens of the largest run."""
     total = np.concatenate([[0], np.cumsum(lengths[order])])
     low, high = int(total[-1]) // number, int(total[-1])
     while low < high:
@@ -63,7 +62,7 @@ def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int
 
 
 def _cuts(total: Integers, most: int) -> list[int]:
-    """Where runs of at most `most` tokens end; a longer document is a run of its own."""
+    """Returns the ends of runs of at most `most` tokens; a longer document is a run by itself."""
     cuts = [0]
     while cuts[-1] < len(total) - 1:
         cuts.append(max(cuts[-1] + 1, int(np.searchsorted(total, total[cuts[-1]] + most, side="right")) - 1))
@@ -71,9 +70,9 @@ def _cuts(total: Integers, most: int) -> list[int]:
 
 
 def _fastest(documents: list[int], choices: list[Choice], degrees: list[int], tokens_per_rank: int, ranks: int) -> list[Group]:
-    """The groups of a micro-batch that finish first, widest first, by bisection on the time; none if it does not hold them.
+    """Returns the groups of a micro-batch with the least finishing time, largest degree first; none if it cannot hold them.
 
-    Documents come longest first.
+    Bisects on the finishing time. `documents` must be sorted longest first.
     """
     chosen = [choices[document] for document in documents]
     low = max(min(filter(None, times)) for times, _ in chosen)

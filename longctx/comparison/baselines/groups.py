@@ -1,4 +1,4 @@
-"""What the baselines share: powers of two, and documents standing in rows of neighbouring groups of ranks."""
+"""Helpers of the baselines: powers of two, packing, and assignment of documents to neighboring groups of ranks."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from longctx.planning.planners.static import best_fit
 
 @dataclass(slots=True)
 class Group:
-    """Neighbouring ranks that share their documents: each document of a group is split over all its ranks."""
+    """Neighboring ranks; each document of a group is split over all its ranks."""
 
     degree: int
     time: float = 0.0
@@ -25,18 +25,18 @@ class Group:
 
 
 def powers_of_two(ranks: int) -> list[int]:
-    """1, 2, 4, … up to `ranks`."""
+    """Returns 1, 2, 4, … up to `ranks`."""
     return [1 << i for i in range(ranks.bit_length())]
 
 
 def packs(documents: Integers, tokens: Integers, capacity: int) -> list[list[int]]:
-    """Packs documents by their `tokens` [documents], longest first, each into the fullest pack that still has room."""
+    """Packs documents by `tokens` [documents], longest first, each into the fullest pack with room (best-fit decreasing)."""
     pack = best_fit(tokens, capacity)
     return [documents[pack == number].tolist() for number in range(int(pack.max(initial=-1)) + 1)]
 
 
 def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
-    """Every row is a micro-batch; its groups stand on the domain one after the other, from rank 0 on."""
+    """Assigns groups to ranks: every row is a micro-batch, whose groups take consecutive ranks from rank 0."""
     micro_batch, first_rank, degree = (np.full(len(lengths), -1, dtype=np.int64) for _ in range(3))
     for row, groups in enumerate(rows):
         first = 0
@@ -49,9 +49,9 @@ def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
 
 
 def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:
-    """Tokens of each document on the fullest rank of each degree, [documents, degrees].
+    """Returns the tokens of each document on the fullest rank at each degree, [documents, degrees].
 
-    Raises PlanError in the name of the system if the largest degree does not hold a document.
+    Raises PlanError, naming the system, if the largest degree does not hold a document.
     """
     shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
     unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
@@ -61,8 +61,8 @@ def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_
 
 
 def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:
-    """What a system says whose largest degree does not hold a document."""
+    """Makes the error for a system whose largest degree does not hold a document."""
     return PlanError(
         f"{system} cannot hold document {document} of {lengths[document]} tokens: its largest degree here is {degree}, which "
-        f"holds {degree * tokens_per_rank} at {tokens_per_rank} tokens a rank"
+        f"holds {degree * tokens_per_rank} at {tokens_per_rank} tokens per rank"
     )

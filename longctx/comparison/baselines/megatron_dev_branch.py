@@ -1,11 +1,11 @@
 """Megatron dev: our reading of the packing-aware dynamic context parallelism on Megatron-LM's dev branch.
 
-Work is length² / degree, degrees are powers of two (and N). Each micro-batch opens with the longest document at its smallest
-degree. Every other document, longest first, takes the degree and group that leave the busiest rank with least work, ties going
-to the smaller degree and the earlier group, within the token budget and 1.05 × the work of a rank that is full of documents as
-long as the first. What does not fit waits for the next micro-batch. No rank may stay empty: the first of the smallest groups
-is doubled until none is, and if that cannot be, the micro-batch becomes one group of all ranks. Written from that description;
-no code of Megatron's is used.
+Work is length² / degree, degrees are powers of two (and N). Each micro-batch starts with the longest document at its smallest
+degree. Every other document, longest first, takes the degree and group that minimize the work of the busiest rank (ties: the
+smaller degree, the earlier group), within the token budget and 1.05 × the work of a rank full of documents as long as the
+first. Documents that do not fit are left to the next micro-batch. No rank may be empty: the first of the smallest groups is
+doubled until none is, and if that is impossible, the micro-batch becomes one group of all ranks. Written from that description,
+without code of Megatron.
 """
 
 import heapq
@@ -21,7 +21,7 @@ SLACK = 1.05
 
 
 def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """Where every document stands. The profile is not used: this scheduler knows no hardware."""
+    """Assigns every document. `profile` is not used: this scheduler has no hardware model."""
     degrees = sorted({*powers_of_two(ranks), ranks})
     shards = shards_by_degree("Megatron dev", lengths, degrees, tokens_per_rank).tolist()
     scheduler = _Scheduler(lengths.tolist(), degrees, shards, ranks, tokens_per_rank)
@@ -34,7 +34,7 @@ def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, 
 
 
 class _Scheduler:
-    """Forms one micro-batch at a time; groups stand on the domain in the order in which they were opened."""
+    """Forms one micro-batch at a time; groups take ranks in the order in which they were opened."""
 
     def __init__(
         self, lengths: list[int], degrees: list[int], shards: list[list[int]], ranks: int, tokens_per_rank: int
@@ -43,7 +43,7 @@ class _Scheduler:
         self.ranks, self.tokens_per_rank = ranks, tokens_per_rank
 
     def next_micro_batch(self, documents: list[int]) -> tuple[list[Group], list[int]]:
-        """The groups of the next micro-batch, and the documents left over; `documents` come longest first."""
+        """Returns the groups of the next micro-batch and the documents left over; `documents` are sorted longest first."""
         first = documents[0]
         limit = SLACK * self.lengths[first] * self.tokens_per_rank
         opening = self._smallest(first)
@@ -54,7 +54,7 @@ class _Scheduler:
         busiest, free = groups[0].time, self.ranks - groups[0].degree
         left: list[int] = []
         for document in documents[1:]:
-            best: tuple[float, int, int] | None = None  # (busiest rank's work, degree's index, group; -1: a new one)
+            best: tuple[float, int, int] | None = None  # (busiest rank's work, index of degree, group; -1: a new group)
             for i in range(self._smallest(document), len(self.degrees)):
                 work, tokens = self._work(document, i), self.shards[document][i]
                 found = self._group(groups, by_degree[i], busiest, work, tokens)
@@ -63,7 +63,7 @@ class _Scheduler:
                 if free >= self.degrees[i] and (best is None or max(busiest, work) < best[0]):
                     best = max(busiest, work), i, -1
                 if best is not None and best[0] <= busiest:
-                    break  # no choice leaves the busiest rank with less
+                    break  # no other choice lowers the work of the busiest rank
             if best is None or best[0] > limit:
                 left.append(document)
                 continue
@@ -79,7 +79,7 @@ class _Scheduler:
     def _group(
         self, groups: list[Group], members: list[int], busiest: float, work: float, tokens: int
     ) -> tuple[float, int] | None:
-        """The earliest open group that leaves the busiest rank with least work, and that work; None if no group has room."""
+        """Returns the least work of the busiest rank, and the earliest group that gives it; None if no group has room."""
         best: tuple[float, int] | None = None
         for index in members:
             group = groups[index]
@@ -108,7 +108,7 @@ class _Scheduler:
         return groups, left
 
     def _one_group(self, documents: list[int]) -> tuple[list[Group], list[int]]:
-        """All ranks as one group, filled in order; the second part is what it does not hold."""
+        """Returns one group of all ranks, filled in order, and the documents that do not fit."""
         group, left = Group(self.ranks), []
         for document in documents:
             tokens = self.shards[document][-1]
@@ -117,11 +117,11 @@ class _Scheduler:
             else:
                 left.append(document)
         if not group.documents:
-            raise PlanError(f"no document fits on all {self.ranks} ranks at {self.tokens_per_rank} tokens a rank")
+            raise PlanError(f"no document fits on all {self.ranks} ranks at {self.tokens_per_rank} tokens per rank")
         return [group], left
 
     def _smallest(self, document: int) -> int:
-        """Index of the smallest degree that holds the document."""
+        """Returns the index of the smallest degree that holds the document."""
         return next(i for i, tokens in enumerate(self.shards[document]) if tokens <= self.tokens_per_rank)
 
     def _work(self, document: int, index: int) -> float:

@@ -1,11 +1,11 @@
-"""Megatron main: the scheduler of Megatron-LM's hybrid context parallelism, run as it is out of the `megatron-core` wheel.
+"""Megatron main: the scheduler of Megatron-LM's hybrid context parallelism, unchanged from the `megatron-core` wheel.
 
-Theirs is `BalancedCPScheduler` (0.16: `megatron/core/pipeline_parallel/hybrid_cp_schedule.py`), which forms groups of
-documents between barriers and gives each rank a list to run one document after the other. Ours is the step from there to
-micro-batches: the list of each ring is packed, longest first, as far as the token budget goes. Its runtime has no barrier
-between the documents of a group, so that packing can cost it time.
+Theirs: `BalancedCPScheduler` (0.16: `megatron/core/pipeline_parallel/hybrid_cp_schedule.py`) forms groups of documents between
+barriers, with a list of documents per rank that run one after the other. Ours: the list of each ring is packed into
+micro-batches, longest first, up to the token budget. Megatron's runtime has no barrier between the documents of a group, so the
+packing can make it slower here.
 
-The wheel is an optional dependency (extra `bench`) and is loaded by name, so that planning itself needs neither it nor torch.
+The wheel is an optional dependency (extra `bench`), imported by name, so that planning needs neither the wheel nor torch.
 """
 
 import importlib
@@ -24,30 +24,30 @@ MODULE = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
 
 
 class MissingBaseline(UserError):
-    """A baseline whose package is not installed."""
+    """Raised if the package of a baseline is not installed."""
 
 
 def place_megatron_main(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """Where every document stands. Raises PlanError if the scheduler fails, MissingBaseline without the wheel."""
+    """Assigns every document. Raises PlanError if the scheduler fails, MissingBaseline without the wheel."""
     groups = scheduled(lengths, ranks, tokens_per_rank)
     shards = largest_shards(lengths, groups.degree)
     over = np.flatnonzero(shards > tokens_per_rank)
     if len(over):
         document = int(over[0])
         raise PlanError(
-            f"Megatron main gives document {document} of {lengths[document]} tokens {groups.degree[document]} ranks, which "
-            f"hold {groups.degree[document] * tokens_per_rank}: over the budget of {tokens_per_rank} tokens a rank"
+            f"Megatron main splits document {document} of {lengths[document]} tokens over {groups.degree[document]} ranks, "
+            f"which hold {groups.degree[document] * tokens_per_rank}: exceeds the budget of {tokens_per_rank} tokens per rank"
         )
     return _within_budget(groups, shards, tokens_per_rank)
 
 
 def scheduled(lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """The scheduler's own result, its groups as micro-batches; tokens on a rank may exceed the budget."""
+    """Returns the scheduler's result, with its groups as micro-batches; tokens per rank may exceed the budget."""
     process_group = SimpleNamespace(size=lambda: ranks)
     scheduler = load_scheduler()(tokens_per_rank, process_group)
     try:
         _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
-    except Exception as error:  # whatever it is, it is theirs, and the comparison goes on without it
+    except Exception as error:  # any failure inside Megatron: the comparison continues without this baseline
         raise PlanError(f"Megatron main cannot plan this: {type(error).__name__} {error}".rstrip()) from error
     ranks_of: dict[int, list[tuple[int, int]]] = {}
     for row, lists in enumerate(groups):
@@ -59,13 +59,13 @@ def scheduled(lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment
         places = ranks_of.get(document, [])
         rows, ring = {row for row, _ in places}, sorted(rank for _, rank in places)
         if len(rows) != 1 or ring != list(range(ring[0], ring[0] + len(ring))):
-            raise PlanError(f"Megatron main puts document {document} on {places[:8]}: not one run of ranks in one group")
+            raise PlanError(f"Megatron main puts document {document} on {places[:8]}: not consecutive ranks of one group")
         micro_batch[document], first[document], degree[document] = rows.pop(), ring[0], len(ring)
     return Assignment(micro_batch, first, degree, np.zeros(len(lengths), dtype=bool))
 
 
 def _within_budget(groups: Assignment, shards: Integers, tokens_per_rank: int) -> Assignment:
-    """Cuts groups into micro-batches: each ring's documents, longest first as they come, fill one until it is full."""
+    """Splits groups into micro-batches: each ring's documents, longest first, fill one micro-batch after the other."""
     rings: dict[tuple[int, int], list[int]] = {}
     for document in np.argsort(-shards * groups.degree, kind="stable").tolist():
         rings.setdefault((int(groups.micro_batch[document]), int(groups.first_rank[document])), []).append(document)
@@ -84,10 +84,10 @@ def _within_budget(groups: Assignment, shards: Integers, tokens_per_rank: int) -
 
 
 def load_scheduler() -> Any:
-    """The class itself. Raises MissingBaseline without the wheel."""
+    """Imports Megatron's scheduler class. Raises MissingBaseline without the wheel."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about kernels for training, which are not used
+            warnings.simplefilter("ignore")  # warnings about kernels for training, which are not used
             return importlib.import_module(MODULE).BalancedCPScheduler
     except ImportError as error:
         raise MissingBaseline(

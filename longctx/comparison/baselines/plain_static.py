@@ -1,8 +1,8 @@
-"""Plain static: one power-of-two degree for all, packed by tokens alone, the best degree kept.
+"""Plain static: one power-of-two degree for all documents of a step, packed by tokens; the best degree is kept.
 
-This is what a trainer with static context parallelism and sequence packing does: best-fit decreasing over the token budget,
-packs run in the order in which they were made, and nobody looks at time. `make_plan(mode="static")` is a stronger baseline: it
-tries every degree, evens out packs and lets equals run side by side.
+As in a trainer with static context parallelism and sequence packing: best-fit decreasing over the token budget, packs in the
+order in which they were made, no cost model. `make_plan(mode="static")` is a stronger baseline: it tries every degree, balances
+packs and runs packs of similar time together.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from longctx.planning.cost.model import score
 
 
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
-    """The best power-of-two degree's plan. Raises PlanError if the largest does not hold every document."""
+    """Assigns every document at the best power-of-two degree. Raises PlanError if the largest does not hold every document."""
     plans: list[Assignment] = []
     for degree in powers_of_two(ranks):
         tokens = largest_shards(lengths, np.full_like(lengths, degree))

@@ -1,1 +1,1 @@
-"""Splits of so many GPUs into tensor, pipeline and domain ranks, compared by the cost and memory models."""
+"""Splits of GPUs into tensor, pipeline and domain ranks, compared by the cost and memory models."""

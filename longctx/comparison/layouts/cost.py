@@ -1,15 +1,13 @@
-"""Cost of a split: the hardware profile that a rank would have if the GPUs were split into tensor, pipeline and domain ranks.
+"""Cost of a split: the hardware profile of a rank if the GPUs are split into tensor, pipeline and domain ranks.
 
-A known profile describes a known model, unsplit, on one kind of GPU. `longctx.planning.cost.scaling` carries it over to any
-other model in any split, by which plans are then made and scored. What it leaves to this module are the weights and gradients
-that collectives over the domain bring, as these are known here:
+A known profile describes one model, unsplit, on one kind of GPU. `longctx.planning.cost.scaling` scales it to other models and
+splits. This module adds the collectives of weights and gradients over the domain:
 
-- weights: where blocks gather them, twice in a micro-batch; where gradients are reduced at once, that as well (float32). What
-  the linear work of a full micro-batch does not hide, at the profile's own overlap, is added to each micro-batch, beside the
-  known launch time by layers. What is gathered and reduced once a step is added to the step and hidden by nothing. The time of
-  the optimizer's own arithmetic is left out.
-- a collective over several nodes uses the network cards of all its ranks in a node at once (rings of NCCL), so it is as fast as
-  they are together, and no faster than the links inside.
+- If blocks gather weights, twice per micro-batch; if micro-batches reduce gradients (float32), once per micro-batch. The part
+  not hidden by the linear work of a full micro-batch, at the profile's overlap, is added to the launch time of every
+  micro-batch. Collectives once per step are added to the step, and not hidden. The optimizer's own time is not counted.
+- A collective over several nodes uses the network cards of all its ranks in a node (NCCL rings): its bandwidth is their sum, at
+  most that of the links inside the node.
 """
 
 from dataclasses import dataclass, replace
@@ -28,18 +26,18 @@ BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"
 LLAMA_3_VOCABULARY = 128256
 GPUS = {"h100-nvlink-ib": ("H100", 80e9), "h200-nvlink-ib": ("H200", 141e9)}
-"""Shipped profiles of the 8B model: their GPU and bytes of its memory, by the data sheet, a few percent less than it has."""
+"""Shipped profiles of the 8B model: GPU and its memory in bytes by data sheet, a few percent less than it really has."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs that are known by the profile of one model on them, which is neither split nor recomputes.
+    """GPUs described by the profile of one model, without splits and recomputation.
 
     Attributes:
-        profile: its constants.
-        model: the model that it is the profile of, with its vocabulary.
-        peak_flops_per_s: of one GPU, in bfloat16 and without sparsity.
-        memory_bytes: of one GPU.
+        profile: hardware profile of that model.
+        model: the model, with its vocabulary.
+        peak_flops_per_s: peak dense bfloat16 FLOP/s of one GPU.
+        memory_bytes: memory of one GPU.
     """
 
     profile: HardwareProfile
@@ -49,7 +47,10 @@ class Machine:
 
     @classmethod
     def load(cls, name: str, peak_tflops: float | None = None, memory_gb: float | None = None) -> "Machine":
-        """The machine of a profile, shipped or a file that may name its model; of a file, peak and memory must be given."""
+        """Loads the machine of a profile: a shipped name, or a file, which needs `peak_tflops` and `memory_gb`.
+
+        Raises UserError if peak FLOP/s or memory are not known, or the profile is not for bfloat16.
+        """
         peak, memory = 0.0, 0.0
         if name in GPUS:
             gpu, memory = GPUS[name]
@@ -59,8 +60,8 @@ class Machine:
         if peak <= 0 or memory <= 0:
             known = " and ".join(GPUS)
             raise UserError(
-                f"profile {name}: to split a model, the peak and the memory of a GPU must be known and > 0, as they are of "
-                f"{known}: give --peak-tflops and --memory-gb"
+                f"profile {name}: peak TFLOP/s and memory of a GPU must be known and above 0, as for {known}: give "
+                "--peak-tflops and --memory-gb"
             )
         profile, described = read_described(name)
         if described is None:
@@ -68,7 +69,7 @@ class Machine:
         else:
             if described.dtype != DTYPE:
                 raise UserError(
-                    f"profile {name} is of {described.dtype}, and splits are those of runs in {DTYPE}: measure one with "
+                    f"profile {name} is for {described.dtype}, but splits are for runs in {DTYPE}: measure a profile with "
                     f"--train.dtype {DTYPE}"
                 )
             model = described.model
@@ -78,12 +79,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Split:
-    """How GPUs share a model and its documents.
+    """A split of GPUs over a model and its documents.
 
     Attributes:
-        tensor: ranks that share every matrix.
-        pipeline: ranks that share the layers, and their schedule.
-        domain: ranks that share the documents and shard the weights.
+        tensor: tensor parallel size.
+        pipeline: pipeline parallel size and schedule.
+        domain: number of ranks that documents and weight shards are split over.
         recompute, reshard_after, reduce_after, tokens_per_rank: the settings of those names.
     """
 
@@ -101,7 +102,7 @@ class Split:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a run sets to be split this way."""
+        """Settings of a run with this split."""
         return {
             "parallel.tensor_parallel_size": self.tensor,
             "parallel.pipeline_parallel_size": self.pipeline.ranks,
@@ -118,10 +119,10 @@ class Split:
 
 
 def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfile:
-    """Constants of the cost model for the slowest pipeline rank of a split. The split's tensor ranks must fit a node.
+    """Returns the profile of the slowest pipeline rank of a split. Tensor ranks must fit in a node.
 
-    launch_s = that of the rank's layers + max(0, 2 · gather + reduce - overlap · linear_s_per_token · tokens_per_rank), where
-    blocks gather and micro-batches reduce; what is done once a step is step_s.
+    launch_s = launch time of the rank's layers + max(0, 2 · gather + reduce - overlap · linear_s_per_token · tokens_per_rank),
+    if blocks gather and micro-batches reduce; collectives once per step are in step_s instead.
     """
     work = work_of(
         spec,
@@ -149,7 +150,7 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
 
 
 def _collective_s(known: HardwareProfile, split: Split, size: float) -> float:
-    """Seconds to gather or reduce that many bytes over the domain."""
+    """Returns the seconds to gather or reduce `size` bytes over the domain."""
     here = min(split.domain, max(1, known.ranks_per_node // split.tensor))
     speed = known.intra_node_bytes_per_s
     if here < split.domain:

@@ -1,11 +1,11 @@
 """Search for the best split of GPUs into tensor, pipeline and domain ranks, by the cost model and the memory model.
 
-Tried are schedules with 1, 2 or 4 stages a rank, three kinds of recomputation, weights gathered once a step or by blocks and
-sharded over the whole domain, and tokens a rank that are powers of two.
+The search space: schedules with 1, 2 or 4 stages per rank, three kinds of recomputation, weights gathered once per step or per
+block and sharded over the whole domain, and tokens per rank in powers of two.
 
-Every such split has a bound: no plan of these documents can be faster under its profile. Splits are looked at in the order of
-their bounds: one that fits into memory is planned, as a run would plan its steps, until no bound is below the time of the last
-one that is asked for. So the answer is that of planning all of them.
+Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
+those that fit in memory are planned as a run would plan its steps. The search ends when the next bound exceeds the time of the
+last split to return, so the result is that of planning all splits.
 """
 
 import itertools
@@ -33,25 +33,26 @@ from longctx.planning.planner import make_plan
 from longctx.training.utilisation import model_flops
 
 BUDGETS = tuple(1024 << power for power in range(9))
-"""Tokens a rank that are tried: 1,024 to 262,144."""
+"""Tokens per rank in the search: 1,024 to 262,144."""
 CHUNKS = (1, 2, 4)
 RECOMPUTE = ("none", "selective", "full")
 WEIGHTS = (("step", "step"), ("block", "step"), ("block", "micro_batch"))
-"""reshard_after and reduce_after: the most memory and the fewest messages first."""
+"""reshard_after and reduce_after, from most memory and fewest messages to least memory."""
 TOO_LONG = "cannot hold the longest document"
 TOO_LARGE = "need more memory than a GPU has"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A split that fits, and what is predicted of it.
+    """A split that fits, and its predictions.
 
     Attributes:
-        step_s: mean time of a step.
-        tokens_per_s_per_gpu: tokens of all documents.
-        mfu: operations of the model, as a share of what the GPUs could do at their peak.
-        bubble_share: mean share of a step in which a pipeline fills and drains.
-        memory: of a rank that holds all the tokens that it may hold, of a ring of the longest document.
+        split: the split.
+        step_s: mean time per step.
+        tokens_per_s_per_gpu: throughput per GPU.
+        mfu: model FLOP utilization.
+        bubble_share: mean share of a step in which the pipeline fills and drains.
+        memory: peak memory of a rank with all tokens of its budget, in a ring of the longest document.
     """
 
     split: Split
@@ -64,14 +65,14 @@ class Found:
 
 @dataclass
 class SearchResult:
-    """What a search found.
+    """Result of a search.
 
     Attributes:
+        possible: number of splits in the search space.
         best: the fastest split of each tp, pp and recomputation, the fastest first.
-        possible: splits that are tried.
-        planned: those of them that were planned.
-        refused: how many were left out, by reason.
-        least_bytes: what the smallest of those that need too much memory needs.
+        planned: number of splits that were planned.
+        refused: number of splits that do not fit, by reason.
+        least_bytes: smallest peak memory of the splits that need too much memory.
     """
 
     possible: int
@@ -82,14 +83,14 @@ class SearchResult:
 
     @property
     def slower(self) -> int:
-        """Splits that were not looked at, as their bounds are slower than what was found."""
+        """Number of splits not visited, because their lower bounds exceed the times found."""
         return self.possible - self.planned - sum(self.refused.values())
 
 
 def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Sequence[int] = BUDGETS) -> Iterator[Split]:
-    """The splits that are tried, all as the rules of a run allow: tp within a node and dividing kv heads, a layer a stage.
+    """Yields the search space that the rules of a run allow: tp within a node and dividing the KV heads, a layer per stage.
 
-    8 GPUs in a node, 8 kv heads: tensor 1, 2, 4, 8; for tensor 2, pipelines of 1, 2, 4 ranks on a domain of 4, 2, 1.
+    With 8 GPUs per node and 8 KV heads: tp 1, 2, 4, 8; for tp 2, pipelines of 1, 2, 4 ranks with a domain of 4, 2, 1.
     """
     kv_heads = spec.largest_layer.num_key_value_heads
     for tensor in _divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
@@ -103,7 +104,7 @@ def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Seq
 
 
 def _runs(pipeline: Pipeline, recompute: str, reshard_after: str, reduce_after: str) -> bool:
-    """Whether a pipeline can run with these settings: it reduces once a step, and zero-bubble keeps everything gathered."""
+    """Returns True if a pipeline supports these settings: it reduces once per step, and zero-bubble keeps weights gathered."""
     if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
         return False
     return pipeline.ranks == 1 or reduce_after != "micro_batch"
@@ -134,18 +135,19 @@ def search(
     best: int = 10,
     progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
 ) -> SearchResult:
-    """The `best` splits for the documents of these steps.
+    """Searches for the `best` splits for the documents of the steps.
 
     Args:
         machine: the GPUs.
         spec: the model, with its vocabulary.
-        steps: lengths of the documents of every step.
-        gpus: how many there are, in nodes as large as the machine's profile says.
-        budgets: tokens_per_rank that are tried.
-        progress: told what is done, how many of how many splits.
+        steps: document lengths of every step.
+        gpus: number of GPUs, in nodes of the size in the machine's profile.
+        budgets: values of tokens_per_rank to try.
+        best: number of splits to return.
+        progress: called with the current phase, the number of splits done and their total.
 
     Raises:
-        UserError: if no split fits, with the least that one needs.
+        UserError: if no split fits, with the smallest memory that a split needs.
     """
     splits = list(possible_splits(spec, gpus, machine.profile.ranks_per_node, budgets))
     outcome = SearchResult(len(splits))
@@ -181,7 +183,7 @@ def search(
 
 
 def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers]) -> list[float]:
-    """Times of the steps that no plan can beat."""
+    """Returns lower bounds on the times of the steps."""
     bounds = (lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline) for lengths in steps)
     return [bound / NANOSECONDS for bound in bounds]
 
@@ -189,7 +191,7 @@ def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers])
 def _plan(
     machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
 ) -> Found | None:
-    """What is predicted of a split; None if it needs too much memory, which is counted, or longer than the limit."""
+    """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`) or exceeds the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
@@ -218,7 +220,7 @@ def _plan(
 
 
 def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
-    """The steps as a run would plan them; no more of them once the mean must be above the limit."""
+    """Plans the steps as a run would; stops as soon as their mean time must exceed the limit."""
     profile = profile_of(machine, spec, split)
     bounds = _bounds_s(profile, split, steps)
     plans: list[Plan] = []
@@ -240,7 +242,7 @@ def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Inte
 
 
 def memory_of(machine: Machine, spec: ModelSpec, split: Split, longest: int, micro_batches: int) -> Memory:
-    """Bytes of a full rank that shares the longest document with as few others as hold it."""
+    """Returns the peak memory of a full rank whose ring for the longest document is as small as possible."""
     profile = profile_of(machine, spec, split)
     documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
     config = changed(Config(), (split.settings | documents).items())
@@ -252,9 +254,9 @@ def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:
     reasons = [f"{count:,} {reason}" for reason, count in outcome.refused.items() if count]
     least = ""
     if outcome.least_bytes is not None:
-        least = f" ({memory_bytes / 2**30:,.1f} GiB; the least that one needs are {outcome.least_bytes / 2**30:,.1f} GiB)"
+        least = f" ({memory_bytes / 2**30:,.1f} GiB; the smallest needs {outcome.least_bytes / 2**30:,.1f} GiB)"
     return (
-        f"no split of {gpus} GPUs holds this model and these documents: of {outcome.possible:,}, "
+        f"no split of {gpus} GPUs can hold this model and these documents: of {outcome.possible:,} splits, "
         f"{' and '.join(reasons)}{least}: "
-        "take more GPUs or more tokens a rank, cut the documents, or take a smaller model"
+        "use more GPUs or more tokens per rank, split the documents, or use a smaller model"
     )

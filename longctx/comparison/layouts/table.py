@@ -1,4 +1,4 @@
-"""The best splits of GPUs on a terminal, and as rows of plain values."""
+"""The best splits of GPUs, as a terminal table and as plain values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +12,19 @@ from longctx.planning.cost.pipeline import Pipeline
 
 
 def row(found: Found) -> dict[str, Any]:
-    """A split as plain values: its ranks, what a run sets, what is predicted, and its memory by parts."""
+    """Returns a split as plain values: domain, settings of a run, predictions, and memory by part."""
     split, memory = found.split, found.memory.to_json()
     figures = {name: value for name, value in vars(found).items() if name not in ("split", "memory")}
     return {"domain": split.domain, "settings": split.settings, **figures, "memory": memory}
 
 
 def counts(outcome: SearchResult) -> dict[str, int]:
-    """What became of all splits, in words."""
+    """Returns the number of splits by outcome."""
     return {**outcome.refused, "were planned": outcome.planned, "cannot be faster than these": outcome.slower}
 
 
 def print_splits(title: str, outcome: SearchResult, common: dict[str, str], console: Console) -> None:
-    """Prints the best splits, and how to run the fastest: by settings of its own and those in `common` to all."""
+    """Prints the best splits, and the settings of the fastest: those of the split and those `common` to all splits."""
     console.print(title, style="bold", highlight=False, markup=False)
     console.print()
     table = Table(box=None, padding=(0, 1, 0, 0))
@@ -32,7 +32,7 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("schedule", "recompute", "kept\nwhole"):
         table.add_column(name, no_wrap=True)
-    for name in ("tokens\na rank", "step\ns", "tokens/s\na GPU", "MFU", "bubble", "memory\nGiB"):
+    for name in ("tokens\nper rank", "step\ns", "tokens/s\nper GPU", "MFU", "bubble", "memory\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, found in enumerate(outcome.best):
         split = found.split
@@ -55,7 +55,7 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
     for line in _captions(outcome):
         console.print(line, style="dim", highlight=False, markup=False)
     console.print()
-    console.print("The first as settings of a run:", highlight=False)
+    console.print("Settings of the first split:", highlight=False)
     for name, value in {**common, **outcome.best[0].split.settings}.items():
         console.print(f"    --{name} {value}", highlight=False, markup=False)
 
@@ -63,11 +63,11 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
 def _captions(outcome: SearchResult) -> Sequence[str]:
     told = "; ".join(f"{count:,} {what}" for what, count in counts(outcome).items() if count)
     return (
-        f"Of {outcome.possible:,} splits {told}.",
-        "The best schedule, sharding and tokens a rank of each tp, pp and recompute. All is predicted, nothing measured.",
-        "kept whole over the step: weights and gradients (all), gradients (grads), or neither (–)",
-        "bubble: a pipeline fills and drains (interl, zero: schedules interleaved, zero-bubble × chunks)",
-        "memory: of a rank with all the tokens that it may hold",
+        f"Of {outcome.possible:,} splits, {told}.",
+        "Each row has the best schedule, sharding and tokens per rank for its tp, pp and recompute. Predicted, not measured.",
+        "kept whole: unsharded on every rank during the step: weights and gradients (all), gradients (grads), or neither (–)",
+        "bubble: share of the step in which the pipeline fills and drains (interl: interleaved, zero: zero-bubble, × chunks)",
+        "memory: peak memory per rank at the full token budget",
     )
 
 
