@@ -1,7 +1,4 @@
-"""Long-context training in PyTorch with a context-parallel degree that changes with every batch.
-
-The names below are imported when they are first used, so `import longctx` is quick and planning needs no torch.
-"""
+"""Long-context training in PyTorch with a context-parallel degree that changes with every batch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -19,6 +16,7 @@ if TYPE_CHECKING:
     from longctx.planning.plan import Plan
     from longctx.planning.planner import make_plan
 
+# Imported when first used, so that `import longctx` is quick and planning needs no torch.
 _PLACES = {
     "HardwareProfile": "longctx.planning.cost.hardware_profile:HardwareProfile",
     "Plan": "longctx.planning.plan:Plan",
