@@ -60,5 +60,5 @@ def test_prepare_and_train_from_python(tmp_path: Path) -> None:
 
 def test_training_checks_the_rules_that_depend_on_the_processes() -> None:
     config = longctx.load_config(None, ["parallel.tensor_parallel_size=2"])
-    with pytest.raises(ConfigError, match="must divide the 1 processes"):
+    with pytest.raises(ConfigError, match="must divide the number of processes"):
         longctx.train(config)
