@@ -94,23 +94,12 @@ def _run(name: str, argv: list[str]) -> int:
         parser.add_argument("--processes", type=int, metavar="N", help=PROCESSES_HELP)
     arguments = parser.parse_args(argv)
     arguments.overrides = overrides
-    if starts_processes is not None and starts_processes(arguments) and _is_launcher(arguments.processes):
-        from longctx.parallel.launch import launch
+    if starts_processes is not None and arguments.processes is not None and starts_processes(arguments):
+        from longctx.parallel.launch import launch, launches
 
-        return launch(arguments.processes, "longctx", given)
+        if launches(arguments.processes):
+            return launch(arguments.processes, "longctx", given)
     return int(module.run(arguments))
-
-
-def _is_launcher(processes: int | None) -> bool:
-    """Returns whether this process starts the others, and is not one of them. Raises UserError for an impossible number."""
-    if processes is None:
-        return False
-    if processes < 1:
-        raise UserError(f"--processes is {processes}: give 1 or more")
-    started = os.environ.get("LOCAL_WORLD_SIZE")
-    if started not in (None, str(processes)):
-        raise UserError(f"--processes is {processes}, but torchrun started {started} on this machine: leave --processes out")
-    return started is None and processes > 1
 
 
 def _main_help(argv: list[str]) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
 
 from tests.workers import Workers
@@ -26,6 +27,14 @@ def workers() -> Iterator[Workers]:
     pool = Workers()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A command that fails in this process leaves its process group, as its process would end then."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -247,7 +247,7 @@ def test_the_table_of_a_checkpoint(store: Path, checkpoint: Path, alone: dict[st
         (["{checkpoint}"], "has no validation documents"),
         (["{folder}"], "has no config.yaml and no config.json"),
         (["{folder}/none", "--store={store}"], "error: there is no folder"),
-        (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this as --store"),
+        (["{store}", "--store={store}"], "is a store of documents: give a run or a checkpoint, and this store as --store"),
         (["{run}", "--store={store}", "--keys=2"], "--keys requires --needle"),
         (["{run}", "--store={store}", "--documents=0"], "--documents is 0"),
         (["{run}", "--needle", "--documents=3"], "--documents is not supported with --needle"),

@@ -17,10 +17,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
+CORE = {"errors", "units", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": set(),
+    "units": set(),
     "tokenizer_files": set(),
     "planning": {"errors", "safe_yaml"},
     "attention": {"errors", "planning"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "plots": {"errors", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
     "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison"},
-    "cli": {"errors", "commands"},
+    "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }
 """Room → the other rooms that it may import."""

@@ -141,6 +141,7 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert main(["train", "nowhere.yaml", "--processes", "2"]) == 2
     assert "--processes is 2, but torchrun started 4 on this machine" in capsys.readouterr().err

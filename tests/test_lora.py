@@ -317,7 +317,7 @@ def test_a_wrong_target_is_told_once(checkpoints: dict[str, Path]) -> None:
     """The error must not blame the checkpoint too."""
     with pytest.raises(ConfigError) as raised:
         load(None, settings_of(checkpoints["llama"], "batch.tokens_per_rank=300", "lora.target_modules=[wq]"))
-    assert str(raised.value).count("no layer is called wq") == 1 and "give another checkpoint" not in str(raised.value)
+    assert str(raised.value).count("no layer is called wq") == 1 and "replace that checkpoint" not in str(raised.value)
 
 
 def test_without_peft_the_settings_are_refused(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from longctx.memory.advisor import (
 )
 from longctx.memory.loads import loads
 from longctx.memory.model import Load, Memory, estimate
-from longctx.memory.units import format_bytes
 from longctx.model.presets import ModelShape
 from longctx.training.first_steps import plan_steps
+from longctx.units import format_bytes
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers

@@ -473,7 +473,7 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--ranks is 0" in refusal(capsys, *arguments, "--ranks", "0")
     assert "must divide the KV heads per rank, 2" in refusal(capsys, *arguments, "--ranks", "4", "--context.ulysses_degree=3")
     wide = ["--model.num_attention_heads=32", "--model.num_key_value_heads=32", "--parallel.tensor_parallel_size=32"]
-    assert "give 16, or model.vocab_size 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
+    assert "set it to 16, or model.vocab_size to 288" in refusal(capsys, *arguments, *wide, "--ranks", "32")
     assert "more than 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
     assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
     assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")

@@ -20,7 +20,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def refusal(request: Request) -> str | None:
-    """See `contract`."""
+    """Implements `contract`."""
     if request.device != "cpu":
         return f"runs on the CPU, not on {request.device}"
     if request.head_dim != request.v_head_dim:
@@ -31,7 +31,7 @@ def refusal(request: Request) -> str | None:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=lse_dtype)
@@ -53,7 +53,7 @@ def backward(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))  # several blocks may add to a key
     for rows, keys, causal, mask in _blocks(segments, q):

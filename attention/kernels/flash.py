@@ -40,14 +40,14 @@ class Flash:
         """Returns the library for a request and logs it once, or the reason why none supports it."""
 
     def refusal(self, request: Request) -> str | None:
-        """See `contract`."""
+        """Implements `contract`."""
         found = self.library(request)
         return found if isinstance(found, str) else None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `contract`."""
+        """Implements `contract`."""
         library = self._library_for(q, v, softcap)
         out = lse = None
         for plan in _plans_for(q, k, segments):
@@ -73,7 +73,7 @@ class Flash:
         scale: float,
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `contract`."""
+        """Implements `contract`."""
         library = self._library_for(q, v, softcap)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[torch.Tensor, ...] = ()

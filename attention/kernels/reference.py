@@ -7,14 +7,14 @@ from longctx.attention.segments import Segment, Segments, visible
 
 
 def refusal(request: Request) -> str | None:
-    """See `contract`. Never refuses."""
+    """Implements `contract`; never refuses."""
     return None
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     heads = q.shape[1]
     q64, k64, v64 = q.double(), _expand(k, heads), _expand(v, heads)
     out = q64.new_zeros(q.shape[0], heads, v.shape[2])
@@ -41,7 +41,7 @@ def backward(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     heads = q.shape[1]
     q64, k64, v64 = q.double(), _expand(k, heads), _expand(v, heads)
     dout64 = dout.double()

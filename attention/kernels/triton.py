@@ -76,7 +76,7 @@ INTERPRETED_BLOCKS = Blocks(32, 16, 1, 1)
 
 
 def refusal(request: Request) -> str | None:
-    """See `contract`."""
+    """Implements `contract`."""
     if find_spec("triton") is None:
         return "needs Triton: pip install triton (it comes with PyTorch's builds for CUDA)"
     if request.device != "cuda":
@@ -91,7 +91,7 @@ def refusal(request: Request) -> str | None:
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     run = _Run(q, k, v, segments, scale, softcap)
     q_, k_, v_ = (run.readable(x) for x in (q, k, v))
     out = q_.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -116,7 +116,7 @@ def backward(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `contract`."""
+    """Implements `contract`."""
     run = _Run(q, k, v, segments, scale, softcap)
     dout_, q_, k_, v_, out_ = (run.readable(x) for x in (dout, q, k, v, out))
     dq, dk, dv = q_.new_empty(q.shape), k_.new_empty(k.shape), v_.new_empty(v.shape)

@@ -261,13 +261,15 @@ def _compare(
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
-    with progress_bar("planning", len(cases) * len(PLANNERS)) as (progress, task):
+    done = 0
+    with progress_bar() as show:
         for case in cases:
 
-            def started(planner: str, case: "Case" = case) -> None:
-                progress.update(task, description=f"{case.ranks} ranks: {TITLES[planner]}")
+            def started(planner: str, case: "Case" = case, done: int = done) -> None:
+                show(f"planning {case.ranks} ranks: {TITLES[planner]}", done / (len(cases) * len(PLANNERS)))
 
-            outcome = compare_case(case, profile, kv_bytes=kv_bytes, started=started, finished=lambda: progress.advance(task))
+            outcome = compare_case(case, profile, kv_bytes=kv_bytes, started=started)
+            done += len(PLANNERS)
             rows += outcome.rows
             if case is shown:
                 plans.update(outcome.plans)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --measure (and --processes N)",
         f"--steps is the number of measured steps (default: {DEFAULT_STEPS}); settings such as --context.profile my.yaml may "
-        "follow",
+        "follow.",
     )
     group.add_argument(
         "--modes",

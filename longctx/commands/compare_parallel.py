@@ -19,9 +19,9 @@ DEFAULT_MODEL = "8b"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "with --parallel",
-        f"--model is the model (default: {DEFAULT_MODEL}); settings such as --model.num_hidden_layers 80 change its sizes. "
-        "A --profile that names no model is taken to describe the 8b model without tensor or pipeline parallelism. "
-        "--tokens-per-rank fixes the token budget; by default powers of two are searched",
+        f"--model is the model (default: {DEFAULT_MODEL}); settings such as --model.num_hidden_layers 80 change its sizes.\n"
+        "A --profile that names no model is taken to describe the 8b model without tensor or pipeline parallelism.\n"
+        "--tokens-per-rank fixes the token budget; by default powers of two are searched.",
     )
     group.add_argument(
         "--parallel",
@@ -71,10 +71,10 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     machine, spec = Machine.load(profile, arguments.peak_tflops, arguments.memory_gb), _spec(arguments)
     budgets = BUDGETS if budget is None else (budget,)
     steps, remark = _steps(source, gpus, max(budgets))
-    with progress_bar() as (bar, task):  # usually ends early: the remaining splits cannot be faster
+    with progress_bar() as show:  # usually ends early: the remaining splits cannot be faster
 
         def progress(doing: str, done: int, of: int) -> None:
-            bar.update(task, description=doing, completed=done, total=of)
+            show(doing, done / max(1, of))
 
         outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {

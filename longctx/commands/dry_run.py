@@ -13,6 +13,7 @@ from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
 from longctx.training.stages import named, open_stages, stage_line
+from longctx.units import format_bytes, format_count
 
 STEPS = 5
 
@@ -38,7 +39,7 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
     check_pairs(config, store)
     print(
         f"dry run on {ranks} ranks\n"
-        f"model      {spec.parameters / 1e9:.3f}B parameters, "
+        f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
         *lines_on(source, pretrained),
         f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
@@ -62,7 +63,7 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
         )
     fused = choose_device(config.train.device, 0).type == "cuda"
     memory = estimate(spec, config, ranks, list(loads((step.plan for step in planned), config)), fused=fused)
-    parts = ", ".join(f"{name.replace('_', ' ')} {size / 2**30:.2f}" for name, size in memory.parts.items() if size)
-    print(f"memory: peak {memory.total / 2**30:.2f} GiB per rank ({memory.moment}): {parts}")
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in memory.parts.items() if size)
+    print(f"memory: peak {format_bytes(memory.total)} per rank ({memory.moment}): {parts}")
     ours, static_s = (sum(getattr(step, which).makespan_s for step in planned) for which in ("plan", "static"))
     print(f"mode {config.context.mode} is {static_s / ours:.2f}× as fast as the best static degree of every step (cost model)")

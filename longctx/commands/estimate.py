@@ -52,12 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows, **told}))
         return 0
     from longctx.memory.table import print_memory
+    from longctx.units import format_bytes, format_count
 
     for memory_of, number, *_ in estimated if run.stages else ():
         largest = " (largest, shown below)" if number == stage else ""
-        print(f"stage {number + 1}: {memory_of.total / 2**30:.2f} GiB per rank{largest}")
+        print(f"stage {number + 1}: {format_bytes(memory_of.total)} per rank{largest}")
     source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
-    print_memory(f"{spec.parameters / 1e9:.3f}B parameters, {ranks} ranks, {source}", memory, table, config)
+    print_memory(f"{format_count(spec.parameters)} parameters, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 

@@ -106,8 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_pairs(config, store)
     settings_file.write_text(config.to_yaml(), "utf-8")
     if arguments.prepare_only:
-        torchrun = f"python -m torch.distributed.run --standalone --nproc-per-node={ranks} -m longctx"
-        print(f"to train: {torchrun} train {settings_file} --resume-if-any")
+        print(f"to train: longctx train {settings_file} --processes {ranks} --resume-if-any")
         return 0
     print(_told(config, store, ranks), flush=True)
     ended = launch(ranks, "longctx", ["train", str(settings_file), "--resume-if-any"])

@@ -3,8 +3,9 @@
 import argparse
 import csv
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from longctx.parallel.mesh import Launch
+
+Progress = Callable[[str, float], None]
+"""`show(stage, share)`: what is being done, and the share of it that is done, 0 to 1."""
 
 GRACE_S = 10
 """Seconds that local rank 0 has to print an error before other ranks do."""
+LINES_EVERY_S = 10
+"""Seconds between two lines of progress where there is no terminal."""
 
 
 def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
@@ -60,11 +64,27 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def progress_bar(description: str = "", total: int = 100) -> Iterator[tuple["Progress", "TaskID"]]:
-    """Shows a progress bar on standard error, removed at the end."""
+def progress_bar() -> Iterator[Progress]:
+    """Yields `show(stage, share)`, which shows progress on standard error: a bar, or without a terminal a line now and then."""
+    if not sys.stderr.isatty():
+        yield _lines()
+        return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        yield progress, progress.add_task(description, total=total)
+    columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=1.0)
+        yield lambda stage, share: bars.update(task, description=stage, completed=share)
+
+
+def _lines() -> Progress:
+    last = time.monotonic()
+
+    def show(stage: str, share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINES_EVERY_S:
+            print(f"{stage}: {share:.0%}", file=sys.stderr, flush=True)
+            last = time.monotonic()
+
+    return show

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     pipeline = parser.add_argument_group(
         "pipeline parallelism",
-        "--ranks is the domain, without pipeline ranks. A profile that names its model is scaled to the layers of the "
-        "slowest pipeline rank; any other profile must describe the layers of one pipeline rank",
+        "--ranks is the domain, without pipeline ranks. A profile that names its model is scaled to the layers of the\n"
+        "slowest pipeline rank; any other profile must describe the layers of one pipeline rank.",
     )
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")

@@ -5,15 +5,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.output import progress_bar
+
 if TYPE_CHECKING:
     from longctx.data.prepare import Prepared
     from longctx.data.store import Manifest
-    from longctx.data.writer import Progress
 
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column)
     out = arguments.out or Path("stores", _name(arguments.source))
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         prepared = prepare(
             corpus,
             out,
@@ -163,21 +163,3 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
-
-
-@contextmanager
-def _progress_bar() -> Iterator["Progress"]:
-    """Shows one progress bar per stage on stderr, if stderr is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description:24}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        stages: dict[str, TaskID] = {}
-
-        def show(stage: str, share: float) -> None:
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage, total=1.0)
-            bars.update(stages[stage], completed=share)
-
-        yield show

@@ -125,12 +125,11 @@ def compare_case(
     planners: Sequence[str] = PLANNERS,
     kv_bytes: int | None = None,
     started: Callable[[str], object] = lambda planner: None,
-    finished: Callable[[], object] = lambda: None,
 ) -> ComparedCase:
     """Plans one step with the given planners. If a planner has no plan, the note of its row gives the reason.
 
-    `kv_bytes`: bytes of one token's K and V in one layer. `started` and `finished` are called before and after every planner,
-    to show progress. Raises PlanError if no degree holds the documents.
+    `kv_bytes`: bytes of one token's K and V in one layer. `started` is called before every planner, to show
+    progress. Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     started("auto")
@@ -149,7 +148,6 @@ def compare_case(
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
-        finished()
     baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = [

@@ -112,6 +112,6 @@ class Target:
         different = trainer.model.differences(self.found.state["model"])
         rope = [sentence for sentence in different if sentence.startswith("rope_")]
         if len(rope) < len(different):
-            raise TargetError(f"{self.found.folder} holds another model: {'; '.join(different)}; override only rope_*")
+            raise TargetError(f"{self.found.folder} contains another model: {'; '.join(different)}; override only rope_*")
         checkpoint.load_weights(self.found, trainer.model, mesh.control)
         return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))

@@ -17,11 +17,11 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
-from longctx.memory.units import format_bytes
 from longctx.model.spec import ModelSpec
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import make_planner
+from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
 Settings = dict[str, Any]

@@ -9,7 +9,7 @@ from rich.table import Table
 from longctx.config import Config
 from longctx.memory.advisor import Choice
 from longctx.memory.model import Memory
-from longctx.memory.units import format_bytes
+from longctx.units import format_bytes
 
 
 def print_memory(title: str, memory: Memory, choices: Sequence[Choice], config: Config) -> None:

@@ -3,7 +3,25 @@
 import logging
 from collections.abc import Sequence
 
-from longctx.parallel.mesh import share_cores
+from torch.distributed import is_torchelastic_launched
+
+from longctx.errors import UserError
+from longctx.parallel.mesh import Launch, share_cores
+
+
+def launches(processes: int) -> bool:
+    """Returns whether this process starts `processes` others, and is not one of them.
+
+    Raises UserError for less than 1, and for another number than torchrun started here.
+    """
+    if processes < 1:
+        raise UserError(f"--processes is {processes}: must be at least 1")
+    if not is_torchelastic_launched():
+        return processes > 1
+    started = Launch.read().local_world_size
+    if started != processes:
+        raise UserError(f"--processes is {processes}, but torchrun started {started} on this machine: omit --processes")
+    return False
 
 
 def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:

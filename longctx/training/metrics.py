@@ -13,6 +13,7 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
+from longctx.units import format_bytes
 
 GROUPS = {
     "time": (
@@ -150,8 +151,9 @@ class StepMetrics:
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         return (
             f"step {self.step} loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
-            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {_size(self.peak_memory_bytes)} degrees {degrees} "
-            f"balance {self.balance:.2f} gap {self.gap:.1%} {bubble}data {self.data_wait_s / self.step_time_s:.1%} "
+            f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
+            f"degrees {degrees} balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
+            f"data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"
         )
 
@@ -166,10 +168,6 @@ class StepMetrics:
 def _tag(name: str) -> str:
     validated = name.removeprefix("validation_")
     return f"validation/{validated}" if validated != name else _TAGS.get(name, f"train/{name}")
-
-
-def _size(number: int) -> str:
-    return f"{number / 2**30:.1f}GiB" if number >= 2**30 else f"{number / 2**20:.0f}MiB"
 
 
 def _short(number: float) -> str:

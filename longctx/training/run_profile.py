@@ -19,6 +19,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.cost.scaling import RankWork, arithmetic_said, scale
 from longctx.training.utilisation import gpu_kind
+from longctx.units import format_count
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 REPEATED_ATTENTION = 4.5 / 3.5
@@ -51,7 +52,7 @@ class Described(BaseModel):
         split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
         recompute = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
-        return f"{_short(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}"
+        return f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}"
 
 
 def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None]:
@@ -78,10 +79,6 @@ def read_described(name_or_path: str) -> tuple[HardwareProfile, Described | None
             "the two, or measure again"
         )
     return profile, described
-
-
-def _short(number: int) -> str:
-    return f"{number / 1e9:.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
 
 
 def work_of(
