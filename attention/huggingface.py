@@ -120,7 +120,6 @@ def model_inputs(
     *,
     group: dist.ProcessGroup | None = None,
     kernel: str = "auto",
-    stages: int | None = None,
     keep_kv: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def model_inputs(
         target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
             labels and computes no loss; use `batch.labels`, which are already shifted.
-        group, kernel, stages, keep_kv: see `ring_attention`.
+        group, kernel, keep_kv: see `ring_attention`.
         device: device of the model.
 
     Raises:
@@ -156,7 +155,6 @@ def model_inputs(
             scale=scale,
             softcap=softcap,
             kernel=kernel,
-            stages=stages,
             keep_kv=keep_kv,
             device=device,
         )

@@ -37,7 +37,6 @@ def ring_attention(
     softcap: float = 0.0,
     sink_logits: torch.Tensor | None = None,
     kernel: str = "auto",
-    stages: int | None = None,
     keep_kv: bool = False,
     ranks_per_node: int | None = None,
 ) -> torch.Tensor:
@@ -54,7 +53,6 @@ def ring_attention(
         softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
         sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
         kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
-        stages: number of exchange stages; None uses the plan's. More stages hold less K and V at once.
         keep_kv: keep received K and V until backward instead of fetching them again.
         ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows cross the network once per
             node and are then passed on inside it. None: rows go directly to every rank that needs them.
@@ -73,7 +71,6 @@ def ring_attention(
         scale=scale,
         softcap=softcap,
         kernel=kernel,
-        stages=stages,
         keep_kv=keep_kv,
         ranks_per_node=ranks_per_node,
         device=q.device,
@@ -96,7 +93,6 @@ class RingAttention(CheckedAttention):
         scale: float | None = None,
         softcap: float = 0.0,
         kernel: str = "auto",
-        stages: int | None = None,
         keep_kv: bool = False,
         ranks_per_node: int | None = None,
         device: torch.device | str = "cpu",
@@ -115,7 +111,7 @@ class RingAttention(CheckedAttention):
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: must be 1 or more, or None for one exchange level")
         super().__init__(layout, group, device)
-        self.schedule = Schedule.build(layout, stages, device, mask, ranks_per_node)
+        self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.number = operator.register(self)

@@ -86,16 +86,15 @@ class Schedule:
     def build(
         cls,
         layout: Layout,
-        stages: int | None = None,
         device: torch.device | str = "cpu",
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
     ) -> "Schedule":
-        """Builds the schedule of a layout; `stages` None uses the plan's. Index tensors are on `device`.
+        """Builds the schedule of a layout. Index tensors are on `device`.
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
-        wanted = layout.stages if stages is None else stages
+        wanted = layout.stages
         if wanted < 1:
             raise ValueError(f"stages is {wanted}: must be at least 1, which gathers everything at once")
         documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]

@@ -24,7 +24,7 @@ import numpy as np
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
-from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found
+from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS
 from longctx.data.markup import Markup
@@ -33,7 +33,6 @@ from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
     JOURNAL,
-    PART_TOKENS,
     Part,
     Progress,
     finished_parts,
@@ -58,8 +57,8 @@ class Prepared:
 
 
 def prepare(
-    corpus: Corpus,
-    out: Path,
+    corpus: Corpus | str | Path,
+    out: Path | str,
     *,
     tokenizer: str = "bpe",
     vocab_size: int = 4096,
@@ -70,12 +69,12 @@ def prepare(
     workers: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda stage, share: None,
-    part_tokens: int = PART_TOKENS,
 ) -> Prepared:
     """Makes the store of `corpus` at `out`.
 
     Args:
-        corpus: source of the documents, see `open_corpus`.
+        corpus: a text, .jsonl or .parquet file, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
+            Corpus, which may also name the column of the text.
         out: folder of the store.
         tokenizer: `bpe` (trained on the corpus), `bytes`, the path of a tokenizer.json, or a checkpoint's folder or name on the
             hub.
@@ -88,7 +87,6 @@ def prepare(
         workers: number of tokenizer threads; None: one per core.
         overwrite: replace a store at `out` that matches another request. Anything that is not a store is never replaced.
         progress: called with the current stage and its finished share (0 … 1).
-        part_tokens: minimum tokens per Arrow file but the last.
 
     Raises:
         CorpusError, TokenizerError: the source or the tokenizer cannot be used, or the tokenizer would lose more than half of
@@ -96,6 +94,7 @@ def prepare(
         ChatError: the template refuses a conversation, or a conversation has no token to train on.
         StoreError: `out` must not be replaced, or another process is preparing it.
     """
+    corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), Path(out)
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
     if train_on not in TRAIN_ON:
@@ -127,7 +126,7 @@ def prepare(
             _copy_files(folder / TOKENIZER_FILES, checkpoint, templates)
         encoder = _encoder(used, checkpoint, templates, train_on, max_length, workers)
         found = Found()
-        parts = write_parts(folder, corpus, encoder, found, part_tokens=part_tokens, progress=progress)
+        parts = write_parts(folder, corpus, encoder, found, progress=progress)
         _check_targets(corpus, found, parts, max_length)
         conversations = bool(set(found.formats) - {"text"})
         if checkpoint is not None and templates is None and conversations:

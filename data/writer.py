@@ -55,9 +55,7 @@ class Part:
     heaviest: float = 0.0
 
 
-def write_parts(
-    folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, part_tokens: int, progress: Progress
-) -> list[Part]:
+def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, progress: Progress) -> list[Part]:
     """Writes the Arrow files that are still missing. Returns all parts."""
     parts = finished_parts(folder)
     documents = islice(corpus.documents(found), sum(part.documents + part.dropped_documents for part in parts), None)
@@ -75,7 +73,7 @@ def write_parts(
             writer.write(batch, rows, dropped)
             read += sum(document.source_bytes for document in batch)
             progress("tokenizing", min(1.0, read / max(1, corpus.bytes)))
-            if writer.part.tokens >= part_tokens:
+            if writer.part.tokens >= PART_TOKENS:
                 finish(writer)
                 writer = None
         if writer is not None:

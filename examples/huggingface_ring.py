@@ -1,6 +1,6 @@
 """Fine-tunes a transformers model on packed documents, each split over the best number of processes.
 
-    torchrun --nproc-per-node 2 examples/huggingface_ring.py
+    torchrun --standalone --nproc-per-node 2 examples/huggingface_ring.py
 
 Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small Qwen3 with random
 weights, so nothing is downloaded. Loss and gradients equal those of a single process that runs the documents one by one with
@@ -12,11 +12,8 @@ import torch.distributed as dist
 from sample_documents import read_documents, report
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from longctx import HardwareProfile, Plan, make_plan, pack_documents
 from longctx.attention.huggingface import model_inputs, prepare
-from longctx.data.packing import pack_documents
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
 
 
 def build_model() -> PreTrainedModel:

@@ -1,25 +1,24 @@
 """Ring attention in your own training loop and model, in plain PyTorch.
 
-    torchrun --nproc-per-node 2 examples/own_trainer.py
+    torchrun --standalone --nproc-per-node 2 examples/own_trainer.py [--fsdp]
 
-Runs in less than a minute on two CPU cores. The model must take packed tokens [tokens, ..] without a batch axis and their
-positions, and call the given attention. All other layers work on single tokens. Loss and gradients equal those of a single
-process that runs the documents one by one.
+Runs in less than a minute on two CPU cores. The model takes packed tokens [tokens, ..] without a batch axis, takes positions
+beside them, and calls attention as a function; every other layer works on single tokens anyway. With --fsdp, FSDP2 shards
+parameters, gradients and optimizer state. Loss and gradients equal those of one process that runs one document after another.
 """
 
+import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from sample_documents import LENGTHS, read_documents, report
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from longctx.attention import RingAttention
-from longctx.data.packing import pack_documents
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx import HardwareProfile, Plan, RingAttention, make_plan, pack_documents
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,6 +54,15 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def shard(model: Model) -> None:
+    """Shards the model over all ranks with FSDP2, which then sums gradients instead of averaging them."""
+    for module in (*model.blocks, model):
+        fully_shard(module)
+    for module in (*model.blocks, model):  # neither setting reaches the modules inside, and gloo and NCCL need both
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
 def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float, Plan]:
     """Returns the loss of a step and its plan, and leaves the gradients in the model; the same on every rank."""
     profile = HardwareProfile.load("cpu-2core")  # measure yours: `longctx profile`
@@ -64,11 +72,12 @@ def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float
     loss = torch.zeros(())
     for batch in micro_batches:  # every rank must run every micro-batch, even without tokens in it
         logits = model(batch.tokens, batch.positions, RingAttention(batch.layout))
-        part = F.cross_entropy(logits, batch.labels, reduction="sum") / targets  # labels are shifted, -100 at the ends
+        part = F.cross_entropy(logits, batch.labels, reduction="sum") / targets  # labels are shifted already
         part.backward()
         loss += part.detach()
-    for tensor in (loss, *(parameter.grad for parameter in model.parameters())):
-        dist.all_reduce(tensor)  # sum, not mean: each part is already divided by the targets of the whole step
+    unreduced = (parameter.grad for parameter in model.parameters() if not isinstance(parameter, DTensor))  # all, or none
+    for tensor in (loss, *unreduced):
+        dist.all_reduce(tensor)  # a sum: each part is already divided by the number of targets of the whole step
     return loss.item(), plan
 
 
@@ -76,6 +85,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model()
+    if "--fsdp" in sys.argv[1:]:
+        shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(10):
         loss, plan = forward_backward(model, read_documents(step))

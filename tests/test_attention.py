@@ -374,7 +374,7 @@ def test_causal_calls_are_few() -> None:
     """Local keys need one causal segment per document, and a stage at most two calls with dense segments."""
     for rank in range(MIXED.ranks):
         for stages in (1, 2, 3):
-            schedule = Schedule.build(MIXED.layout(rank), stages)
+            schedule = Schedule.build(replace(MIXED, exchange_stages=stages).layout(rank))
             (local,) = schedule.local
             assert len(local.segments) == len(schedule.layout.shards) and all(segment.causal for segment in local.segments)
             assert all(len(stage.calls) <= 2 for stage in schedule.stages)
@@ -473,7 +473,7 @@ def test_settings_that_do_not_fit() -> None:
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
         choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
     with pytest.raises(ValueError, match="stages is 0: must be at least 1"):
-        ring_attention(x, x, x, ALONE.layout(0), stages=0)
+        ring_attention(x, x, x, replace(ALONE, exchange_stages=0).layout(0))
     with pytest.raises(AttentionInputError, match="not initialized"):
         RingAttention(MIXED.layout(0))
 

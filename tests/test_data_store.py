@@ -306,13 +306,14 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 
 writer.BATCH_DOCUMENTS = 2
+writer.PART_TOKENS = 50
 source, out, stage, share = sys.argv[1:]
 
 def progress(now, done):
     if now == stage and done >= float(share):
         os.kill(os.getpid(), signal.SIGKILL)
 
-prepare(open_corpus(source), Path(out), vocab_size=300, part_tokens=50, progress=progress)
+prepare(open_corpus(source), Path(out), vocab_size=300, progress=progress)
 """
 
 
@@ -324,6 +325,7 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
 ) -> None:
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(12)])
     monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
     out, whole = tmp_path / "out", tmp_path / "whole"
     command = [sys.executable, "-c", KILLED, str(source), str(out), stage, str(share)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
@@ -340,7 +342,7 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
         return encode_batch(self, texts, **options)
 
     monkeypatch.setattr(Tokenizer, "encode_batch", counting)
-    settings: dict[str, Any] = {"vocab_size": 300, "part_tokens": 50}
+    settings: dict[str, Any] = {"vocab_size": 300}
     assert prepare(open_corpus(str(source)), out, **settings).made
     assert 12 - len(encoded) == finished  # documents of finished parts are not tokenized again
     assert not (tmp_path / "out.partial").exists()
@@ -353,7 +355,8 @@ def test_killed_preparation_leaves_no_store_and_can_go_on(
     assert len(Store.open(out)) == 12
 
 
-def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 1)
     source = write_jsonl(tmp_path / "s.jsonl", [{"text": text_of(100, seed)} for seed in range(4)])
 
     def stop(stage: str, share: float) -> None:
@@ -361,7 +364,7 @@ def test_interrupted_preparation_of_another_source_is_not_gone_on_with(tmp_path:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(open_corpus(str(source)), tmp_path / "out", vocab_size=300, part_tokens=1, progress=stop)
+        prepare(open_corpus(str(source)), tmp_path / "out", vocab_size=300, progress=stop)
     assert (tmp_path / "out.partial" / "tokenizer.json").is_file()
     write_jsonl(source, [{"text": "quite another"}])
     prepare(open_corpus(str(source)), tmp_path / "out", tokenizer="bytes")

@@ -310,9 +310,10 @@ def test_an_interrupted_preparation_goes_on(
 ) -> None:
     """Also after conversations that were dropped."""
     monkeypatch.setattr("longctx.data.writer.BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr("longctx.data.writer.PART_TOKENS", 50)
     records = [{"messages": chat("one", "word " * (200 if number % 3 == 0 else number))} for number in range(12)]
     source = open_corpus(str(write_jsonl(tmp_path / "s.jsonl", records)))
-    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300, "part_tokens": 50}
+    options: dict[str, Any] = {"tokenizer": str(checkpoints["SmolLM2"]), "max_length": 300}
 
     def stop(stage: str, share: float) -> None:
         if stage == "tokenizing" and share > 0.6:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tests.workers import Workers
@@ -41,10 +42,12 @@ def build(name: str, example: ModuleType, ring: bool) -> torch.nn.Module:
     return example.Model()
 
 
-def ring_steps(name: str) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
+def ring_steps(name: str, sharded: bool) -> list[tuple[float, list[torch.Tensor], dict[int, int]]]:
     """On each rank: loss, gradients and degrees of the example's first two steps, with an update between them."""
     example = load(name)
     model = build(name, example, ring=True)
+    if sharded:
+        example.shard(model)
     steps = []
     for step in range(2):
         loss, plan = example.forward_backward(model, example.read_documents(step))
@@ -54,7 +57,8 @@ def ring_steps(name: str) -> list[tuple[float, list[torch.Tensor], dict[int, int
 
 def take_gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor]]:
     """The gradients; then goes down them and clears them."""
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    whole = (parameter.grad for parameter in model.parameters())
+    gradients = [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in whole]
     torch.optim.SGD(model.parameters(), lr=0.5).step()
     model.zero_grad()
     return (gradients,)
@@ -74,11 +78,11 @@ def plain_loss(name: str, model: torch.nn.Module, document: torch.Tensor) -> tor
     return F.cross_entropy(logits[:-1], document[1:], reduction="sum")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_equals_one_unpacked_process(workers: Workers, name: str) -> None:
+@pytest.mark.parametrize(("name", "sharded"), [*((name, False) for name in NAMES), ("own_trainer", True)])
+def test_an_example_equals_one_unpacked_process(workers: Workers, name: str, sharded: bool) -> None:
     example = load(name)
     model = build(name, example, ring=False)
-    results: Any = workers.run(ring_steps, 2, name)
+    results: Any = workers.run(ring_steps, 2, name, sharded)
     for step in range(2):
         documents = example.read_documents(step)
         targets = sum(len(document) - 1 for document in documents)
@@ -96,9 +100,11 @@ def test_an_example_equals_one_unpacked_process(workers: Workers, name: str) -> 
             torch.testing.assert_close(ring_gradients, gradients, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs_under_torchrun(name: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", EXAMPLES / f"{name}.py"]
+@pytest.mark.parametrize("call", [*NAMES, "own_trainer --fsdp"])
+def test_an_example_runs_under_torchrun(call: str) -> None:
+    name, *options = call.split()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command = [*torchrun, EXAMPLES / f"{name}.py", *options]
     process = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stderr
     lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", process.stdout, re.M)

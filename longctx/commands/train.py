@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import said_once
-from longctx.config import Config, describe, load
+from longctx.config import Config, check, describe, load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,9 +72,29 @@ def run(arguments: argparse.Namespace) -> int:
             raise UserError("--ranks requires --dry-run: to train on N processes of this machine, give --processes N")
         traced = None if arguments.profile_steps is None else parse_steps(arguments.profile_steps)
         config = load(arguments.config, arguments.overrides, world_size=launch.world_size)
-        _check_traced(config, traced)
-        start = _prepare(config, launch, arguments.resume, arguments.resume_if_any)
-    return _train(config, launch, *start, traced)
+        return train(config, resume=arguments.resume, resume_if_any=arguments.resume_if_any, profile_steps=traced)
+
+
+def train(config: Config, *, resume: bool = False, resume_if_any: bool = False, profile_steps: range | None = None) -> int:
+    """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
+
+    Args:
+        config: settings of the run, from `longctx.load_config`.
+        resume: continue from the newest complete checkpoint of `train.run_dir`.
+        resume_if_any: the same if there is a checkpoint, else start from scratch.
+        profile_steps: steps to trace, counted from 1, all of one stage; traces are written to `train.run_dir`/traces.
+
+    Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
+    for an error after the processes joined, which is printed to standard error.
+    Raises UserError for everything that is wrong before the processes join.
+    """
+    from longctx.parallel.mesh import Launch
+
+    launch = Launch.read()
+    check(config, world_size=launch.world_size)
+    _check_traced(config, profile_steps)
+    device, found = _prepare(config, launch, resume, resume_if_any)
+    return _train(config, launch, device, found, profile_steps)
 
 
 def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool) -> "tuple[torch.device, Checkpoint | None]":
