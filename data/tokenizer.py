@@ -1,4 +1,4 @@
-"""Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, behind one small class.
+"""Tokenizer: byte-level BPE trained on the corpus, a given tokenizer.json, or plain bytes, in one small class.
 
 Every tokenizer is kept as the text of a `tokenizer.json` of the `tokenizers` library, so that other tools can read it. Plain
 bytes are byte-level BPE without merges (ids 0-255 are the bytes, 256 ends a document), recognized when loaded and encoded by

@@ -235,7 +235,7 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "reference log-probabilities: 10 of 10 pairs" in done.stdout
-    assert "1 of 11 pairs are left out: over 400 tokens" in done.stdout
+    assert "1 of 11 pairs are dropped: longer than 400 tokens" in done.stdout
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(int(degree) > 1 for row in rows for degree in row["degrees"])
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6

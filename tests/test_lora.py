@@ -346,7 +346,7 @@ def test_the_first_line_counts_what_is_trained(
     model = AutoModelForCausalLM.from_pretrained(checkpoints["mixtral"])
     trained = 3 * 4 * (32 + 32 + 32 + 16 + 32 + 16 + 32 + 32)
     everything = trained + sum(weight.numel() for weight in model.parameters())
-    assert f"{trained:,} of {everything:,} parameters are trained (LoRA of rank 4)" in capsys.readouterr().out
+    assert f"{trained:,} of {everything:,} parameters trained (LoRA of rank 4)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`longctx train`: checks everything that can be checked, joins the processes, trains."""
+"""`longctx train`: checks settings, data and machine, joins the processes, and trains."""
 
 import argparse
 import sys
@@ -25,27 +25,27 @@ OVERRIDES = True
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings; defaults without one")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint of train.run_dir")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML file of settings (default: none)")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest complete checkpoint in train.run_dir")
     parser.add_argument(
         "--resume-if-any",
         action="store_true",
-        help="the same if there is one, else begin, anew if need be: for jobs that are put back into the queue",
+        help="continue if there is a checkpoint, otherwise start from scratch: for jobs that a scheduler restarts",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check settings and store, plan some steps, print figures and memory, train nothing",
+        help="check settings and store, plan the first steps, print the plans and the memory estimate, and exit",
     )
     parser.add_argument(
         "--profile-steps",
         metavar="A:B",
-        help="trace steps A to B into train.run_dir/traces, a file a rank for https://ui.perfetto.dev",
+        help="trace steps A to B into train.run_dir/traces: one file per rank, for https://ui.perfetto.dev",
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run: pretend to be this many processes")
+    parser.add_argument("--ranks", type=int, metavar="N", help="--dry-run: number of ranks to plan for")
     parser.epilog = (
-        "on 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
-        "on several machines, on each: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + describe()
+        "On 8 GPUs: longctx train run.yaml --processes 8 --batch.tokens_per_rank 32768\n"
+        "On every one of several machines: torchrun --nnodes 2 --nproc-per-node 8 .. -m longctx train run.yaml\n\n" + describe()
     )
 
 
@@ -98,7 +98,7 @@ def train(config: Config, *, resume: bool = False, resume_if_any: bool = False, 
 
 
 def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool) -> "tuple[torch.device, Checkpoint | None]":
-    """Everything that can be refused before processes join."""
+    """Checks everything that can be checked before processes join. Returns the device and the checkpoint to continue from."""
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
@@ -138,7 +138,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
 
 
 def _notes(config: Config, device: "torch.device") -> list[str]:
-    """Settings that have no effect, or another one than their value says."""
+    """Returns notes on settings that have no effect or are changed."""
     notes = []
     if device.type == "cpu" and (config.train.offload_activations or config.train.offload_optimizer):
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
@@ -181,7 +181,7 @@ def _train(
         try:
             finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:
-            # What one rank alone meets, it alone can tell; these two are known to all.
+            # Rank-local errors are printed by their rank. These two are raised on every rank.
             if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer)):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
@@ -197,13 +197,13 @@ def _train(
             _finish(config, steps_done)
     if not finished and launch.rank == 0:
         written = config.checkpoint.every is not None
-        saved = "checkpoint written, --resume goes on" if written else "no checkpoint, as checkpoint.every is null"
+        saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"
         print(f"stopped by {stop.number.name} after step {steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 128 + stop.number
 
 
 def _check_traced(config: Config, traced: range | None) -> None:
-    """Raises UserError if steps of two stages are to be traced, each of which writes a file of its own."""
+    """Raises UserError if the traced steps belong to several stages, as each stage writes its own traces."""
     if traced is not None and config.stage_after(traced[0] - 1) != config.stage_after(traced[-1] - 1):
         end = config.stage_ends[config.stage_after(traced[0] - 1)]
         raise UserError(f"--profile-steps goes over step {end}, where a stage ends: give steps of one stage")
@@ -232,7 +232,7 @@ def _finish(config: Config, step: int) -> None:
 
 
 def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -> None:
-    """Raises UserError if the export at the end of the run would fail for what can be known before."""
+    """Raises UserError for settings with which the export at the end of the run would fail."""
     from longctx.model.families import expressed
     from longctx.model.source import NewDecoder
     from longctx.training.export import check_place
@@ -252,13 +252,13 @@ def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -
 
 
 def _left_out(trainer: "Trainer", store: "Store") -> list[str]:
-    """A line on documents that are dropped as they are too long, or pairs of which one is; none if there are none."""
+    """Returns a line on documents, or pairs, that are dropped because they are too long, if there are any."""
     if trainer.config.data.long_documents != "drop":
         return []
     together, what = (2, "pairs") if store.pairs else (1, "documents")
     longest = trainer.loader.state_dict()["max_length"]
     dropped = int((store.lengths.reshape(-1, together).max(axis=1) > longest).sum())
-    return [f"{dropped:,} of {len(store) // together:,} {what} are left out: over {longest:,} tokens"] if dropped else []
+    return [f"{dropped:,} of {len(store) // together:,} {what} are dropped: longer than {longest:,} tokens"] if dropped else []
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:
@@ -268,12 +268,12 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
     if found:
         start = f"from step {trainer.steps_done}"
     if trainer.steps_done >= config.train.steps:
-        start += f", which is all of train.steps {config.train.steps}: nothing to do"
+        start += f", the last step by train.steps {config.train.steps}: nothing to do"
     parameters = f"{trainer.model.spec.parameters / 1e6:.1f}M parameters"
     if config.lora.rank is not None:
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
-        parameters = f"{trained:,} of {everything:,} parameters are trained (LoRA of rank {config.lora.rank})"
+        parameters = f"{trained:,} of {everything:,} parameters trained (LoRA of rank {config.lora.rank})"
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{config.train.dtype}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "

@@ -1,6 +1,6 @@
-"""Stages of a run: each is trained by a trainer of its own, which begins from the last checkpoint of the one before.
+"""Stages of a run: each has its own trainer, which starts from the last checkpoint of the previous stage.
 
-So a run in stages is bit by bit the runs that go on from each other's checkpoints, and one that is cut off goes on anywhere.
+A run in stages is therefore bit-identical to separate runs that start from each other's checkpoints, and resumes at any step.
 """
 
 import gc
@@ -18,15 +18,15 @@ from longctx.training.setup import open_data
 from longctx.training.trainer import Trainer
 
 Began = Callable[[Trainer, Store, Checkpoint | None], None]
-"""Called on every rank before the first step of every stage, with what the stage reads and began from."""
+"""Called on every rank before the first step of every stage, with its trainer, its store and the checkpoint it starts from."""
 
 
 def train_in_stages(
     config: Config, mesh: Mesh, found: Checkpoint | None, stop: StopSignal | None, began: Began
 ) -> tuple[bool, int]:
-    """Trains all stages behind a checkpoint; a run without stages is one. All ranks call it.
+    """Trains all stages after a checkpoint; a run without stages has one. All ranks call it.
 
-    Returns whether the run came to its last step, and the step that it came to; see `Trainer.train`.
+    Returns whether the last step of the run is done, and the number of steps done; see `Trainer.train`.
     """
     while True:
         store = open_data(config.at_stage(config.stage_after(found.step if found is not None else 0)))
@@ -34,18 +34,20 @@ def train_in_stages(
         began(trainer, store, found)
         finished, done = trainer.train(), trainer.steps_done
         stopping = trainer.stopping
-        del trainer, store  # weights and moments, before others are read
+        del trainer, store  # frees weights and moments before the next ones are read
         gc.collect()
-        at_end = done >= config.train.steps  # a run that is resumed with fewer steps than it has done is beyond it
+        at_end = done >= config.train.steps  # or beyond, if the run is resumed with fewer steps
         if not finished or at_end or stopping:
             return at_end, done
         found, _ = checkpoint.of_step(config.train.run_dir, done)
         if found is None:
-            raise CheckpointError(f"the checkpoint of step {done}, where a stage ended, cannot be read: --resume tries again")
+            raise CheckpointError(
+                f"the checkpoint of step {done}, the last of a stage, cannot be read: try again with --resume"
+            )
 
 
 def open_stages(config: Config) -> Iterator[tuple[Config, Store]]:
-    """Settings and data of every stage. Raises StoreError, or UserError if stages have different tokenizers."""
+    """Yields settings and store of every stage. Raises StoreError, or UserError if stages have different tokenizers."""
     first: Store | None = None
     for stage in range(len(config.stage_ends)):
         own = config.at_stage(stage)
@@ -55,14 +57,14 @@ def open_stages(config: Config) -> Iterator[tuple[Config, Store]]:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise UserError(
                     f"store {store.path} was made with another tokenizer than store {first.path} of stage 1: prepare it with "
-                    f"that one (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
+                    f"that tokenizer (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
                 )
         yield own, store
 
 
 @contextmanager
 def named(config: Config, stage: int) -> Iterator[None]:
-    """Puts the number of the stage before what is wrong with it."""
+    """Prefixes a UserError with the number of the stage."""
     try:
         yield
     except UserError as error:
@@ -72,7 +74,7 @@ def named(config: Config, stage: int) -> Iterator[None]:
 
 
 def stage_line(config: Config, stage: int) -> str:
-    """Which stage it is, and what changes with it; empty for a run without stages."""
+    """Returns a line on the stage and the settings that change with it; empty for a run without stages."""
     if not config.stages:
         return ""
     first = config.stage_ends[stage] - config.steps_of(stage) + 1
@@ -87,4 +89,4 @@ def stage_line(config: Config, stage: int) -> str:
         for key, value in values.items()
         if value != before[section][key]
     ]
-    return f"{line}: {', '.join(changes) or 'as before'}"
+    return f"{line}: {', '.join(changes) or 'settings unchanged'}"
