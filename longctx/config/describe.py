@@ -20,11 +20,18 @@ def describe() -> str:
         lines += ["", f"{section}: {section_type.__doc__}"]
         for key, setting in section_type.model_fields.items():
             lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
-            text = f"{setting.description} (default: {yaml_text(setting.default)})"
-            lines += _wrapped(text)
+            lines += _wrapped(_with_default(setting.description or "", setting.default))
     lines += ["", "stages: [{steps, section: {key: value, ..}, ..}, ..], or --stages.1.section.key VALUE for the first stage"]
     lines += _wrapped(f"{Config.model_fields['stages'].description} (default: none)")
     return "\n".join(lines)
+
+
+def _with_default(description: str, default: Any) -> str:
+    """Appends the default of a setting. If that is null, whose meaning ends the description, both become one remark."""
+    text, null, meaning = description.rpartition(" (null: ")
+    if default is None and null and meaning.endswith(")"):
+        return f"{text} (default: null, {meaning}"
+    return f"{description} (default: {yaml_text(default)})"
 
 
 def _wrapped(text: str) -> list[str]:

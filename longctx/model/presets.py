@@ -28,18 +28,18 @@ class ModelShape(BaseModel):
     output_norms: bool = Field(False, description="RMSNorm also after attention and after the MLP, as in Gemma 2 and 3")
     norm_offset: bool = Field(False, description="norms multiply by 1 + weight, with weights from 0 on, as in Gemma")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embeddings, √hidden_size in Gemma")
-    attention_scale: float | None = Field(None, gt=0, description="factor of attention scores; default: 1/√head_dim")
+    attention_scale: float | None = Field(None, gt=0, description="factor of attention scores instead of 1/√head_dim")
     attention_softcap: float = Field(0.0, ge=0, description="tanh bound of attention scores, 50 in Gemma 2; 0: no bound")
     logit_softcap: float = Field(0.0, ge=0, description="tanh bound of logits, 30 in Gemma 2; 0: no bound")
     sliding_window: int | None = Field(
-        None, ge=1, description="attention window in tokens, the token itself included; default: no window"
+        None, ge=1, description="attention window in tokens, the token itself included, instead of none"
     )
     full_attention_every: int | None = Field(
-        None, ge=1, description="every n-th layer has no window, n is 2 in Gemma 2, 6 in Gemma 3; default: all layers have it"
+        None, ge=1, description="every n-th layer has no window, n is 2 in Gemma 2, 6 in Gemma 3, instead of windows in all layers"
     )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rope_local_theta: float | None = Field(
-        None, gt=0, description="RoPE base in layers with a window, never scaled; default: RoPE as in other layers"
+        None, gt=0, description="RoPE base in layers with a window, never scaled, instead of RoPE as in other layers"
     )
     partial_rotary_factor: float = Field(1.0, gt=0, le=1, description="share of a head, from its start, that RoPE rotates")
     rope_scaling: Literal["none", "linear", "ntk", "yarn", "llama3"] = Field(
