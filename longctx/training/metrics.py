@@ -40,26 +40,26 @@ class StepMetrics:
     Attributes:
         loss: mean over the valid targets of the step, or over its pairs.
         tokens: of all documents of the step.
-        step_time_s, predicted_s: measured wall-clock time, data wait included, and the plan's makespan.
+        step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
         degrees: number of documents at each degree.
-        balance: mean over max of the modelled time of the ranks (1 - the plan's idle share).
-        gap: how far the plan is above its lower bound.
-        bubble_share, predicted_bubble_share: mean share of a pipeline's time in which a rank computes nothing, and the share of
-            the modelled step in which it fills and drains; 0 without a pipeline.
+        balance: mean over maximum of the modelled time per rank (1 - the plan's idle share).
+        gap: relative distance of the plan from its lower bound.
+        bubble_share, predicted_bubble_share: mean share of the pipeline's time in which a rank computes nothing, and the share
+            of the modelled step in which the pipeline fills and drains; 0 without a pipeline.
         padding_share: padded rows as a share of all rows.
-        data_wait_s: of the rank that waited longest.
-        peak_memory_bytes: the fullest rank's, of the allocator on CUDA, of the process on a CPU.
-        attention_s, exchange_wait_s, bubble_s: mean over the ranks of the time in attention, waiting for K and V or their
-            gradients, and, in a pipeline, computing nothing.
-        optimizer_s: clipping, mean over the ranks, and the optimizer's step on the rank that logs.
-        rest_s: what is left of the step without these and the mean wait for data: matrices, loss, sharding, waiting for others.
-        mfu: model FLOP utilisation, None if the peak of the device is not known.
-        validation_loss, validation_tokens, validation_s: mean over the targets of the documents that are set apart, how many
-            these are, and how long it took, besides the step; None where the step is not followed by a validation. Of pairs the
-            loss is the mean over them, as in training.
-        reward_accuracy, reward_margin: of pairs trained by DPO: the share whose chosen completion has the greater reward, and
-            by how much it is greater, on average; validation_accuracy is that share of the pairs that are set apart.
-        source_tokens: tokens by the path of their store, where several are mixed; else None.
+        data_wait_s: wait for data of the rank that waited longest.
+        peak_memory_bytes: peak memory of the fullest rank: of the allocator on CUDA, of the process on a CPU.
+        attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the wait for K, V or their gradients,
+            and, in a pipeline, of the time without computation.
+        optimizer_s: mean over ranks of the time of gradient clipping, plus the optimizer's step on the rank that logs.
+        rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
+        mfu: model FLOP utilisation; None if the peak of the device is not known.
+        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (over their pairs
+            with DPO), number of these targets, and time of the validation, which step_time_s does not include; None in steps
+            without a validation.
+        reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
+            difference of the rewards; validation_accuracy is this share over the validation pairs.
+        source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
     step: int
@@ -106,7 +106,7 @@ class StepMetrics:
         step_time_s: float,
         mfu: float | None,
     ) -> "StepMetrics":
-        """Metrics of a step from its batch and what every process said of it (`loss`, `rows`, ...: float64 [world size])."""
+        """Returns the metrics of a step from its batch and the values of all processes (`loss`, `rows`, ...: float64 [world size])."""
         plan, rows = batch.plan, float(domain["rows"].sum())
         names = ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
         means = {name: float(domain[name].mean()) for name in names}
@@ -139,7 +139,7 @@ class StepMetrics:
         )
 
     def console(self) -> str:
-        """One line for a person."""
+        """Returns the line that the console shows."""
         degrees = " ".join(f"{degree}:{count}" for degree, count in self.degrees.items())
         mfu = "" if self.mfu is None else f"mfu {self.mfu:.1%} "
         in_pipeline = self.predicted_bubble_share > 0
