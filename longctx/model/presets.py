@@ -37,7 +37,7 @@ class ModelShape(BaseModel):
     full_attention_every: int | None = Field(
         None,
         ge=1,
-        description="every n-th layer has no window, n is 2 in Gemma 2, 6 in Gemma 3, instead of windows in all layers",
+        description="every n-th layer has no window (n is 2 in Gemma 2, 6 in Gemma 3), instead of none",
     )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rope_local_theta: float | None = Field(

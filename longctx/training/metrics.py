@@ -49,13 +49,13 @@ class StepMetrics:
         padding_share: padded rows as a share of all rows.
         data_wait_s: wait for data of the rank that waited longest.
         peak_memory_bytes: peak memory of the fullest rank: of the allocator on CUDA, of the process on a CPU.
-        attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the wait for K, V or their gradients,
-            and, in a pipeline, of the time without computation.
+        attention_s, exchange_wait_s, bubble_s: mean over ranks of the time in attention, of the wait for K, V or their
+            gradients, and, in a pipeline, of the time without computation.
         optimizer_s: mean over ranks of the time of gradient clipping, plus the optimizer's step on the rank that logs.
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
-        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (over their pairs
-            with DPO), number of these targets, and time of the validation, which step_time_s does not include; None in steps
+        validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (with DPO,
+            over their pairs), number of these targets, and time of the validation, which step_time_s does not include; None in steps
             without a validation.
         reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
             difference of the rewards; validation_accuracy is this share over the validation pairs.
@@ -106,7 +106,7 @@ class StepMetrics:
         step_time_s: float,
         mfu: float | None,
     ) -> "StepMetrics":
-        """Returns the metrics of a step from its batch and the values of all processes (`loss`, `rows`, ...: float64 [world size])."""
+        """Returns the metrics of a step from its batch and values per process (`loss`, `rows`, ...: float64 [world size])."""
         plan, rows = batch.plan, float(domain["rows"].sum())
         names = ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
         means = {name: float(domain[name].mean()) for name in names}
