@@ -55,7 +55,7 @@ class StepMetrics:
         rest_s: remaining time of the step: matrix products, loss, collectives of sharding, waits for other ranks.
         mfu: model FLOP utilisation; None if the peak of the device is not known.
         validation_loss, validation_tokens, validation_s: mean loss over the targets of the validation documents (with DPO,
-            over their pairs), number of these targets, and time of the validation, which step_time_s does not include; None in steps
+            over their pairs), number of these targets, and time of the validation, not part of step_time_s; None in steps
             without a validation.
         reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
             difference of the rewards; validation_accuracy is this share over the validation pairs.
