@@ -107,12 +107,12 @@ def test_documents_are_cut_alike_for_all_modes(store: Path) -> None:
 @pytest.mark.parametrize(
     ("modes", "steps", "warmup", "message"),
     [
-        (("auto", "dynamic"), 3, 0, "no mode 'dynamic'.*static:DEGREE"),
-        (("auto", "static:0"), 3, 0, "no mode 'static:0'"),
+        (("auto", "dynamic"), 3, 0, "unknown mode 'dynamic'.*static:DEGREE"),
+        (("auto", "static:0"), 3, 0, "unknown mode 'static:0'"),
         (("auto",), 3, 0, "at least two"),
         (("auto", "auto"), 3, 0, "at least two different modes"),
         (("auto", "static"), 0, 0, "steps is 0"),
-        (("auto", "static"), 1, -1, "warmup -1"),
+        (("auto", "static"), 1, -1, "warmup is -1"),
     ],
 )
 def test_requests_that_cannot_be_measured(modes: tuple[str, ...], steps: int, warmup: int, message: str) -> None:
