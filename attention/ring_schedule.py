@@ -94,14 +94,16 @@ class Schedule:
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
-        wanted = layout.stages
-        if wanted < 1:
-            raise ValueError(f"stages is {wanted}: must be at least 1, which gathers everything at once")
+        if layout.stages < 1:
+            raise ValueError(f"stages is {layout.stages}: must be at least 1, which gathers everything at once")
         documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]
         local = local_calls((document.queries, document.queries, document.areas) for document in documents)
-        count = max((document.stages(wanted) for document in documents), default=0)
+        count = max((document.stages(layout.stages) for document in documents), default=0)
         return cls(
-            layout, local, tuple(_stage(documents, stage, wanted, device) for stage in range(count)), bool(ranks_per_node)
+            layout,
+            local,
+            tuple(_stage(documents, stage, layout.stages, device) for stage in range(count)),
+            bool(ranks_per_node),
         )
 
 

@@ -327,7 +327,7 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
             alive.append(weakref.ref(made))
             stage = trainer.pipeline._schedule[1]._stage
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
-            buffers = [info.buffer for info in infos if info.source is not None] + [buffer() for buffer in alive]
+            buffers = [getattr(info, "buffer", None) for info in infos] + [buffer() for buffer in alive]
             most = max(most, len({id(buffer) for buffer in buffers if buffer is not None and buffer.numel()}))
         return made
 

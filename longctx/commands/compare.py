@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from longctx.commands import compare_measure, compare_parallel
 from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
+    DEFAULT_DOCUMENTS_PER_RANK,
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PROFILE,
     LENGTHS_HELP,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 SUMMARY = "Compare dynamic with static degrees and other systems on the same documents"
 OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
-DOCUMENTS_PER_RANK = 4
 DEFAULT_STEPS = 3
 MANY_GPUS = 256
 """From this number of GPUs on, one step has enough documents to compare splits."""
@@ -90,7 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps = parser.add_argument_group("steps")
     steps.add_argument(
-        "--documents", type=int, metavar="D", help=f"documents per step, --mix only (default: {DOCUMENTS_PER_RANK} × ranks)"
+        "--documents",
+        type=int,
+        metavar="D",
+        help=f"documents per step, --mix only (default: {DEFAULT_DOCUMENTS_PER_RANK} × ranks)",
     )
     steps.add_argument(
         "--global-tokens",
@@ -233,7 +236,7 @@ def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
     if steps < 1:
         raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
     if kind == "mix":
-        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_PER_RANK, seed, steps)
+        return mix_source(arguments.mix, arguments.documents, DEFAULT_DOCUMENTS_PER_RANK, seed, steps)
 
     def global_tokens(ranks: int) -> int:
         given: int | None = arguments.global_tokens

@@ -5,7 +5,7 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
+    from longctx.data.writer import Progress as Show
     from longctx.parallel.mesh import Launch
-
-Progress = Callable[[str, float], None]
-"""`show(stage, share)`: what is being done, and the share of it that is done, 0 to 1."""
 
 GRACE_S = 10
 """Seconds that local rank 0 has to print an error before other ranks do."""
@@ -64,7 +62,7 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
+def progress_bar() -> Iterator["Show"]:
     """Yields `show(stage, share)`, which shows progress on standard error: a bar, or without a terminal a line now and then."""
     if not sys.stderr.isatty():
         yield _lines()
@@ -78,7 +76,7 @@ def progress_bar() -> Iterator[Progress]:
         yield lambda stage, share: bars.update(task, description=stage, completed=share)
 
 
-def _lines() -> Progress:
+def _lines() -> "Show":
     last = time.monotonic()
 
     def show(stage: str, share: float) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from longctx.commands.output import said_once
 from longctx.config import Config, check, describe, load
 from longctx.errors import UserError
+from longctx.units import format_count
 
 if TYPE_CHECKING:
     import torch
@@ -269,7 +270,7 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         start = f"from step {trainer.steps_done}"
     if trainer.steps_done >= config.train.steps:
         start += f", the last step by train.steps {config.train.steps}: nothing to do"
-    parameters = f"{trainer.model.spec.parameters / 1e6:.1f}M parameters"
+    parameters = f"{format_count(trainer.model.spec.parameters)} parameters"
     if config.lora.rank is not None:
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)

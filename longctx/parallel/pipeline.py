@@ -315,15 +315,13 @@ class _WatchedStage(PipelineStage):
 
     def _allocate(self, received: Any, micro_batch: int) -> None:
         """Allocates the receive buffers of a micro-batch."""
-        for info in received[micro_batch]:
-            if info.source is not None and info.buffer is not None:  # torch makes those that are None
-                info.buffer = self.run.hidden(self.device)
+        for info in _buffered(received[micro_batch]):
+            info.buffer = self.run.hidden(self.device)
 
     def _free(self, received: Any, *micro_batches: int) -> None:
         for micro_batch in micro_batches:
-            for info in received.get(micro_batch, ()):
-                if info.source is not None and info.buffer is not None:
-                    info.buffer = info.buffer.new_empty(0)
+            for info in _buffered(received.get(micro_batch, ())):
+                info.buffer = info.buffer.new_empty(0)
 
     def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
         prepared = super()._prepare_forward_infra(*arguments, **named)
@@ -361,6 +359,11 @@ class _WatchedStage(PipelineStage):
         with self._watch(bwd_chunk_id, "backward pass of weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)
+
+
+def _buffered(received: Any) -> list[Any]:
+    """Returns the entries that have a buffer: not the step's own inputs, nor those for which torch 2.15 allocates it later."""
+    return [info for info in received if getattr(info, "buffer", None) is not None]
 
 
 class PipelineClock(Clock):

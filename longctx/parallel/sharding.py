@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from longctx.model.protocol import Model
@@ -88,15 +87,14 @@ def reshard(model: nn.Module) -> None:
 def accumulate_gradients(root: nn.Module) -> None:
     """Adds gradients in the compute dtype to those in float32, which FSDP omits after a backward of weights only.
 
-    From torch 2.15 on autograd itself adds them in float32.
+    From torch 2.15 on autograd itself adds them in float32, and FSDP has no such methods.
     """
-    if not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed"):
-        return
     for module in sharded_modules(root):
         group = module._get_fsdp_state()._fsdp_param_group
         for parameter in group.fsdp_params if group else ():
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+            if hasattr(parameter, "accumulate_unsharded_grad_if_needed"):
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
 
 
 @torch.no_grad()
