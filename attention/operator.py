@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Kernel, Request, choose_kernel
+from longctx.attention.kernels import Kernel, Mode, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
 from longctx.attention.segment_builder import Call
@@ -34,6 +34,7 @@ class Ring(Protocol):
     softcap: float
     kernel: str
     keep_kv: bool
+    deterministic: bool
     last: str
 
 
@@ -95,14 +96,15 @@ def forward(
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in this.steps(k, v, kept, fetch=True):
         for part in calls:
-            partial = this.kernel.forward(q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap)
+            keys = this.keys(k, v, received, part)
+            partial = this.kernel.forward(q, *keys, part.segments, this.scale, this.call.softcap, this.mode)
             if result is None:
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
         del received  # holds at most the rows of this stage and the next one
     if result is None:  # this rank has no tokens in this micro-batch
-        result = this.kernel.forward(q, k, v, (), this.scale)
+        result = this.kernel.forward(q, k, v, (), this.scale, mode=this.mode)
     out, lse = result
     if sink_logits is not None:
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
@@ -129,7 +131,7 @@ def backward(
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.kernel.backward(
-                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
+                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap, this.mode
             )
             if sums:
                 _add_call(sums, remote, part, *gradients)
@@ -175,8 +177,15 @@ class _Pass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.mode = Mode(call.deterministic)
         request = Request(
-            q.device.type, q.dtype, q.shape[-1], v.shape[-1], bands=self.schedule.bands, softcap=bool(call.softcap)
+            q.device.type,
+            q.dtype,
+            q.shape[-1],
+            v.shape[-1],
+            bands=self.schedule.bands,
+            softcap=bool(call.softcap),
+            deterministic=call.deterministic,
         )
         self.kernel: Kernel = choose_kernel(call.kernel, request)
         self.scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.attention.kernels import flash, flash_libraries, reference
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
 from longctx.attention.masks import Mask
@@ -21,7 +21,7 @@ from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
-from tests.flash_fakes import installed
+from tests.flash_fakes import deterministic_calls, installed
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 BF16 = Request("cuda", torch.bfloat16, 128, 128)
@@ -92,6 +92,7 @@ def check(
     seed: int,
     heads: tuple[int, int] = (4, 2),
     cap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> None:
     """Checks forward and backward against the reference, with a log-sum-exp that includes other calls."""
     kernel = Over([library])
@@ -99,9 +100,9 @@ def check(
     q, dout = (torch.randn(q_rows, heads[0], 8, generator=generator) for _ in range(2))
     k, v = torch.randn(k_rows, heads[1], 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
     wanted = reference.forward(q, k, v, segments, 0.4, cap)
-    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap), wanted)
+    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap, mode), wanted)
     out, lse = wanted[0] * 0.6, wanted[1] + 0.5
-    gradients = kernel.backward(dout, q, k, v, out, lse, segments, 0.4, cap)
+    gradients = kernel.backward(dout, q, k, v, out, lse, segments, 0.4, cap, mode)
     torch.testing.assert_close(gradients, reference.backward(dout, q, k, v, out, lse, segments, 0.4, cap))
 
 
@@ -134,6 +135,13 @@ def test_single_queries_with_grouped_heads(library: Library) -> None:
 def test_no_segments(library: Library) -> None:
     check(library, [], 3, 2, 0)
     check(library, [Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_is_deterministic_if_asked(library: Library, deterministic: bool) -> None:
+    deterministic_calls.clear()
+    check(library, [Segment(0, 5, 0, 5, None, 0)], 5, 5, 0, mode=Mode(deterministic=deterministic))
+    assert deterministic_calls == [(library.name, deterministic)]
 
 
 def test_unequal_head_sizes() -> None:
@@ -190,7 +198,8 @@ def test_tables_are_made_once() -> None:
         (BF16, (12, 0), "flash-attn 2"),
         (Request("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
         (Request("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
-        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 2"),
+        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
+        (Request("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
         (Request("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
@@ -206,6 +215,9 @@ def test_the_best_library_is_chosen_and_named(
         found = Flash().library(request_)
     assert isinstance(found, Library) and found.name == wanted
     assert f": {wanted}" in caplog.text
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == (capability == HOPPER and wanted == "flash-attn 2"), "slow on Hopper, and said once"
+    assert all("pip install 'longctx[flash]' (flash-attn 4: supports head sizes up to 128" in message for message in warned)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +227,12 @@ def test_the_best_library_is_chosen_and_named(
         (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
         (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
         (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
-        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: has no deterministic backward for head size 512"]),
+        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
+        (
+            Request("cuda", torch.bfloat16, 512, 512, deterministic=True),
+            HOPPER,
+            ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic backward"],
+        ),
         (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )

@@ -5,24 +5,25 @@ the 2.8.3 and 2026 sources), flash-attn 2.8.3, and the operators of torch 2.13. 
 dim] and v [Tk, kv_heads, v_dim] with int32 sequence boundaries, align windows to the bottom right, return log-sum-exp as
 [heads, Tq] in float32, and have a backward that uses the given out and log-sum-exp.
 
-The deterministic backward costs memory: flash-attn 2 and torch hold dQ in float32 once per split of the keys, and with GQA dK
-and dV per query head (heads / kv_heads times their size); use more exchange stages to bound the keys per call. Flash-attn 3 and
-4 add into float32 accumulators of normal size, in an order enforced by semaphores.
+All hold dQ in float32 for backward. With GQA, flash-attn 2 and torch also hold dK and dV per query head (heads / kv_heads times
+their size), and flash-attn 3 and 4 hold them in float32; use more exchange stages to bound the keys per call. The deterministic
+backward is slower: flash-attn 3 and 4 add in an order enforced by semaphores, and flash-attn 2 and torch hold dQ once per split
+of the keys.
 
 One dense SDPA call per segment is not offered: a CUDA build of torch with flash attention supports variable lengths as well.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.contract import Mode, Request
 
 Capability = tuple[int, int]
 
@@ -66,11 +67,20 @@ class Sequences:
         return max(self.longest_q, 2), max(self.longest_k, self.longest_q) if windowed else self.longest_k
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor]]
-"""Signature (q, k, v, sequences, scale, softcap) → out, lse [heads, Tq]."""
+class Scores(NamedTuple):
+    """Scale and soft cap of the scores, as in `contract`."""
 
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, float, float], tuple[Tensor, Tensor, Tensor]]
-"""Signature (dout, q, k, v, out, lse [heads, Tq], sequences, scale, softcap) → dq, dk, dv."""
+    scale: float
+    softcap: float
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+Forward = Callable[[Tensor, Tensor, Tensor, Sequences, Scores, Mode], tuple[Tensor, Tensor]]
+"""Signature (q, k, v, sequences, scores, mode) → out, lse [heads, Tq]."""
+
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences, Scores, Mode], Gradients]
+"""Signature (dout, q, k, v, out, lse [heads, Tq], sequences, scores, mode) → dq, dk, dv."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +92,7 @@ class Library:
         missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
         forward, backward: its functions. Results for queries without keys and keys without queries may be arbitrary.
+        made_for_hopper: whether it reaches the speed of Hopper GPUs.
     """
 
     name: str
@@ -89,6 +100,7 @@ class Library:
     refusal: Callable[[Request, Capability], str | None]
     forward: Forward
     backward: Backward
+    made_for_hopper: bool = False
 
 
 @cache
@@ -111,11 +123,11 @@ def _unequal(request: Request) -> str | None:
 
 def _too_large(request: Request, largest: int) -> str | None:
     size = max(request.head_dim, request.v_head_dim)
-    return f"has no deterministic backward for head size {size}, only up to {largest}" if size > largest else None
+    return f"supports head sizes up to {largest}, not {size}" if size > largest else None
 
 
 def _options(
-    sequences: Sequences, scale: float, softcap: float, longest: tuple[int, int], window: tuple[int | None, int | None]
+    sequences: Sequences, scores: Scores, longest: tuple[int, int], window: tuple[int | None, int | None]
 ) -> dict[str, Any]:
     """Returns the keyword arguments that all versions of flash-attn share."""
     return {
@@ -123,10 +135,10 @@ def _options(
         "cu_seqlens_k": sequences.edges_k,
         "max_seqlen_q": longest[0],
         "max_seqlen_k": longest[1],
-        "softmax_scale": scale,
+        "softmax_scale": scores.scale,
         "window_size_left": window[0],
         "window_size_right": window[1],
-        "softcap": softcap,
+        "softcap": scores.softcap,
     }
 
 
@@ -140,37 +152,39 @@ def _missing_4() -> str | None:
 
 def _refusal_4(request: Request, capability: Capability) -> str | None:
     if capability[0] not in (9, 10, 11):
-        return f"has a deterministic backward only on Hopper and data-center Blackwell, not on capability {capability}"
+        # On other GPUs it is not faster than flash-attn 2.
+        return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"
     # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without GQA.
     return _unequal(request) or _too_large(request, 128)
 
 
-def _forward_4(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _forward_4(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
     results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, return_lse=True, **_options_4(sequences, scale, softcap)
+        q, k, v, return_lse=True, **_options_4(sequences, scores)
     )
     return results[0], results[1]
 
 
 def _backward_4(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients: tuple[Tensor, Tensor, Tensor] = import_module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, out, dout, lse, deterministic=True, **_options_4(sequences, scale, softcap)
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+) -> Gradients:
+    gradients: Gradients = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, out, dout, lse, deterministic=mode.deterministic, **_options_4(sequences, scores)
     )
     return gradients
 
 
-def _options_4(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
+def _options_4(sequences: Sequences, scores: Scores) -> dict[str, Any]:
     longest, window = (sequences.longest_q, sequences.longest_k), (sequences.left, sequences.right)
-    return {"causal": sequences.causal, **_options(sequences, scale, softcap, longest, window)}
+    return {"causal": sequences.causal, **_options(sequences, scores, longest, window)}
 
 
 # flash-attn 3: its operators, because their arguments are stable and those of the Python functions are not
 
 
 def _missing_3() -> str | None:
-    return _import_error("flash_attn_interface")
+    why = _import_error("flash_attn_interface")
+    return f"{why}: build the folder hopper of github.com/Dao-AILab/flash-attention" if why else None
 
 
 def _refusal_3(request: Request, capability: Capability) -> str | None:
@@ -179,26 +193,29 @@ def _refusal_3(request: Request, capability: Capability) -> str | None:
     sizes = request.head_dim, request.v_head_dim
     if sizes[0] != sizes[1] and not (128 < sizes[0] <= 192 and 96 < sizes[1] <= 128):
         return f"supports head sizes of k and v that are equal or about 192 and 128, not {sizes[0]} and {sizes[1]}"
-    return _too_large(request, 192)
+    if request.deterministic and (why := _too_large(request, 192)):
+        return f"{why}, with a deterministic backward"
+    return _too_large(request, 256)
 
 
-def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
     # The default number of splits depends on the other sequences of the call; 1 makes results independent of them.
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scale, softcap))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scores))
     return out, lse
 
 
 def _backward_3(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=True, **_options_3(sequences, scale, softcap))
+    options = _options_3(sequences, scores)
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=mode.deterministic, **options)
     return dq, dk, dv
 
 
-def _options_3(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
+def _options_3(sequences: Sequences, scores: Scores) -> dict[str, Any]:
     longest = sequences.longest_q, sequences.longest_k
-    return {"is_causal": sequences.causal, **_options(sequences, scale, softcap, longest, sequences.limits)}
+    return {"is_causal": sequences.causal, **_options(sequences, scores, longest, sequences.limits)}
 
 
 # flash-attn 2
@@ -218,26 +235,26 @@ def _refusal_2(request: Request, capability: Capability) -> str | None:
     return _unequal(request) or _too_large(request, 256)
 
 
-def _forward_2(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _forward_2(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
     out, lse, *_ = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
-        q, k, v, **_options_2(sequences, scale, softcap)
+        q, k, v, **_options_2(sequences, scores)
     )
     return out, lse
 
 
 def _backward_2(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    options = _options_2(sequences, scale, softcap)
+    options = _options_2(sequences, scores)
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=True, **options
+        dout, q, k, v, out, lse, dq, dk, dv, alibi_slopes=None, deterministic=mode.deterministic, **options
     )
     return dq, dk, dv
 
 
-def _options_2(sequences: Sequences, scale: float, softcap: float) -> dict[str, Any]:
-    options = _options(sequences, scale, softcap, sequences.bounds, sequences.limits)
+def _options_2(sequences: Sequences, scores: Scores) -> dict[str, Any]:
+    options = _options(sequences, scores, sequences.bounds, sequences.limits)
     return {"causal": sequences.causal, "dropout_p": 0.0, **options}
 
 
@@ -254,9 +271,7 @@ def _refusal_torch(request: Request, capability: Capability) -> str | None:
     return "does not support a soft cap" if request.softcap else _refusal_2(request, capability)
 
 
-def _forward_torch(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
+def _forward_torch(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
     (left, right), bounds = sequences.limits, sequences.bounds
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -268,7 +283,7 @@ def _forward_torch(
         0.0,
         sequences.causal,
         False,
-        scale=scale,
+        scale=scores.scale,
         window_size_left=left,
         window_size_right=right,
     )
@@ -276,11 +291,11 @@ def _forward_torch(
 
 
 def _backward_torch(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scale: float, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+) -> Gradients:
     (left, right), bounds = sequences.limits, sequences.bounds
-    with _deterministic():
-        gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    with _deterministic() if mode.deterministic else nullcontext():
+        gradients: Gradients = torch.ops.aten._flash_attention_backward(
             dout,
             q,
             k,
@@ -294,7 +309,7 @@ def _backward_torch(
             sequences.causal,
             q.new_zeros(2, dtype=torch.uint64),  # random state of dropout, unused
             q.new_empty(0),
-            scale=scale,
+            scale=scores.scale,
             window_size_left=left,
             window_size_right=right,
         )
@@ -316,8 +331,8 @@ def _deterministic() -> Iterator[None]:
 
 
 LIBRARIES = (
-    Library("flash-attn 4", _missing_4, _refusal_4, _forward_4, _backward_4),
-    Library("flash-attn 3", _missing_3, _refusal_3, _forward_3, _backward_3),
+    Library("flash-attn 4", _missing_4, _refusal_4, _forward_4, _backward_4, made_for_hopper=True),
+    Library("flash-attn 3", _missing_3, _refusal_3, _forward_3, _backward_3, made_for_hopper=True),
     Library("flash-attn 2", _missing_2, _refusal_2, _forward_2, _backward_2),
     Library("torch's flash operators", _missing_torch, _refusal_torch, _forward_torch, _backward_torch),
 )

@@ -1,6 +1,7 @@
 """`longctx train`: checks settings, data and machine, joins the processes, and trains."""
 
 import argparse
+import logging
 import sys
 import traceback
 from contextlib import nullcontext
@@ -113,6 +114,10 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     check_wandb(config.log.wandb)
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
+    if launch.local_rank > 0:
+        logging.getLogger("longctx.attention.kernels").setLevel(logging.ERROR)  # the warnings of local rank 0 are the same
     available = available_bytes(device, launch.local_world_size)
     for stage, (own, store) in enumerate(open_stages(config)):
         with named(config, stage):
@@ -120,7 +125,9 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
             for layer in set(spec.layers):
                 bands, softcap = layer.window is not None, bool(spec.attention_softcap)
                 dtype = getattr(torch, config.train.dtype)
-                request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+                sizes = layer.head_dim, layer.head_dim
+                deterministic = own.context.deterministic
+                request = Request(device.type, dtype, *sizes, bands=bands, softcap=softcap, deterministic=deterministic)
                 choose_kernel(own.context.kernel, request)
             check_vocabulary(own, spec)
             check_checkpoint(own, store, launch.world_size)
