@@ -177,7 +177,7 @@ class _Pass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
-        self.mode = Mode(call.deterministic)
+        self.in_flight = 0  # exchanges that were started and not waited for
         request = Request(
             q.device.type,
             q.dtype,
@@ -192,6 +192,11 @@ class _Pass:
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.promote_types(q.dtype, torch.float32)
+
+    @property
+    def mode(self) -> Mode:
+        """How a kernel call runs now."""
+        return Mode(self.call.deterministic, overlapped=self.in_flight > 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -245,8 +250,10 @@ class _Pass:
             pending = self.exchange.start(
                 [(peer, source.index_select(0, rows)) for peer, rows in hop.sends], part, hop.receives
             )
+            self.in_flight += 1
             yield None
             source = pending.wait()
+            self.in_flight -= 1
         yield incoming
 
     def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
@@ -264,8 +271,10 @@ class _Pass:
             outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
             rows = [(peer, len(index)) for peer, index in hop.sends]
             pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
+            self.in_flight += 1
             yield
             returned = pending.wait()
+            self.in_flight -= 1
             if parts:
                 total = parts[-1].to(self.sum_dtype)
                 self._add(hop, returned, total)

@@ -20,6 +20,9 @@ Tensor = torch.Tensor
 deterministic_calls: list[tuple[str, bool]] = []
 """Library of every backward call, and whether it was to be deterministic."""
 
+margins: list[int] = []
+"""sm_margin of every call of flash-attn 3."""
+
 FLASH_3 = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None,
     Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,
     Tensor? seqused_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, Tensor? page_table=None, Tensor? kv_batch_idx=None,
@@ -183,6 +186,7 @@ def _forward_3(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     given = _given(torch.ops.flash_attn_3.fwd.default._schema, 3, arguments)
     sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
     assert given.num_splits == 1
+    margins.append(given.sm_margin)
     limits = given.is_causal, given.window_size_left, given.window_size_right
     window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
     out, lse = attend(sequences, q, k, v, given.softmax_scale, given.softcap, window)
@@ -193,6 +197,7 @@ def _backward_3(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse:
     given = _given(torch.ops.flash_attn_3.bwd.default._schema, 6, arguments)
     sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
     deterministic_calls.append(("flash-attn 3", given.deterministic))
+    margins.append(given.sm_margin)
     limits = given.is_causal, given.window_size_left, given.window_size_right
     window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
     gradients = differentiate(sequences, (dout, q, k, v, out, lse), given.softmax_scale, given.softcap, window)

@@ -21,7 +21,7 @@ from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
-from tests.flash_fakes import deterministic_calls, installed
+from tests.flash_fakes import deterministic_calls, installed, margins
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 BF16 = Request("cuda", torch.bfloat16, 128, 128)
@@ -142,6 +142,13 @@ def test_backward_is_deterministic_if_asked(library: Library, deterministic: boo
     deterministic_calls.clear()
     check(library, [Segment(0, 5, 0, 5, None, 0)], 5, 5, 0, mode=Mode(deterministic=deterministic))
     assert deterministic_calls == [(library.name, deterministic)]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
+    margins.clear()
+    check(LIBRARIES[NAMES.index("flash-attn 3")], [Segment(0, 5, 0, 5, None, 0)], 5, 5, 0, mode=Mode(overlapped=overlapped))
+    assert margins == [16 * overlapped] * 2
 
 
 def test_unequal_head_sizes() -> None:

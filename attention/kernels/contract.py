@@ -43,9 +43,11 @@ class Mode(NamedTuple):
 
     Attributes:
         deterministic: backward calls with equal inputs give bitwise equal gradients.
+        overlapped: messages are in flight, so a kernel that fills the GPU should leave them some processors.
     """
 
     deterministic: bool = False
+    overlapped: bool = False
 
 
 DEFAULT = Mode()

@@ -181,6 +181,9 @@ def _options_4(sequences: Sequences, scores: Scores) -> dict[str, Any]:
 
 # flash-attn 3: its operators, because their arguments are stable and those of the Python functions are not
 
+SM_MARGIN = 16
+"""Multiprocessors that flash-attn 3 leaves to messages in flight: its forward occupies all others until it ends."""
+
 
 def _missing_3() -> str | None:
     why = _import_error("flash_attn_interface")
@@ -200,7 +203,7 @@ def _refusal_3(request: Request, capability: Capability) -> str | None:
 
 def _forward_3(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
     # The default number of splits depends on the other sequences of the call; 1 makes results independent of them.
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scores))
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, num_splits=1, **_options_3(sequences, scores, mode))
     return out, lse
 
 
@@ -208,14 +211,15 @@ def _backward_3(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
 ) -> Gradients:
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    options = _options_3(sequences, scores)
+    options = _options_3(sequences, scores, mode)
     torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, deterministic=mode.deterministic, **options)
     return dq, dk, dv
 
 
-def _options_3(sequences: Sequences, scores: Scores) -> dict[str, Any]:
+def _options_3(sequences: Sequences, scores: Scores, mode: Mode) -> dict[str, Any]:
     longest = sequences.longest_q, sequences.longest_k
-    return {"is_causal": sequences.causal, **_options(sequences, scores, longest, sequences.limits)}
+    options = _options(sequences, scores, longest, sequences.limits)
+    return {"is_causal": sequences.causal, "sm_margin": SM_MARGIN if mode.overlapped else 0, **options}
 
 
 # flash-attn 2
