@@ -1,8 +1,10 @@
 """The flash kernel with every library, on the CPU: fakes have the libraries' arguments and pitfalls (`flash_fakes`)."""
 
+import itertools
 import logging
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import flash, flash_libraries, reference
+from longctx.attention.kernels import flash, flash_libraries, reference, repeatability
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
@@ -151,6 +153,31 @@ def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
     assert margins == [16 * overlapped] * 2
 
 
+def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash-attn 3 up to 2.8.3 takes `deterministic=True` and ignores it: a few calls tell."""
+    monkeypatch.setattr(repeatability, "TOKENS", 24)
+    request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+    assert repeatability.differs(library, request) is None
+    calls = itertools.count()
+
+    def backward(*arguments: Any) -> Any:
+        """Adds another rounding error to one number of dk, in the last of the windows only."""
+        dq, dk, dv = library.backward(*arguments)
+        if arguments[6].left is not None:
+            dk[7, 1, 3] *= 1 + 2**-23 * (next(calls) % 5)
+        return dq, dk, dv
+
+    why = repeatability.differs(replace(library, backward=backward), request)
+    assert why == "its deterministic backward gave another dk for the same inputs: install a newer version"
+
+
+def test_a_library_that_is_not_deterministic_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(flash, "differs", lambda library, request: "differs" if library.name == "flash-attn 4" else None)
+    chosen = [Flash().library(replace(BF16, deterministic=deterministic)) for deterministic in (False, True)]
+    assert [library.name for library in chosen if isinstance(library, Library)] == ["flash-attn 4", "flash-attn 3"]
+
+
 def test_unequal_head_sizes() -> None:
     """flash-attn 3 takes head sizes 192 and 128."""
     library = LIBRARIES[NAMES.index("flash-attn 3")]
@@ -218,6 +245,7 @@ def test_the_best_library_is_chosen_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash, "differs", lambda library, request: None)
     with caplog.at_level(logging.INFO):
         found = Flash().library(request_)
     assert isinstance(found, Library) and found.name == wanted

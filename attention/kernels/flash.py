@@ -15,7 +15,7 @@ Backward uses the backward function of each library with the merged out and log-
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -24,6 +24,7 @@ import torch
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Scores, Sequences
+from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
@@ -41,7 +42,7 @@ class Flash:
 
     def refusal(self, request: Request) -> str | None:
         """Implements `contract`."""
-        found = self.library(request)
+        found = self.library(replace(request, bands=False))  # all libraries support them
         return found if isinstance(found, str) else None
 
     def forward(
@@ -108,6 +109,8 @@ class Flash:
         refusals: list[str] = []
         for library in self.libraries:
             why = library.missing() or library.refusal(request, capability)
+            if why is None and request.deterministic:
+                why = differs(library, request)
             if why is None:
                 passed_over = f" ({'; '.join(refusals)})" if refusals else ""
                 log.info(
