@@ -3,9 +3,13 @@
 import itertools
 import logging
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from itertools import accumulate, pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,10 +17,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import flash, flash_libraries, reference, repeatability
+from longctx.attention.kernels import flash, flash_4, flash_libraries, flash_library, reference, repeatability
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash import Flash
-from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
+from longctx.attention.kernels.flash_libraries import LIBRARIES
+from longctx.attention.kernels.flash_library import Library
 from longctx.attention.masks import Mask
 from longctx.attention.ring_schedule import Schedule
 from longctx.attention.segments import Segment
@@ -33,9 +38,9 @@ NAMES = [library.name for library in LIBRARIES]
 @pytest.fixture(autouse=True, scope="module")
 def fakes() -> Iterator[None]:
     with installed():
-        flash_libraries._import_error.cache_clear()
+        flash_library.import_error.cache_clear()
         yield
-    flash_libraries._import_error.cache_clear()
+    flash_library.import_error.cache_clear()
 
 
 @pytest.fixture(params=LIBRARIES, ids=NAMES)
@@ -295,11 +300,51 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     assert by_name["flash-attn 2"].missing() is None
     monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.5.9.post1")
     assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: install 2.8 or newer"
-    flash_libraries._import_error.cache_clear()
+    flash_library.import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     why = by_name["flash-attn 4"].missing()
-    assert why is not None and why.endswith("pip install flash-attn-4")
-    flash_libraries._import_error.cache_clear()
+    assert why is not None and why.endswith("pip install flash-attn-4==4.0.0b36")
+    flash_library.import_error.cache_clear()
+
+
+def of_flash_2() -> ModuleType:
+    """Returns the functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments that matter."""
+
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        raise AssertionError
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    module = ModuleType("flash_attn.cute.interface")
+    vars(module).update(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
+    return module
+
+
+def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions are private, and flash-attn 2.8.3 has modules of the same names."""
+    assert flash_4.missing() is None
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn.cute.interface", of_flash_2())
+        why = flash_4.missing()
+        assert why is not None and "another package replaced its modules (_flash_attn_fwd" in why
+
+        def none(name: str) -> str:
+            raise PackageNotFoundError(name)
+
+        patch.setattr(flash_4, "version", none)
+        assert flash_4.missing() == "not installed: pip install flash-attn-4==4.0.0b36"
+    monkeypatch.setattr(flash_4, "version", lambda name: "4.0.0b37")
+    why = flash_4.missing()
+    assert why is not None and why.startswith("4.0.0b37 is installed, but only 4.0.0b36 is known to work")
+
+
+def test_the_extra_installs_the_tested_flash_4() -> None:
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["flash"] == [f"flash-attn-4=={flash_4.TESTED}"]
 
 
 def test_asked_for_on_the_cpu() -> None:

@@ -23,7 +23,8 @@ import torch
 
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
-from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Scores, Sequences
+from longctx.attention.kernels.flash_libraries import LIBRARIES
+from longctx.attention.kernels.flash_library import Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments

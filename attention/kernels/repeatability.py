@@ -7,7 +7,7 @@ request 1893), and no version number tells builds apart. So a few calls decide, 
 import torch
 
 from longctx.attention.kernels.contract import Mode, Request
-from longctx.attention.kernels.flash_libraries import Library, Scores, Sequences
+from longctx.attention.kernels.flash_library import Library, Scores, Sequences
 
 TOKENS = 2048
 """Tokens of each of two documents: 16 blocks of keys, whose gradients of a query meet in dQ."""
