@@ -96,8 +96,9 @@ def forward(
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in this.steps(k, v, kept, fetch=True):
         for part in calls:
-            keys = this.keys(k, v, received, part)
-            partial = this.kernel.forward(q, *keys, part.segments, this.scale, this.call.softcap, this.mode)
+            partial = this.kernel.forward(
+                q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap, this.mode
+            )
             if result is None:
                 result = this.widened(partial[0]), partial[1]
             else:
@@ -157,9 +158,9 @@ def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor,
         return
     packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
     if part.again:
-        remote.index_add_(0, part.rows, packed)
+        part.rows.add(remote, packed)
     else:
-        remote[part.rows] = packed
+        part.rows.write(remote, packed)
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
@@ -211,7 +212,7 @@ class _Pass:
         """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
-        k, v = received.index_select(0, part.rows).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        k, v = part.rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
@@ -246,10 +247,8 @@ class _Pass:
         parts = incoming.split([hop.received_rows for hop in stage.hops])
         source = kv
         for hop, part in zip(stage.hops, parts, strict=True):
-            # Only `pending` holds the sent rows, so they are freed once the messages have arrived.
-            pending = self.exchange.start(
-                [(peer, source.index_select(0, rows)) for peer, rows in hop.sends], part, hop.receives
-            )
+            # Only `pending` holds copies of sent rows, so they are freed once the messages have arrived.
+            pending = self.exchange.start([(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives)
             self.in_flight += 1
             yield None
             source = pending.wait()
@@ -269,7 +268,7 @@ class _Pass:
         while parts:
             hop, part = stage.hops[len(parts) - 1], parts.pop()
             outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
-            rows = [(peer, len(index)) for peer, index in hop.sends]
+            rows = [(peer, len(sent)) for peer, sent in hop.sends]
             pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
             self.in_flight += 1
             yield
@@ -287,7 +286,7 @@ class _Pass:
     def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
         """Adds returned gradients to the rows of `total` that were sent, in place."""
         for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
-            total.index_add_(0, rows, part.to(total.dtype))
+            rows.add(total, part.to(total.dtype))
 
 
 @forward.register_fake

@@ -95,7 +95,8 @@ def play(
         for number, stage in enumerate(ring.schedule.stages):
             (hop,) = stage.hops
             sent = [dict(rings[peer].schedule.stages[number].hops[0].sends)[rank] for peer, _ in hop.receives]
-            received.append(torch.cat([rows[rank][:0], *(rows[p][x] for (p, _), x in zip(hop.receives, sent, strict=True))]))
+            parts = [x.read(rows[peer]) for (peer, _), x in zip(hop.receives, sent, strict=True)]
+            received.append(torch.cat([rows[rank][:0], *parts]))
         ring.exchange = messages(kv, remote, received)
         q, k, v, dout = (x[rows[rank]] for x in inputs)
         for x in (q, k, v):
