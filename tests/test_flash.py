@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +13,24 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import flash, flash_4, flash_libraries, flash_library, reference, repeatability
+from longctx.attention.kernels import (
+    KERNELS,
+    choose_kernel,
+    flash,
+    flash_4,
+    flash_libraries,
+    flash_library,
+    reference,
+    repeatability,
+)
+from longctx.attention.kernels.compilation import compile_variants
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
@@ -340,6 +353,68 @@ def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(flash_4, "version", lambda name: "4.0.0b37")
     why = flash_4.missing()
     assert why is not None and why.startswith("4.0.0b37 is installed, but only 4.0.0b36 is known to work")
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_flash_4_keeps_compiled_kernels(writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of this user alone: others must not put code there. What is set already wins."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", environment := {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "elsewhere"})
+    folder = tmp_path / f"longctx-{os.getuid()}"
+    if writable:
+        folder.mkdir()
+        folder.chmod(0o777)
+    assert flash_4.missing() is None
+    assert environment.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == (None if writable else "1")
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "elsewhere"
+    if not writable:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr(os, "environ", environment := {})
+        assert flash_4.missing() is None
+        assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder / "flash-attn-4")
+
+
+class Variants:
+    """A kernel that records which windows it is called with, instead of compiling."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[bool, bool, bool]]] = {"forward": set(), "backward": set()}
+
+    refusal = staticmethod(reference.refusal)
+
+    def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, mode: Mode) -> None:
+        assert (q.shape[1], k.shape[1]) == (4, 2) and len(q) > 128 and mode.deterministic
+        for left, right in calls_made(segments):
+            self.seen[way].add((left is None and right == 0, left is not None, right is not None))
+
+    def forward(self, q: Any, k: Any, v: Any, segments: Any, scale: float, softcap: float, mode: Mode) -> Any:
+        self.record("forward", q, k, segments, mode)
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, *rest: Any) -> Any:
+        self.record("backward", q, k, segments, rest[-1])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    degree=st.integers(1, 6),
+    window=st.none() | st.integers(1, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_all_variants_of_a_ring_are_compiled(lengths: list[int], degree: int, window: int | None) -> None:
+    """Flash-attn 4 compiles by: causal, limited to the left, limited to the right."""
+    kernel = Variants()
+    with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]
+        choose_kernel.cache_clear()
+        request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+        compile_variants("variants", request, (4, 2), window=window is not None)
+    choose_kernel.cache_clear()
+    case = Case(degree, tuple(lengths), tuple(Placement(i, 0, degree) for i in range(len(lengths))), exchange_stages=2)
+    for rank in range(degree):
+        for call in Schedule.build(case.layout(rank), mask=Mask(window=window)).calls:
+            for left, right in calls_made(call.segments):
+                variant = left is None and right == 0, left is not None, right is not None
+                assert all(variant in seen for seen in kernel.seen.values()), (left, right, kernel.seen)
 
 
 def test_the_extra_installs_the_tested_flash_4() -> None:

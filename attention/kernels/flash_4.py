@@ -1,8 +1,13 @@
 """Flash-attn 4: a beta, so its functions are private and may change with every version. Only the tested version is used."""
 
 import inspect
+import os
+import stat
+import tempfile
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +60,7 @@ def missing() -> str | None:
         return f"not installed: {INSTALL}"
     if found != TESTED:
         return f"{found} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
+    _keep_compiled()
     if why := import_error("flash_attn.cute.interface"):
         return f"{why}: {INSTALL}"
     module = import_module("flash_attn.cute.interface")
@@ -63,6 +69,20 @@ def missing() -> str | None:
         if names[: len(first)] != first or OPTIONS - set(names):
             return f"another package replaced its modules ({name} has other arguments): {INSTALL} --force-reinstall --no-deps"
     return None
+
+
+def _keep_compiled() -> None:
+    """Lets it keep compiled kernels for other processes and runs, in a folder that only this user can write.
+
+    It reads these variables when it is imported. Variables that are set already win.
+    """
+    folder = Path(tempfile.gettempdir()) / f"longctx-{os.getuid()}"
+    with suppress(OSError):  # without the folder, every process compiles for itself
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attn-4"))
 
 
 def refusal(request: Request, capability: Capability) -> str | None:

@@ -104,6 +104,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
+    from longctx.attention.kernels.compilation import compile_variants
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.metrics import check_wandb
@@ -122,6 +123,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     for stage, (own, store) in enumerate(open_stages(config)):
         with named(config, stage):
             spec = own.model_source(store.tokenizer.vocab_size).spec
+            split = own.parallel.tensor_parallel_size
             for layer in set(spec.layers):
                 bands, softcap = layer.window is not None, bool(spec.attention_softcap)
                 dtype = getattr(torch, config.train.dtype)
@@ -129,6 +131,9 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
                 deterministic = own.context.deterministic
                 request = Request(device.type, dtype, *sizes, bands=bands, softcap=softcap, deterministic=deterministic)
                 choose_kernel(own.context.kernel, request)
+                if device.type == "cuda":
+                    heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
+                    compile_variants(own.context.kernel, request, heads, window=layer.window is not None)
             check_vocabulary(own, spec)
             check_checkpoint(own, store, launch.world_size)
             check_pairs(own, store)
