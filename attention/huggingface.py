@@ -123,6 +123,7 @@ def model_inputs(
     group: dist.ProcessGroup | None = None,
     kernel: str = "auto",
     keep_kv: bool = False,
+    deterministic: bool = False,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
     """Returns the keyword arguments of a model for one micro-batch.
@@ -135,7 +136,7 @@ def model_inputs(
         target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
             labels and computes no loss; use `batch.labels`, which are already shifted.
-        group, kernel, keep_kv: see `ring_attention`.
+        group, kernel, keep_kv, deterministic: see `ring_attention`.
         device: device of the model.
 
     Raises:
@@ -158,6 +159,7 @@ def model_inputs(
             softcap=softcap,
             kernel=kernel,
             keep_kv=keep_kv,
+            deterministic=deterministic,
             device=device,
         )
 

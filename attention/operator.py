@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Kernel, Request, choose_kernel
+from longctx.attention.kernels import Kernel, Mode, Request, choose_kernel
 from longctx.attention.merge import merge_
 from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
 from longctx.attention.segment_builder import Call
@@ -34,6 +34,7 @@ class Ring(Protocol):
     softcap: float
     kernel: str
     keep_kv: bool
+    deterministic: bool
     last: str
 
 
@@ -95,14 +96,16 @@ def forward(
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in this.steps(k, v, kept, fetch=True):
         for part in calls:
-            partial = this.kernel.forward(q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap)
+            partial = this.kernel.forward(
+                q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap, this.mode
+            )
             if result is None:
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
         del received  # holds at most the rows of this stage and the next one
     if result is None:  # this rank has no tokens in this micro-batch
-        result = this.kernel.forward(q, k, v, (), this.scale)
+        result = this.kernel.forward(q, k, v, (), this.scale, mode=this.mode)
     out, lse = result
     if sink_logits is not None:
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
@@ -129,7 +132,7 @@ def backward(
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
             gradients = this.kernel.backward(
-                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap
+                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap, this.mode
             )
             if sums:
                 _add_call(sums, remote, part, *gradients)
@@ -155,9 +158,9 @@ def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor,
         return
     packed = torch.cat([dk.flatten(1), dv.flatten(1)], dim=1).to(remote.dtype)
     if part.again:
-        remote.index_add_(0, part.rows, packed)
+        part.rows.add(remote, packed)
     else:
-        remote[part.rows] = packed
+        part.rows.write(remote, packed)
 
 
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
@@ -175,14 +178,26 @@ class _Pass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.in_flight = 0  # exchanges that were started and not waited for
         request = Request(
-            q.device.type, q.dtype, q.shape[-1], v.shape[-1], bands=self.schedule.bands, softcap=bool(call.softcap)
+            q.device.type,
+            q.dtype,
+            q.shape[-1],
+            v.shape[-1],
+            bands=self.schedule.bands,
+            softcap=bool(call.softcap),
+            deterministic=call.deterministic,
         )
         self.kernel: Kernel = choose_kernel(call.kernel, request)
         self.scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
         self.sum_dtype = torch.promote_types(q.dtype, torch.float32)
+
+    @property
+    def mode(self) -> Mode:
+        """How a kernel call runs now."""
+        return Mode(self.call.deterministic, overlapped=self.in_flight > 0)
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
@@ -197,7 +212,7 @@ class _Pass:
         """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
         if part.rows is None or received is None:
             return k, v
-        k, v = received.index_select(0, part.rows).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        k, v = part.rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
@@ -232,12 +247,12 @@ class _Pass:
         parts = incoming.split([hop.received_rows for hop in stage.hops])
         source = kv
         for hop, part in zip(stage.hops, parts, strict=True):
-            # Only `pending` holds the sent rows, so they are freed once the messages have arrived.
-            pending = self.exchange.start(
-                [(peer, source.index_select(0, rows)) for peer, rows in hop.sends], part, hop.receives
-            )
+            # Only `pending` holds copies of sent rows, so they are freed once the messages have arrived.
+            pending = self.exchange.start([(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives)
+            self.in_flight += 1
             yield None
             source = pending.wait()
+            self.in_flight -= 1
         yield incoming
 
     def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
@@ -253,10 +268,12 @@ class _Pass:
         while parts:
             hop, part = stage.hops[len(parts) - 1], parts.pop()
             outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
-            rows = [(peer, len(index)) for peer, index in hop.sends]
+            rows = [(peer, len(sent)) for peer, sent in hop.sends]
             pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
+            self.in_flight += 1
             yield
             returned = pending.wait()
+            self.in_flight -= 1
             if parts:
                 total = parts[-1].to(self.sum_dtype)
                 self._add(hop, returned, total)
@@ -269,7 +286,7 @@ class _Pass:
     def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
         """Adds returned gradients to the rows of `total` that were sent, in place."""
         for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
-            total.index_add_(0, rows, part.to(total.dtype))
+            rows.add(total, part.to(total.dtype))
 
 
 @forward.register_fake

@@ -3,7 +3,7 @@
 Forward runs kernel calls on local keys, then on the received keys of every exchange stage; the number of calls does not depend
 on the degrees. Partial results are merged by log-sum-exp in float32. Backward repeats the calls with the merged output and
 log-sum-exp; it fetches K and V again, unless they were kept, and returns gradients of remote rows to their owners, which add
-them in a fixed order: two runs are bitwise identical.
+them in a fixed order: with a deterministic kernel, two runs are bitwise identical.
 
 In bfloat16 and float16, the errors of out, dq, dk and dv against float64 have at most twice the norm of the errors of the same
 kernel on one device, measured on random documents. The additional error is rounding: of partial results in the compute dtype,
@@ -38,6 +38,7 @@ def ring_attention(
     sink_logits: torch.Tensor | None = None,
     kernel: str = "auto",
     keep_kv: bool = False,
+    deterministic: bool = False,
     ranks_per_node: int | None = None,
 ) -> torch.Tensor:
     """Computes attention within every document. Every rank of the domain must call it, with its own layout.
@@ -54,6 +55,8 @@ def ring_attention(
         sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
         kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
         keep_kv: keep received K and V until backward instead of fetching them again.
+        deterministic: use the deterministic backward of flash attention libraries, which is slower: two runs are then bitwise
+            identical. The other kernels always are.
         ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows cross the network once per
             node and are then passed on inside it. None: rows go directly to every rank that needs them.
 
@@ -72,6 +75,7 @@ def ring_attention(
         softcap=softcap,
         kernel=kernel,
         keep_kv=keep_kv,
+        deterministic=deterministic,
         ranks_per_node=ranks_per_node,
         device=q.device,
     )
@@ -94,6 +98,7 @@ class RingAttention(CheckedAttention):
         softcap: float = 0.0,
         kernel: str = "auto",
         keep_kv: bool = False,
+        deterministic: bool = False,
         ranks_per_node: int | None = None,
         device: torch.device | str = "cpu",
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
@@ -114,6 +119,7 @@ class RingAttention(CheckedAttention):
         self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
+        self.deterministic = deterministic
         self.number = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""

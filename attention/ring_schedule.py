@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 from longctx.attention.masks import CAUSAL, Mask
-from longctx.attention.segment_builder import Call, Run, gathered_calls, local_calls, row_index
+from longctx.attention.segment_builder import Call, RowSet, Run, gathered_calls, local_calls
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
 
@@ -29,12 +29,12 @@ class Hop:
     """One round of messages, by ascending peer.
 
     Attributes:
-        sends: (peer, row indices to send). The first hop of a stage sends rows of the local buffer, the second hop rows that
+        sends: (peer, rows to send). The first hop of a stage sends rows of the local buffer, the second hop rows that
             the first one received.
         receives: (peer, number of rows); received rows are stored in this order.
     """
 
-    sends: tuple[tuple[int, torch.Tensor], ...]
+    sends: tuple[tuple[int, RowSet], ...]
     receives: tuple[tuple[int, int], ...]
 
     @property
@@ -231,6 +231,6 @@ def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torc
             else:  # a relay passes on rows from the first hop
                 held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
                 sends[message.peer] += held.part(start, stop)
-        hops.append(Hop(tuple((peer, row_index(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
+        hops.append(Hop(tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
     documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
     return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))

@@ -8,7 +8,7 @@ at most two per stage: both chunks against earlier keys, and tails against the k
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,42 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RowSet:
+    """Rows of a buffer, in order: a range, which is read and written in place, or any rows, which are copied."""
+
+    index: slice | torch.Tensor
+    count: int
+
+    @classmethod
+    def of(cls, ranges: Sequence[range], device: torch.device | str) -> "RowSet":
+        """Returns the rows of all ranges; index tensors are on `device`."""
+        ranges = [rows for rows in ranges if rows]
+        count = sum(map(len, ranges))
+        if all(before.stop == after.start for before, after in pairwise(ranges)):
+            start = ranges[0].start if ranges else 0
+            return cls(slice(start, start + count), count)
+        return cls(row_index(ranges, device), count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns these rows of `buffer`, as a view if they are a range."""
+        return buffer[self.index] if isinstance(self.index, slice) else buffer.index_select(0, self.index)
+
+    def write(self, buffer: torch.Tensor, values: torch.Tensor) -> None:
+        """Replaces these rows of `buffer`."""
+        buffer[self.index] = values
+
+    def add(self, buffer: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds to these rows of `buffer`, which all differ."""
+        if isinstance(self.index, slice):
+            buffer[self.index].add_(values)
+        else:
+            buffer.index_add_(0, self.index, values)
+
+
+@dataclass(frozen=True)
 class Call:
     """One kernel call.
 
@@ -44,7 +80,7 @@ class Call:
         again: whether some of these rows were keys of an earlier call on the same buffer.
     """
 
-    rows: torch.Tensor | None
+    rows: RowSet | None
     segments: tuple[Segment, ...]
     again: bool = False
 
@@ -60,7 +96,7 @@ def local_calls(documents: Iterable[Document]) -> tuple[Call, ...]:
 
 
 def gathered_calls(documents: Iterable[Document], device: torch.device | str) -> tuple[Call, ...]:
-    """Builds calls on keys that are gathered from a buffer first; index tensors are on `device`."""
+    """Builds calls on keys that are selected from a buffer first; index tensors are on `device`."""
     documents = [(queries, _neighbours_joined(keys), areas) for queries, keys, areas in documents]
     buffer = max((rows.stop for _, keys, _ in documents for run in keys for rows in run.rows), default=0)
     met = torch.zeros(buffer, dtype=torch.bool)
@@ -70,7 +106,7 @@ def gathered_calls(documents: Iterable[Document], device: torch.device | str) ->
         starts = accumulate((part.key_count for part in parts), initial=0)
         segments = tuple(part.segment(start) for part, start in zip(parts, starts, strict=False))
         index = row_index(rows, "cpu")
-        made.append(Call(copy_to(index, device), segments, again=bool(met[index].any())))
+        made.append(Call(RowSet.of(rows, device), segments, again=bool(met[index].any())))
         met[index] = True
     return tuple(made)
 

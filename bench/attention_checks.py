@@ -40,7 +40,7 @@ def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dic
     timed = sizes.dtype, sizes.head_dim
     kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
     for dtype, head_dim in kinds:
-        if not KERNELS[kernel].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True)):
+        if not KERNELS[kernel].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)):
             for mask in masks(sizes.checked_window):
                 yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim}
 
@@ -85,7 +85,8 @@ def play(
     # Every layout gets rank 0, the rank of this process, but keeps its ring indices.
     layouts = [replace(Layout.of(placements, lengths, 0, rank, 2), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
-    rings = [RingAttention(layout, mask=mask, kernel=kernel, device=device, keep_kv=True) for layout in layouts]
+    options: dict[str, Any] = {"mask": mask, "kernel": kernel, "keep_kv": True, "deterministic": True}
+    rings = [RingAttention(layout, device=device, **options) for layout in layouts]
     kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
     results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3]))
     remote = torch.zeros(kv.shape, dtype=torch.float64, device=device)
@@ -94,7 +95,8 @@ def play(
         for number, stage in enumerate(ring.schedule.stages):
             (hop,) = stage.hops
             sent = [dict(rings[peer].schedule.stages[number].hops[0].sends)[rank] for peer, _ in hop.receives]
-            received.append(torch.cat([rows[rank][:0], *(rows[p][x] for (p, _), x in zip(hop.receives, sent, strict=True))]))
+            parts = [x.read(rows[peer]) for (peer, _), x in zip(hop.receives, sent, strict=True)]
+            received.append(torch.cat([rows[rank][:0], *parts]))
         ring.exchange = messages(kv, remote, received)
         q, k, v, dout = (x[rows[rank]] for x in inputs)
         for x in (q, k, v):

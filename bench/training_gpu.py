@@ -85,18 +85,18 @@ def measure(run: Run, gpu: Gpu, table: Table, steps: int, deadline: float) -> No
     row |= {"layers": run.shape.num_hidden_layers, "parameters": run.shape.spec.parameters}
     fitting, enough = run.fitting(gpu), math.inf
     if not fitting:
-        least = min(run.bytes(option, gpu) for option in run.options) / 2**30
+        least = min(run.bytes(option) for option in run.options) / 2**30
         counted = MEMORY_SHARE * gpu.memory / 2**30
         table.append({**row, "failed": f"not started: needs {least:.1f} GiB by estimate, but {counted:.1f} GiB are available"})
     for option in fitting:
-        if run.bytes(option, gpu) > enough:
+        if run.bytes(option) > enough:
             continue
         found = row | attempt(run, option, gpu, steps, min(time.monotonic() + ROW_S, deadline))
         table.append(found)
         print(json.dumps({name: value for name, value in found.items() if value and name != "settings"}), flush=True)
         if "out of memory" not in found["failed"].lower():
             return
-        enough = 0.9 * run.bytes(option, gpu)
+        enough = 0.9 * run.bytes(option)
 
 
 def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def attempt(run: Run, option: Option, gpu: Gpu, steps: int, until: float) -> dic
     row: dict[str, Any] = {"options": option.name}
     if run.system == "longctx":
         row |= {"attention": gpu.kernel(option), "settings": shlex.join(run.arguments(option, steps))}
-        row["estimate_gib"] = round(run.bytes(option, gpu) / 2**30, 2)
+        row["estimate_gib"] = round(run.bytes(option) / 2**30, 2)
     with tempfile.TemporaryDirectory(prefix="training_gpu-") as name:
         folder = Path(name)
         try:

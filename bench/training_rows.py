@@ -1,6 +1,6 @@
 """Rows of training_gpu.py, the most important first, and the settings with which each fits a GPU.
 
-Memory is estimated by `longctx estimate`, plus the workspace of the attention kernel.
+Memory is estimated by `longctx estimate`.
 """
 
 import math
@@ -127,29 +127,16 @@ class Run:
     def arguments(self, option: Option, steps: int) -> list[str]:
         return [as_override(name, value) for name, value in self.settings(option, steps).items()]
 
-    def bytes(self, option: Option, gpu: Gpu) -> int:
-        """Returns the memory by `longctx estimate`, plus the workspace of the kernel's backward."""
+    def bytes(self, option: Option) -> int:
+        """Returns the memory by `longctx estimate`."""
         config = changed(Config(), self.settings(option, 2).items())
-        memory = estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
-        return memory + kernel_bytes(self.shape, self.tokens, gpu.kernel(option))
+        return estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
 
     def fitting(self, gpu: Gpu) -> list[Option]:
         """Returns the options that fit in the memory of this GPU. The peer's memory is not estimated."""
         if self.system != "longctx":
             return self.options
-        return [option for option in self.options if self.bytes(option, gpu) <= MEMORY_SHARE * gpu.memory]
-
-
-def kernel_bytes(shape: ModelShape, tokens: int, kernel: str) -> int:
-    """Returns the bytes that a kernel's deterministic backward allocates (see attention/kernels/flash_libraries.py)."""
-    queries = tokens * shape.num_attention_heads * shape.head_dim
-    keys = tokens * shape.num_key_value_heads * shape.head_dim
-    if kernel in ("flash-attn 2", "torch's flash operators"):
-        splits = -(-132 // shape.num_attention_heads)
-        return 4 * splits * queries + (2 * 2 * queries if keys < queries else 0)
-    if kernel in ("flash-attn 3", "flash-attn 4"):
-        return 4 * queries + 2 * 4 * keys
-    return 2 * 4 * tokens * shape.num_attention_heads
+        return [option for option in self.options if self.bytes(option) <= MEMORY_SHARE * gpu.memory]
 
 
 def runs(gpu: Gpu, *, smoke: bool = False) -> Iterator[Run]:

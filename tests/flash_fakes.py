@@ -9,13 +9,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
-from longctx.attention.kernels import reference
+from longctx.attention.kernels import flash_4, reference
 from longctx.attention.segments import Segment
 
 Tensor = torch.Tensor
+
+deterministic_calls: list[tuple[str, bool]] = []
+"""Library of every backward call, and whether it was to be deterministic."""
+
+margins: list[int] = []
+"""sm_margin of every call of flash-attn 3."""
 
 FLASH_3 = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None,
     Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,
@@ -146,7 +153,8 @@ def _flash_4() -> ModuleType:
         deterministic: bool = False,
     ) -> Any:
         calls.append("backward")
-        assert deterministic and softmax_scale is not None
+        assert softmax_scale is not None
+        deterministic_calls.append(("flash-attn 4", deterministic))
         sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         seen = window(causal, window_size_left, window_size_right)
         return differentiate(sequences, (dout, q, k, v, out, lse), softmax_scale, softcap, seen)
@@ -169,11 +177,17 @@ def _window_3(is_causal: bool, left: int, right: int, max_seqlen_q: int, max_seq
     return _limits(left, 0 if is_causal else right)
 
 
+def _given(schema: Any, first: int, arguments: tuple[Any, ...]) -> SimpleNamespace:
+    """Returns the arguments of an operator from number `first` on by name; torch leaves out trailing defaults."""
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return SimpleNamespace(**defaults | dict(zip(list(defaults)[first:], arguments, strict=False)))
+
+
 def _forward_3(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    names = [argument.name for argument in torch.ops.flash_attn_3.fwd.default._schema.arguments]
-    given = SimpleNamespace(**dict(zip(names[3:], arguments, strict=False)))
+    given = _given(torch.ops.flash_attn_3.fwd.default._schema, 3, arguments)
     sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
     assert given.num_splits == 1
+    margins.append(given.sm_margin)
     limits = given.is_causal, given.window_size_left, given.window_size_right
     window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
     out, lse = attend(sequences, q, k, v, given.softmax_scale, given.softcap, window)
@@ -181,10 +195,10 @@ def _forward_3(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
 
 
 def _backward_3(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    names = [argument.name for argument in torch.ops.flash_attn_3.bwd.default._schema.arguments]
-    given = SimpleNamespace(**dict(zip(names[6:], arguments, strict=False)))
+    given = _given(torch.ops.flash_attn_3.bwd.default._schema, 6, arguments)
     sequences = Sequences(q, k, v, given.cu_seqlens_q, given.cu_seqlens_k, given.max_seqlen_q, given.max_seqlen_k)
-    assert given.deterministic
+    deterministic_calls.append(("flash-attn 3", given.deterministic))
+    margins.append(given.sm_margin)
     limits = given.is_causal, given.window_size_left, given.window_size_right
     window = _window_3(*limits, given.max_seqlen_q, given.max_seqlen_k)
     gradients = differentiate(sequences, (dout, q, k, v, out, lse), given.softmax_scale, given.softcap, window)
@@ -269,7 +283,8 @@ def _flash_2() -> ModuleType:
     ) -> Tensor:
         sequences = Sequences(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         window = _window_2(causal, window_size_left, window_size_right, max_seqlen_k)
-        assert dropout_p == 0.0 and deterministic and dq is not None and dk is not None and dv is not None
+        assert dropout_p == 0.0 and dq is not None and dk is not None and dv is not None
+        deterministic_calls.append(("flash-attn 2", deterministic))
         gradients = differentiate(sequences, (dout, q, k, v, out, softmax_lse), softmax_scale, softcap, window)
         for into, gradient in zip((dq, dk, dv), gradients, strict=True):
             into.copy_(gradient)
@@ -328,7 +343,8 @@ def _backward_torch(
     sequences = Sequences(q, k, v, edges_q, edges_k, max_q, max_k)
     window = _window_2(is_causal, window_size_left, window_size_right, max_k)
     assert dropout == 0.0 and rng_state.dtype == torch.uint64
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    asked = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic_calls.append(("torch's flash operators", asked))
     return differentiate(sequences, (dout, q, k, v, out, lse), scale, 0.0, window)
 
 
@@ -354,7 +370,8 @@ def installed() -> Iterator[None]:
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
     try:
-        yield
+        with mock.patch.object(flash_4, "version", {"flash-attn-4": flash_4.TESTED}.__getitem__):
+            yield
     finally:
         for name, module in before.items():
             if module is None:

@@ -1,27 +1,47 @@
 """The flash kernel with every library, on the CPU: fakes have the libraries' arguments and pitfalls (`flash_fakes`)."""
 
+import itertools
 import logging
+import os
 import sys
+import tempfile
+import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from itertools import accumulate, pairwise
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.attention.kernels import flash, flash_libraries, reference
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels import (
+    KERNELS,
+    choose_kernel,
+    flash,
+    flash_4,
+    flash_libraries,
+    flash_library,
+    reference,
+    repeatability,
+)
+from longctx.attention.kernels.compilation import compile_variants
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash import Flash
-from longctx.attention.kernels.flash_libraries import LIBRARIES, Library
+from longctx.attention.kernels.flash_libraries import LIBRARIES
+from longctx.attention.kernels.flash_library import Library
 from longctx.attention.masks import Mask
 from longctx.attention.ring_schedule import Schedule
 from longctx.attention.segments import Segment
 from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
-from tests.flash_fakes import installed
+from tests.flash_fakes import deterministic_calls, installed, margins
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 BF16 = Request("cuda", torch.bfloat16, 128, 128)
@@ -31,9 +51,9 @@ NAMES = [library.name for library in LIBRARIES]
 @pytest.fixture(autouse=True, scope="module")
 def fakes() -> Iterator[None]:
     with installed():
-        flash_libraries._import_error.cache_clear()
+        flash_library.import_error.cache_clear()
         yield
-    flash_libraries._import_error.cache_clear()
+    flash_library.import_error.cache_clear()
 
 
 @pytest.fixture(params=LIBRARIES, ids=NAMES)
@@ -92,6 +112,7 @@ def check(
     seed: int,
     heads: tuple[int, int] = (4, 2),
     cap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> None:
     """Checks forward and backward against the reference, with a log-sum-exp that includes other calls."""
     kernel = Over([library])
@@ -99,9 +120,9 @@ def check(
     q, dout = (torch.randn(q_rows, heads[0], 8, generator=generator) for _ in range(2))
     k, v = torch.randn(k_rows, heads[1], 16, generator=generator).split(8, dim=2)  # strided, as rows of an exchange are
     wanted = reference.forward(q, k, v, segments, 0.4, cap)
-    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap), wanted)
+    torch.testing.assert_close(kernel.forward(q, k, v, segments, 0.4, cap, mode), wanted)
     out, lse = wanted[0] * 0.6, wanted[1] + 0.5
-    gradients = kernel.backward(dout, q, k, v, out, lse, segments, 0.4, cap)
+    gradients = kernel.backward(dout, q, k, v, out, lse, segments, 0.4, cap, mode)
     torch.testing.assert_close(gradients, reference.backward(dout, q, k, v, out, lse, segments, 0.4, cap))
 
 
@@ -134,6 +155,45 @@ def test_single_queries_with_grouped_heads(library: Library) -> None:
 def test_no_segments(library: Library) -> None:
     check(library, [], 3, 2, 0)
     check(library, [Segment(0, 3, 1, 1), Segment(1, 1, 0, 2)], 3, 2, 0)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_is_deterministic_if_asked(library: Library, deterministic: bool) -> None:
+    deterministic_calls.clear()
+    check(library, [Segment(0, 5, 0, 5, None, 0)], 5, 5, 0, mode=Mode(deterministic=deterministic))
+    assert deterministic_calls == [(library.name, deterministic)]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_flash_3_leaves_processors_to_messages(overlapped: bool) -> None:
+    margins.clear()
+    check(LIBRARIES[NAMES.index("flash-attn 3")], [Segment(0, 5, 0, 5, None, 0)], 5, 5, 0, mode=Mode(overlapped=overlapped))
+    assert margins == [16 * overlapped] * 2
+
+
+def test_a_deterministic_backward_is_tried(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash-attn 3 up to 2.8.3 takes `deterministic=True` and ignores it: a few calls tell."""
+    monkeypatch.setattr(repeatability, "TOKENS", 24)
+    request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+    assert repeatability.differs(library, request) is None
+    calls = itertools.count()
+
+    def backward(*arguments: Any) -> Any:
+        """Adds another rounding error to one number of dk, in the last of the windows only."""
+        dq, dk, dv = library.backward(*arguments)
+        if arguments[6].left is not None:
+            dk[7, 1, 3] *= 1 + 2**-23 * (next(calls) % 5)
+        return dq, dk, dv
+
+    why = repeatability.differs(replace(library, backward=backward), request)
+    assert why == "its deterministic backward gave another dk for the same inputs: install a newer version"
+
+
+def test_a_library_that_is_not_deterministic_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(flash, "differs", lambda library, request: "differs" if library.name == "flash-attn 4" else None)
+    chosen = [Flash().library(replace(BF16, deterministic=deterministic)) for deterministic in (False, True)]
+    assert [library.name for library in chosen if isinstance(library, Library)] == ["flash-attn 4", "flash-attn 3"]
 
 
 def test_unequal_head_sizes() -> None:
@@ -190,7 +250,8 @@ def test_tables_are_made_once() -> None:
         (BF16, (12, 0), "flash-attn 2"),
         (Request("cuda", torch.float16, 192, 192), HOPPER, "flash-attn 3"),
         (Request("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
-        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 2"),
+        (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
+        (Request("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
         (Request("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
@@ -202,10 +263,14 @@ def test_the_best_library_is_chosen_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(flash, "differs", lambda library, request: None)
     with caplog.at_level(logging.INFO):
         found = Flash().library(request_)
     assert isinstance(found, Library) and found.name == wanted
     assert f": {wanted}" in caplog.text
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == (capability == HOPPER and wanted == "flash-attn 2"), "slow on Hopper, and said once"
+    assert all("pip install 'longctx[flash]' (flash-attn 4: supports head sizes up to 128" in message for message in warned)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +280,12 @@ def test_the_best_library_is_chosen_and_named(
         (Request("cuda", torch.float32, 64, 64), HOPPER, ["not torch.float32"]),
         (Request("cuda", torch.bfloat16, 60, 60), HOPPER, ["divisible by 8"]),
         (Request("cuda", torch.bfloat16, 64, 128), HOPPER, ["flash-attn 4: needs equal", "flash-attn 3: supports head sizes"]),
-        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: has no deterministic backward for head size 512"]),
+        (Request("cuda", torch.bfloat16, 512, 512), HOPPER, ["flash-attn 2: supports head sizes up to 256, not 512"]),
+        (
+            Request("cuda", torch.bfloat16, 512, 512, deterministic=True),
+            HOPPER,
+            ["flash-attn 3: supports head sizes up to 192, not 512, with a deterministic backward"],
+        ),
         (BF16, (7, 5), ["flash-attn 3: supports only Hopper", "flash-attn 2: needs Ampere"]),
     ],
 )
@@ -243,11 +313,113 @@ def test_a_library_that_is_not_there_or_too_old(monkeypatch: pytest.MonkeyPatch)
     assert by_name["flash-attn 2"].missing() is None
     monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.5.9.post1")
     assert by_name["flash-attn 2"].missing() == "2.5.9.post1 is too old: install 2.8 or newer"
-    flash_libraries._import_error.cache_clear()
+    flash_library.import_error.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
     why = by_name["flash-attn 4"].missing()
-    assert why is not None and why.endswith("pip install flash-attn-4")
-    flash_libraries._import_error.cache_clear()
+    assert why is not None and why.endswith("pip install flash-attn-4==4.0.0b36")
+    flash_library.import_error.cache_clear()
+
+
+def of_flash_2() -> ModuleType:
+    """Returns the functions of flash_attn.cute.interface that flash-attn 2.8.3 installs, with the arguments that matter."""
+
+    def _flash_attn_fwd(
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None,
+        causal=False, softcap=None, window_size_left=None, window_size_right=None,
+    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        raise AssertionError
+
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):  # type: ignore[no-untyped-def]
+        raise AssertionError
+
+    module = ModuleType("flash_attn.cute.interface")
+    vars(module).update(_flash_attn_fwd=_flash_attn_fwd, _flash_attn_bwd=_flash_attn_bwd)
+    return module
+
+
+def test_only_the_tested_flash_4_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions are private, and flash-attn 2.8.3 has modules of the same names."""
+    assert flash_4.missing() is None
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn.cute.interface", of_flash_2())
+        why = flash_4.missing()
+        assert why is not None and "another package replaced its modules (_flash_attn_fwd" in why
+
+        def none(name: str) -> str:
+            raise PackageNotFoundError(name)
+
+        patch.setattr(flash_4, "version", none)
+        assert flash_4.missing() == "not installed: pip install flash-attn-4==4.0.0b36"
+    monkeypatch.setattr(flash_4, "version", lambda name: "4.0.0b37")
+    why = flash_4.missing()
+    assert why is not None and why.startswith("4.0.0b37 is installed, but only 4.0.0b36 is known to work")
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_flash_4_keeps_compiled_kernels(writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of this user alone: others must not put code there. What is set already wins."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", environment := {"FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "elsewhere"})
+    folder = tmp_path / f"longctx-{os.getuid()}"
+    if writable:
+        folder.mkdir()
+        folder.chmod(0o777)
+    assert flash_4.missing() is None
+    assert environment.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED") == (None if writable else "1")
+    assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == "elsewhere"
+    if not writable:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        monkeypatch.setattr(os, "environ", environment := {})
+        assert flash_4.missing() is None
+        assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder / "flash-attn-4")
+
+
+class Variants:
+    """A kernel that records which windows it is called with, instead of compiling."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, set[tuple[bool, bool, bool]]] = {"forward": set(), "backward": set()}
+
+    refusal = staticmethod(reference.refusal)
+
+    def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, mode: Mode) -> None:
+        assert (q.shape[1], k.shape[1]) == (4, 2) and len(q) > 128 and mode.deterministic
+        for left, right in calls_made(segments):
+            self.seen[way].add((left is None and right == 0, left is not None, right is not None))
+
+    def forward(self, q: Any, k: Any, v: Any, segments: Any, scale: float, softcap: float, mode: Mode) -> Any:
+        self.record("forward", q, k, segments, mode)
+        return torch.zeros_like(q), torch.zeros(q.shape[:2])
+
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, segments: Any, *rest: Any) -> Any:
+        self.record("backward", q, k, segments, rest[-1])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    degree=st.integers(1, 6),
+    window=st.none() | st.integers(1, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_all_variants_of_a_ring_are_compiled(lengths: list[int], degree: int, window: int | None) -> None:
+    """Flash-attn 4 compiles by: causal, limited to the left, limited to the right."""
+    kernel = Variants()
+    with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]
+        choose_kernel.cache_clear()
+        request = Request("cpu", torch.float32, 8, 8, deterministic=True)
+        compile_variants("variants", request, (4, 2), window=window is not None)
+    choose_kernel.cache_clear()
+    case = Case(degree, tuple(lengths), tuple(Placement(i, 0, degree) for i in range(len(lengths))), exchange_stages=2)
+    for rank in range(degree):
+        for call in Schedule.build(case.layout(rank), mask=Mask(window=window)).calls:
+            for left, right in calls_made(call.segments):
+                variant = left is None and right == 0, left is not None, right is not None
+                assert all(variant in seen for seen in kernel.seen.values()), (left, right, kernel.seen)
+
+
+def test_the_extra_installs_the_tested_flash_4() -> None:
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["flash"] == [f"flash-attn-4=={flash_4.TESTED}"]
 
 
 def test_asked_for_on_the_cpu() -> None:

@@ -189,6 +189,7 @@ def test_the_environment_is_read_in_one_place() -> None:
     for name in users_of("environ", "getenv"):
         nodes = list(ast.walk(tree(name)))
         set_only = [node.value for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)]
+        set_only += [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr == "setdefault"]
         uses = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and node not in set_only]
         if any(_name(node) in ("environ", "getenv") for node in uses):
             readers.add(name)

@@ -3,14 +3,17 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from longctx.attention.kernels import Request
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.data.store import Store
-from longctx.memory import advisor
+from longctx.memory import advisor, kernels
 from longctx.memory.advisor import (
     DoesNotFit,
     allowed,
@@ -23,7 +26,7 @@ from longctx.memory.advisor import (
     savings,
 )
 from longctx.memory.loads import loads
-from longctx.memory.model import Load, Memory, estimate
+from longctx.memory.model import Load, Memory, _moments, estimate
 from longctx.model.presets import ModelShape
 from longctx.training.first_steps import plan_steps
 from longctx.units import format_bytes
@@ -117,6 +120,38 @@ def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelSha
 def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change: tuple[str, object]) -> None:
     assert change in savings(changed(CONFIG, before))
     assert total(*before, change) < total(*before)
+
+
+WORKSPACES = {
+    # dQ in float32 (16,384 rows of 32 heads); dK and dV of 49,152 rows per query head in bfloat16, or of 8 heads in float32.
+    ("torch's flash operators", False): 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,
+    ("torch's flash operators", True): 5 * 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,  # 132 multiprocessors, 32 heads: 5 splits
+    ("flash-attn 2", False): 4 * 16384 * 4096 + 2 * 2 * 49152 * 4096,
+    ("flash-attn 3", True): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
+    ("flash-attn 4", False): 4 * 16384 * 4096 + 2 * 4 * 49152 * 1024,
+    ("triton", True): 2 * 4 * 16384 * 32,
+}
+
+
+@pytest.mark.parametrize(("kernel", "deterministic"), WORKSPACES)
+def test_the_workspace_of_kernels_is_counted(kernel: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(CONFIG, [("train.recompute", "full"), ("context.deterministic", deterministic)])
+
+    def working(name: str) -> int:
+        monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: name)
+        (moment,) = (memory for memory in _moments(SPEC, config, 8, [LOAD], True) if "last attention" in memory.moment)
+        return moment.working
+
+    assert working(kernel) - working("reference") == WORKSPACES[kernel, deterministic]
+
+
+def test_which_kernel_is_counted() -> None:
+    request = Request("cuda", torch.bfloat16, 128, 128)
+    found = [kernels.kernel_on_gpus(name, request) for name in ("auto", "flash", "triton")]
+    assert found[2] == "triton"
+    if not torch.cuda.is_available():
+        assert found[:2] == ["torch's flash operators"] * 2
+        assert kernels.kernel_on_gpus("auto", replace(request, dtype=torch.float32)) == "triton"
 
 
 BASE = ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16", "context.profile=h100-nvlink-ib"]

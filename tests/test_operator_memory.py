@@ -1,6 +1,7 @@
 """The operator's outputs match what torch.compile is told, and it holds no more memory than it needs."""
 
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longctx.attention import RingAttention, operator
+from longctx.attention import RingAttention, Schedule, operator
 from longctx.attention.exchange import Exchange, Pending
+from longctx.attention.kernels import KERNELS, Mode, choose_kernel, cpu
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
@@ -46,6 +48,48 @@ def test_few_stages_are_held_at_once(workers: Workers) -> None:
     """Holds keys of the current and the next stage; in backward also gradients of two stages in flight."""
     results = workers.run(run_watched, 6)
     assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
+
+
+def run_with_modes(deterministic: bool, keep_kv: bool) -> tuple[list[Mode], list[Mode]]:
+    """Returns the modes of the kernel calls of forward and of backward."""
+    modes: list[Mode] = []
+
+    class Recording:
+        refusal = staticmethod(cpu.refusal)
+
+        def forward(self, *arguments: Any, mode: Mode | None = None) -> Any:
+            modes.append(mode or arguments[-1])
+            return cpu.forward(*arguments)
+
+        def backward(self, *arguments: Any) -> Any:
+            modes.append(arguments[-1])
+            return cpu.backward(*arguments)
+
+    rank = dist.get_rank()
+    q, k, v, dout = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
+    with mock.patch.dict(KERNELS, {"recording": Recording()}):
+        choose_kernel.cache_clear()
+        attention = RingAttention(RING.layout(rank), kernel="recording", deterministic=deterministic, keep_kv=keep_kv)
+        out = attention(q, k, v)
+        forward, modes = modes.copy(), modes
+        modes.clear()
+        out.backward(dout.detach())
+    choose_kernel.cache_clear()
+    return forward, modes
+
+
+@pytest.mark.parametrize(("deterministic", "keep_kv"), [(False, False), (True, True)])
+def test_kernels_are_told_how_to_run(workers: Workers, deterministic: bool, keep_kv: bool) -> None:
+    """Each call is told whether messages are in flight: of the next stage's keys, or in backward of gradients."""
+    for rank, modes in enumerate(workers.run(run_with_modes, 6, deterministic, keep_kv)):
+        schedule = Schedule.build(RING.layout(rank))
+        calls = [len(schedule.local), *(len(stage.calls) for stage in schedule.stages)]
+        fetching = [True] * (len(calls) - 1) + [False]
+        returning = [False, False] + [True] * (len(calls) - 2)
+        backward = returning if keep_kv else [a or b for a, b in zip(fetching, returning, strict=True)]
+        for made, wanted in zip(modes, (fetching, backward), strict=True):
+            told = [flag for flag, count in zip(wanted, calls, strict=True) for _ in range(count)]
+            assert made == [Mode(deterministic, overlapped) for overlapped in told]
 
 
 class Zeros(TorchDispatchMode):

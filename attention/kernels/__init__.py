@@ -4,11 +4,11 @@ import logging
 from functools import cache
 
 from longctx.attention.kernels import cpu, reference, triton
-from longctx.attention.kernels.contract import Kernel, Request
+from longctx.attention.kernels.contract import Kernel, Mode, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "Request", "choose_kernel"]
+__all__ = ["KERNELS", "Kernel", "KernelError", "Mode", "Request", "choose_kernel"]
 
 log = logging.getLogger(__name__)
 

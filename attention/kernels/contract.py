@@ -1,7 +1,7 @@
 """The interface of every attention kernel.
 
-    forward(q, k, v, segments, scale, softcap) -> out, lse
-    backward(dout, q, k, v, out, lse, segments, scale, softcap) -> dq, dk, dv
+    forward(q, k, v, segments, scale, softcap, mode) -> out, lse
+    backward(dout, q, k, v, out, lse, segments, scale, softcap, mode) -> dq, dk, dv
     refusal(request) -> reason why the kernel does not support the request, or None
 
 q [Tq, heads, dim], k [Tk, kv_heads, dim], v [Tk, kv_heads, v_dim]; heads is a multiple of kv_heads. out [Tq, heads, v_dim] and
@@ -10,11 +10,12 @@ lse [Tq, heads] is the natural log-sum-exp of the scores, float32 (float64 for f
 softcap · tanh(scale · q·k / softcap) if softcap is not 0. No two segments of one call share a query or a key, and every query
 of a segment sees at least one of its keys; empty segments are skipped. Queries outside all segments get out = 0 and lse = -inf;
 gradients of rows outside all segments are 0. `backward` takes the FINAL out and lse, merged over all calls, as ring attention
-needs. The last dimension of every tensor is contiguous; the others may be strided.
+needs. The last dimension of every tensor is contiguous; the others may be strided. A kernel ignores the parts of `mode` that
+make no difference to it.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +24,10 @@ from longctx.attention.segments import Segments
 
 @dataclass(frozen=True)
 class Request:
-    """The properties of a call that a kernel must support. `bands`: some segments are neither dense nor plain causal."""
+    """The properties of a call that a kernel must support.
+
+    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Mode`.
+    """
 
     device: str
     dtype: torch.dtype
@@ -31,6 +35,22 @@ class Request:
     v_head_dim: int
     bands: bool = False
     softcap: bool = False
+    deterministic: bool = False
+
+
+class Mode(NamedTuple):
+    """How a call runs; the results agree to rounding.
+
+    Attributes:
+        deterministic: backward calls with equal inputs give bitwise equal gradients.
+        overlapped: messages are in flight, so a kernel that fills the GPU should leave them some processors.
+    """
+
+    deterministic: bool = False
+    overlapped: bool = False
+
+
+DEFAULT = Mode()
 
 
 class Kernel(Protocol):
@@ -39,7 +59,14 @@ class Kernel(Protocol):
     def refusal(self, request: Request) -> str | None: ...
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float = 0.0,
+        mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def backward(
@@ -53,4 +80,5 @@ class Kernel(Protocol):
         segments: Segments,
         scale: float,
         softcap: float = 0.0,
+        mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.segments import Segments, visible
 
 BLOCK = 256
@@ -29,7 +29,13 @@ def refusal(request: Request) -> str | None:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
@@ -52,6 +58,7 @@ def backward(
     segments: Segments,
     scale: float,
     softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     dq = torch.zeros_like(q)

@@ -10,20 +10,22 @@ Segments are mapped to sequences as follows, once per tuple of segments:
 - Segments with incompatible windows go to different calls. Every band becomes a window once keys that no query sees are cut
   off, because each query sees at least one key.
 
-Backward uses the deterministic backward function of each library with the merged out and log-sum-exp.
+Backward uses the backward function of each library with the merged out and log-sum-exp; a deterministic one if asked.
 """
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
 
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import Request
-from longctx.attention.kernels.flash_libraries import LIBRARIES, Library, Sequences
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.flash_libraries import LIBRARIES
+from longctx.attention.kernels.flash_library import Library, Scores, Sequences
+from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
@@ -41,17 +43,24 @@ class Flash:
 
     def refusal(self, request: Request) -> str | None:
         """Implements `contract`."""
-        found = self.library(request)
+        found = self.library(replace(request, bands=False))  # all libraries support them
         return found if isinstance(found, str) else None
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Segments,
+        scale: float,
+        softcap: float = 0.0,
+        mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap)
+        library = self._library_for(q, v, softcap, mode)
         out = lse = None
         for plan in _plans_for(q, k, segments):
-            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, scale, softcap)
+            part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
             part_lse = heads_lse.transpose(0, 1).contiguous()
             _fill(plan.q_gaps, (part, 0.0), (part_lse, float("-inf")))
             # Calls cover disjoint queries and leave 0 and -inf elsewhere, so these operations are exact.
@@ -72,14 +81,15 @@ class Flash:
         segments: Segments,
         scale: float,
         softcap: float = 0.0,
+        mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap)
+        library = self._library_for(q, v, softcap, mode)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[torch.Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
             dq, dk, dv = library.backward(
-                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, scale, softcap
+                dout, q, plan.gather(k), plan.gather(v), out, heads_lse, plan.sequences, Scores(scale, softcap), mode
             )
             _fill(plan.q_gaps, (dq, 0.0))
             _fill(plan.k_gaps, (dk, 0.0), (dv, 0.0))
@@ -100,17 +110,31 @@ class Flash:
         refusals: list[str] = []
         for library in self.libraries:
             why = library.missing() or library.refusal(request, capability)
+            if why is None and request.deterministic:
+                why = differs(library, request)
             if why is None:
                 passed_over = f" ({'; '.join(refusals)})" if refusals else ""
                 log.info(
                     "flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over
                 )
+                if capability[0] == 9 and refusals and not library.made_for_hopper:
+                    # H100, head size 128, causal, 8192 tokens, forward and deterministic backward: flash-attn 2 306 and 166
+                    # TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
+                    log.warning(
+                        "attention runs on %s, at about half the speed of flash-attn 4 or 3 on this GPU: install one, such "
+                        "as by pip install 'longctx[flash]'%s",
+                        library.name,
+                        passed_over,
+                    )
                 return library
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
 
-    def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float) -> Library:
-        found = self.library(Request(q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap)))
+    def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float, mode: Mode) -> Library:
+        request = Request(
+            q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap), deterministic=mode.deterministic
+        )
+        found = self.library(request)
         if isinstance(found, str):
             raise UserError(f"kernel flash {found}; use kernel=auto")
         return found

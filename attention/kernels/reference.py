@@ -2,7 +2,7 @@
 
 import torch
 
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.segments import Segment, Segments, visible
 
 
@@ -12,7 +12,13 @@ def refusal(request: Request) -> str | None:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     heads = q.shape[1]
@@ -40,6 +46,7 @@ def backward(
     segments: Segments,
     scale: float,
     softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     heads = q.shape[1]

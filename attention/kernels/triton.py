@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.segments import Segment, Segments
 from longctx.errors import UserError
 
@@ -89,7 +89,13 @@ def refusal(request: Request) -> str | None:
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, scale: float, softcap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Segments,
+    scale: float,
+    softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     run = _Run(q, k, v, segments, scale, softcap)
@@ -115,6 +121,7 @@ def backward(
     segments: Segments,
     scale: float,
     softcap: float = 0.0,
+    mode: Mode = DEFAULT,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements `contract`."""
     run = _Run(q, k, v, segments, scale, softcap)

@@ -1,6 +1,7 @@
 """`longctx train`: checks settings, data and machine, joins the processes, and trains."""
 
 import argparse
+import logging
 import sys
 import traceback
 from contextlib import nullcontext
@@ -103,6 +104,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
+    from longctx.attention.kernels.compilation import compile_variants
     from longctx.memory.advisor import available_bytes, refuse_too_large
     from longctx.parallel.mesh import check_device, choose_device
     from longctx.training.metrics import check_wandb
@@ -113,15 +115,25 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     check_wandb(config.log.wandb)
     device = choose_device(config.train.device, launch.local_rank)
     check_device(device, launch.local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
+    if launch.local_rank > 0:
+        logging.getLogger("longctx.attention.kernels").setLevel(logging.ERROR)  # the warnings of local rank 0 are the same
     available = available_bytes(device, launch.local_world_size)
     for stage, (own, store) in enumerate(open_stages(config)):
         with named(config, stage):
             spec = own.model_source(store.tokenizer.vocab_size).spec
+            split = own.parallel.tensor_parallel_size
             for layer in set(spec.layers):
                 bands, softcap = layer.window is not None, bool(spec.attention_softcap)
                 dtype = getattr(torch, config.train.dtype)
-                request = Request(device.type, dtype, layer.head_dim, layer.head_dim, bands=bands, softcap=softcap)
+                sizes = layer.head_dim, layer.head_dim
+                deterministic = own.context.deterministic
+                request = Request(device.type, dtype, *sizes, bands=bands, softcap=softcap, deterministic=deterministic)
                 choose_kernel(own.context.kernel, request)
+                if device.type == "cuda":
+                    heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
+                    compile_variants(own.context.kernel, request, heads, window=layer.window is not None)
             check_vocabulary(own, spec)
             check_checkpoint(own, store, launch.world_size)
             check_pairs(own, store)

@@ -231,6 +231,12 @@ class ContextSection(Section):
         "installed flash-attn (`pip install longctx[flash]`), otherwise torch's flash attention; cpu: torch's flash attention "
         "for CPUs; triton: longctx's own for GPUs; reference: dense float64, slow",
     )
+    deterministic: bool = Field(
+        False,
+        description="use the deterministic backward of flash attention on GPUs, which is slower: two runs, or a run and its "
+        "resumption, are then bit-identical on GPUs too; false: they agree to rounding there (no effect on a CPU, where they "
+        "always are bit-identical, and on the kernel triton)",
+    )
 
 
 class ParallelSection(Section):

@@ -150,7 +150,7 @@ def refuse_too_large(
     raise DoesNotFit(
         f"peak memory would be {format_bytes(memory.total)} per rank (at: {memory.moment}; largest parts: {parts}), but only "
         f"{format_bytes(available)} is available: {way_out}. `longctx estimate` shows all choices; leave room for what it does "
-        "not count: libraries, communicator buffers, kernel workspace and fragmentation"
+        "not count: libraries, communicator buffers and fragmentation"
     )
 
 

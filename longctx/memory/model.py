@@ -4,21 +4,18 @@ Few moments of a step can be the peak: the loss, the backward of the last block,
 summed up from the tensors that autograd, FSDP2 and ring attention keep; the largest sum is the peak. A test compares it with
 the allocator's peak on CPUs.
 
-Not counted: the process and its libraries, the CUDA context, communicator buffers, fragmentation, and the workspace of GPU
-attention kernels. Their backward accumulates query gradients in float32 and may, with grouped-query attention, hold K and V
-gradients for every query head.
+Not counted: the process and its libraries, the CUDA context, communicator buffers and fragmentation.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
+from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.model.spec import ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.training.loss import CHUNK_TOKENS
 from longctx.training.run_profile import ELEMENT_BYTES
-
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,8 @@ class Memory:
         gradients: whole gradients until they are reduced, then a shard.
         activations: tensors kept from forward for backward.
         remote_kv: K and V received from other ranks, copies sent to them, and gradients of both in backward.
-        working: temporary tensors of one block in backward, or of the optimizer for its largest parameter.
+        working: temporary tensors of one block in backward, with the workspace of its attention kernel, or of the optimizer
+            for its largest parameter.
         logits: one chunk of the loss.
         pipeline: receive buffers, and activations of further micro-batches in flight.
     """
@@ -315,8 +313,9 @@ class _Step:
 
     def _attention_backward(self) -> int:
         """Returns the larger of two moments: gradients of out, q, k and v with their float32 sums, or the Ulysses swap."""
-        gradients = 2 * self.queries + self.keys
-        sums = (self.queries + self.keys) * FLOAT32 // self.number if self.load.remote else 0
+        load, gradients = self.load, 2 * self.queries + self.keys
+        sums = (self.queries + self.keys) * FLOAT32 // self.number if load.remote else 0
+        sums += kernel_workspace(self.config, self.layer, load.tokens, max(load.tokens, load.fullest)) if self.fused else 0
         # Gradients of swapped q, k and v on the way back: computed, sorted, received, concatenated and in place.
         swap = round(5 * self.swapped_share * (self.queries + self.keys))
         return max(gradients + sums, swap)

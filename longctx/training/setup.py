@@ -242,6 +242,7 @@ def make_attention(
             softcap=softcap,
             kernel=context.kernel,
             keep_kv=context.keep_kv,
+            deterministic=context.deterministic,
             ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
             device=mesh.device,
             **timed,

@@ -297,7 +297,10 @@ class Trainer:
             counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
         else:
             micro_batch = empty_micro_batch(number, self.mesh.rank)
-            attention = RingAttention(micro_batch.layout, kernel=self.config.context.kernel, device=device)
+            context = self.config.context
+            attention = RingAttention(
+                micro_batch.layout, kernel=context.kernel, deterministic=context.deterministic, device=device
+            )
         rows = rows_with_labels(micro_batch.labels)
         head = partial(
             cross_entropy_sum,

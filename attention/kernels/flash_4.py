@@ -1,0 +1,114 @@
+"""Flash-attn 4: a beta, so its functions are private and may change with every version. Only the tested version is used."""
+
+import inspect
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from longctx.attention.kernels.contract import Mode, Request
+from longctx.attention.kernels.flash_library import (
+    Capability,
+    Gradients,
+    Scores,
+    Sequences,
+    import_error,
+    shared_options,
+    too_large,
+    unequal,
+)
+
+TESTED = "4.0.0b36"
+"""The version whose functions were read; pyproject.toml's extra `flash` installs it."""
+
+INSTALL = f"pip install flash-attn-4=={TESTED}"
+
+ARGUMENTS = {
+    "_flash_attn_fwd": ["q", "k", "v"],
+    "_flash_attn_bwd": ["q", "k", "v", "out", "dout", "lse"],
+}
+"""First positional arguments of its functions."""
+
+OPTIONS = {
+    "causal",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "softcap",
+    "window_size_left",
+    "window_size_right",
+}
+"""Keyword arguments that both functions must have."""
+
+
+def missing() -> str | None:
+    """Returns why the tested version is not available, or None.
+
+    Flash-attn 2.8.3 installs an older copy of the same modules, without what is needed here.
+    """
+    try:
+        found = version("flash-attn-4")
+    except PackageNotFoundError:
+        return f"not installed: {INSTALL}"
+    if found != TESTED:
+        return f"{found} is installed, but only {TESTED} is known to work, as its functions are private: {INSTALL}"
+    _keep_compiled()
+    if why := import_error("flash_attn.cute.interface"):
+        return f"{why}: {INSTALL}"
+    module = import_module("flash_attn.cute.interface")
+    for name, first in ARGUMENTS.items():
+        names = list(inspect.signature(getattr(module, name)).parameters)
+        if names[: len(first)] != first or OPTIONS - set(names):
+            return f"another package replaced its modules ({name} has other arguments): {INSTALL} --force-reinstall --no-deps"
+    return None
+
+
+def _keep_compiled() -> None:
+    """Lets it keep compiled kernels for other processes and runs, in a folder that only this user can write.
+
+    It reads these variables when it is imported. Variables that are set already win.
+    """
+    folder = Path(tempfile.gettempdir()) / f"longctx-{os.getuid()}"
+    with suppress(OSError):  # without the folder, every process compiles for itself
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o022:
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+            os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder / "flash-attn-4"))
+
+
+def refusal(request: Request, capability: Capability) -> str | None:
+    if capability[0] not in (9, 10, 11):
+        # On other GPUs it is not faster than flash-attn 2.
+        return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"
+    # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without GQA.
+    return unequal(request) or too_large(request, 128)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores, mode: Mode) -> tuple[Tensor, Tensor]:
+    results = import_module("flash_attn.cute.interface")._flash_attn_fwd(
+        q, k, v, return_lse=True, **_options(sequences, scores)
+    )
+    return results[0], results[1]
+
+
+def backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: Sequences, scores: Scores, mode: Mode
+) -> Gradients:
+    gradients: Gradients = import_module("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, out, dout, lse, deterministic=mode.deterministic, **_options(sequences, scores)
+    )
+    return gradients
+
+
+def _options(sequences: Sequences, scores: Scores) -> dict[str, Any]:
+    longest, window = (sequences.longest_q, sequences.longest_k), (sequences.left, sequences.right)
+    return {"causal": sequences.causal, **shared_options(sequences, scores, longest, window)}

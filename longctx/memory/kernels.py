@@ -1,0 +1,50 @@
+"""Workspace of attention kernels: the memory that their backward allocates for itself and frees when it returns.
+
+Read from the sources of the libraries (see `longctx.attention.kernels.flash_libraries`); not measured.
+"""
+
+from functools import cache
+
+import torch
+
+from longctx.attention.kernels import KERNELS, Request
+from longctx.attention.kernels.flash import Flash
+from longctx.config import Config
+from longctx.model.spec import LayerSpec
+from longctx.training.run_profile import ELEMENT_BYTES
+
+FLOAT32 = 4
+
+MULTIPROCESSORS = 132
+"""Of an H100, over which flash-attn 2 splits the keys for a deterministic dQ."""
+
+PLAIN = "torch's flash operators"
+"""The library that is assumed on machines without a GPU: it is always there, and needs the most memory."""
+
+
+@cache
+def kernel_on_gpus(kernel: str, request: Request) -> str:
+    """Returns the kernel or flash library that the setting `context.kernel` chooses on this machine's GPU, or without one."""
+    if kernel not in ("auto", "flash"):
+        return kernel
+    flash = KERNELS["flash"]
+    if torch.cuda.is_available() and isinstance(flash, Flash):
+        library = flash.library(request)
+        return "triton" if isinstance(library, str) else library.name
+    return "triton" if request.dtype == torch.float32 else PLAIN
+
+
+def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -> int:
+    """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens` queries and `keys` keys."""
+    context, split = config.context, config.parallel.tensor_parallel_size
+    q_heads, kv_heads, dim = layer.num_attention_heads // split, layer.num_key_value_heads // split, layer.head_dim
+    request = Request("cuda", getattr(torch, config.train.dtype), dim, dim, deterministic=context.deterministic)
+    kernel = kernel_on_gpus(context.kernel, request)
+    dq, grouped = FLOAT32 * tokens * q_heads * dim, q_heads > kv_heads
+    if kernel in ("flash-attn 2", PLAIN):
+        splits = -(-MULTIPROCESSORS // q_heads) if context.deterministic else 1
+        per_query_head = 2 * ELEMENT_BYTES[config.train.dtype] * keys * q_heads * dim
+        return splits * dq + (per_query_head if grouped else 0)
+    if kernel in ("flash-attn 3", "flash-attn 4"):
+        return dq + (2 * FLOAT32 * keys * kv_heads * dim if grouped else 0)
+    return 2 * FLOAT32 * tokens * q_heads if kernel == "triton" else 0
