@@ -59,6 +59,29 @@ class Exchange:
         )
 
 
+def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Connects the ranks of `group` (None: the default group) by a ring of messages. All of them must call it, once.
+
+    NCCL connects the ranks of a group at its first batch of messages, and waits until all of them have posted one; the first
+    batch of ring attention may concern only some. A barrier is not enough: in a group with two backends it may use the other.
+    Returns when this rank's messages have arrived.
+
+    Args:
+        group: the group that is given to ring attention.
+        device: device of the messages to come, this rank's own.
+
+    Raises ExchangeError if a message fails or times out, or is not from the neighbor.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    numbers = torch.tensor([[rank], [-1]], device=device)
+    received = Exchange(group, "the warm-up").start([(after, numbers[:1])], numbers[1:], [(before, 1)]).wait().item()
+    if received != before:
+        raise ExchangeError(f"rank {rank} of the group received a message of rank {received} from rank {before} in the warm-up")
+
+
 class Pending:
     """Messages in flight. Keeps the sent tensors alive until `wait` returns the filled buffer."""
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
+from longctx.attention import warm_up
 from longctx.errors import UserError
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -183,8 +184,7 @@ def make_groups(
     """Makes the groups of a run from all processes of the default group.
 
     `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. A collective or message that
-    takes longer than `timeout_s` seconds raises an error. All ranks warm up the exchange communicator, because connections are
-    made lazily and all ranks must take part in the first batch of messages.
+    takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
     """
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)
@@ -211,7 +211,9 @@ def make_groups(
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
         stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
     mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends)
-    _warm_up(mesh)
+    for group in (exchange, stages, ends):
+        if group is not None:
+            warm_up(group, device)
     return mesh
 
 
@@ -226,24 +228,6 @@ def _my_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup | Non
         if dist.get_rank() in members:
             own = group
     return own
-
-
-def _warm_up(mesh: Mesh) -> None:
-    for group in (mesh.pipeline, mesh.ends):
-        if group is not None:
-            dist.barrier(group)
-    if mesh.ranks == 1:
-        return
-    after, before = ((mesh.rank + step) % mesh.ranks for step in (1, -1))
-    numbers = torch.zeros(2, device=mesh.device)
-    peers = [dist.get_global_rank(mesh.exchange, rank) for rank in (after, before)]
-    operations = [
-        dist.P2POp(dist.isend, numbers[:1], peers[0], mesh.exchange),
-        dist.P2POp(dist.irecv, numbers[1:], peers[1], mesh.exchange),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    dist.barrier(mesh.exchange)
 
 
 class StopSignal:
