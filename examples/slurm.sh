@@ -22,6 +22,9 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))
 
+# Nodes with several network interfaces: name the one that connects the nodes. See docs/clusters.md.
+# export NCCL_SOCKET_IFNAME=eth GLOO_SOCKET_IFNAME=eth0
+
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 
 # Nodes may start minutes apart, so the rendezvous timeouts exceed torchrun's defaults. A rank that hangs ends the run after

@@ -64,7 +64,7 @@ class Mesh:
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: separate communicator for the messages of ring attention (design invariant I5).
-        control: gloo group over all ranks, for flags, hashes and checkpoints.
+        control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
         ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
             pipeline.
@@ -166,9 +166,13 @@ def join(
     shard_ranks: int | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`."""
+    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`.
+
+    On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every group, which takes minutes at
+    hundreds of ranks.
+    """
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:

@@ -1,0 +1,48 @@
+"""The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
+
+from datetime import timedelta
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.parallel import mesh
+from longctx.parallel.mesh import Launch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (GPU, "nccl")])
+def test_a_run_joins_with_one_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str) -> None:
+    """A second backend would connect all pairs of ranks of every group."""
+    joined: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.append(backend))
+    monkeypatch.setattr(mesh, "make_groups", lambda device, **options: None)
+    mesh.join(Launch(0, 0, 1, 1), device)
+    assert joined == [backend]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Eight ranks, two stages: two groups of the exchange, four of stages and four of ends."""
+    made: list[tuple[list[int] | None, dict[str, Any]]] = []
+
+    def new_group(ranks: list[int] | None = None, **options: Any) -> str:
+        made.append((ranks, options))
+        return f"group of {ranks}"
+
+    monkeypatch.setattr(mesh, "DeviceMesh", MagicMock())
+    monkeypatch.setattr(mesh, "SET_TIMEOUT", lambda timeout, group: None)
+    monkeypatch.setattr(mesh, "warm_up", lambda group, device: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    groups = mesh.make_groups(device, pipeline=2, timeout_s=7.0)
+    assert [options["backend"] for ranks, options in made if ranks is None] == ["gloo"]
+    assert not any("backend" in options for ranks, options in made if ranks is not None), "the backend of the default group"
+    assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
+    assert len(made) == 2 + 1 + 4 + 4
+    assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
