@@ -1,5 +1,6 @@
 """The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from unittest.mock import MagicMock
@@ -12,6 +13,14 @@ from longctx.parallel import mesh
 from longctx.parallel.mesh import Launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@dataclass
+class Options:
+    """Stands for `ProcessGroupNCCL.Options`, which torch refuses if its timeout differs from the group's."""
+
+    is_high_priority_stream: bool = False
+    _timeout: timedelta = timedelta(minutes=10)
 
 
 @pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (GPU, "nccl")])
@@ -27,7 +36,7 @@ def test_a_run_joins_with_one_backend(monkeypatch: pytest.MonkeyPatch, device: t
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Eight ranks, two stages: two groups of the exchange, four of stages and four of ends."""
+    """Eight ranks, two stages: two groups of the exchange, with high priority on GPUs, four of stages and four of ends."""
     made: list[tuple[list[int] | None, dict[str, Any]]] = []
 
     def new_group(ranks: list[int] | None = None, **options: Any) -> str:
@@ -40,7 +49,11 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
     groups = mesh.make_groups(device, pipeline=2, timeout_s=7.0)
+    chosen = [(ranks, options["pg_options"]) for ranks, options in made if options.get("pg_options") is not None]
+    high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
+    assert chosen == ([([0, 1, 2, 3], high), ([4, 5, 6, 7], high)] if device == GPU else [])
     assert [options["backend"] for ranks, options in made if ranks is None] == ["gloo"]
     assert not any("backend" in options for ranks, options in made if ranks is not None), "the backend of the default group"
     assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)

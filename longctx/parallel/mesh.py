@@ -207,7 +207,7 @@ def make_groups(
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
     # The domain's group may be the world's, so the exchange gets a separate one.
-    exchange = _my_group(numbers.reshape(-1, ranks), timeout)
+    exchange = _my_group(numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout))
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
     stages = ends = None
@@ -221,14 +221,26 @@ def make_groups(
     return mesh
 
 
-def _my_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup | None:
+def _exchange_options(device: torch.device, timeout: timedelta) -> Any:
+    """Returns the options of the exchange's groups: on GPUs a stream of high priority, as FSDP has; None for gloo.
+
+    Messages on a stream of normal priority would wait until attention's kernels, which take all of a GPU, leave room.
+    """
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it differs from the group's
+    return options
+
+
+def _my_group(rows: torch.Tensor, timeout: timedelta, options: Any = None) -> dist.ProcessGroup | None:
     """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this rank is in, if any.
 
     All ranks must call it with the same rows: every rank makes every group, in the same order.
     """
     own = None
     for members in rows.tolist():
-        group = dist.new_group(members, timeout=timeout)
+        group = dist.new_group(members, timeout=timeout, pg_options=options)
         if dist.get_rank() in members:
             own = group
     return own
