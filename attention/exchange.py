@@ -1,16 +1,26 @@
 """Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and stage.
 
 Uses only batched point-to-point messages on one communicator, never a process group per degree. Ranks post matching messages
-in the same order, because the order is a function of the plan (invariant I3).
+in the same order, because the order is a function of the plan (invariant I3). Many messages are posted in several batches, or
+rounds; both ends of a message post it in the same round, so that no rank waits for a later round of another.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 Rows = Sequence[tuple[int, int]]
 """(peer, number of rows) of each message, peers ascending."""
+
+OPERATIONS_PER_BATCH = 64
+"""Maximum number of messages that a rank sends and receives in one batch.
+
+NCCL splits large batches by a budget, and may hang if two ranks split at different places (pytorch issue 174288, Megatron-LM
+issue 7189).
+"""
 
 
 class ExchangeError(RuntimeError):
@@ -35,17 +45,27 @@ class Exchange:
             incoming: buffer [Σ rows, width] for the received messages, in the order of `rows`.
             rows: (peer, number of rows) of each message to receive.
         """
-        operations = [dist.P2POp(dist.isend, tensor, self._global(peer), self.group) for peer, tensor in outgoing]
         parts = incoming.split([count for _, count in rows]) if rows else ()
-        operations += [
-            dist.P2POp(dist.irecv, part, self._global(peer), self.group) for (peer, _), part in zip(rows, parts, strict=True)
-        ]
-        peers = sorted({peer for peer, _ in outgoing} | {peer for peer, _ in rows})
+        messages: list[tuple[Any, torch.Tensor, int]] = [(dist.isend, tensor, peer) for peer, tensor in outgoing]
+        messages += [(dist.irecv, part, peer) for (peer, _), part in zip(rows, parts, strict=True)]
+        rounds: dict[int, list[dist.P2POp]] = defaultdict(list)
+        for operation, tensor, peer in messages:
+            rounds[self._round(peer)].append(dist.P2POp(operation, tensor, self._global(peer), self.group))
+        peers = sorted({peer for _, _, peer in messages})
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = [work for number in sorted(rounds) for work in dist.batch_isend_irecv(rounds[number])]
         except RuntimeError as error:
             raise self._failure(peers, error) from error
         return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+
+    def _round(self, peer: int) -> int:
+        """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
+
+        A round has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends and from which it receives.
+        """
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        distance = min((peer - rank) % ranks, (rank - peer) % ranks)
+        return (distance - 1) // (OPERATIONS_PER_BATCH // 4)
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
