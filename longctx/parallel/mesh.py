@@ -48,6 +48,15 @@ class Launch:
         return cls(*map(int, values.values()))
 
 
+def processes_per_node(ranks: int) -> int | None:
+    """Returns the number of processes that the launcher started on this node; None if they are not part of a run of `ranks`
+    processes on several nodes, or the launcher does not say.
+    """
+    launch = Launch.read()
+    spread = "LOCAL_WORLD_SIZE" in os.environ and launch.local_world_size < launch.world_size
+    return launch.local_world_size if spread and launch.world_size == ranks else None
+
+
 def share_cores(ranks: int) -> None:
     """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
