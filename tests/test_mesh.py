@@ -1,7 +1,12 @@
 """The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -59,3 +64,41 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
     assert len(made) == 2 + 1 + 4 + 4
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("given", [None, *ALLOCATOR])
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_the_allocator_is_configured_unless_the_user_did(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, given: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {given: "max_split_size_mb:64"})
+    mesh.prepare_allocator(device)
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device == GPU else {}
+    assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
+
+
+def test_torch_reads_the_allocator_settings_when_it_starts() -> None:
+    """Not when it is imported, which is before we know the device."""
+    code = """
+import torch
+from longctx.parallel.mesh import prepare_allocator
+prepare_allocator(torch.device("cuda", 0))
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.strip() == "expandable_segments:True", done.stderr
+
+
+def test_commands_configure_the_allocator_before_cuda_starts(repository: Path) -> None:
+    """Every command that chooses a device for its processes does so right afterwards."""
+    found = []
+    for path in sorted((repository / "longctx" / "commands").glob("*.py")):
+        chosen = re.search(r"choose_device\(.*launch\.local_rank\)\n(.*)\n", path.read_text("utf-8"))
+        if chosen is not None:
+            assert "prepare_allocator(device)" in chosen[1], path.name
+            found.append(path.stem)
+    assert found == ["compare_measure", "eval", "profile", "train"]

@@ -104,7 +104,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
 
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.memory.advisor import available_bytes, refuse_too_large
-    from longctx.parallel.mesh import check_device, choose_device
+    from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
@@ -112,6 +112,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
 
     check_wandb(config.log.wandb)
     device = choose_device(config.train.device, launch.local_rank)
+    prepare_allocator(device)
     check_device(device, launch.local_world_size)
     available = available_bytes(device, launch.local_world_size)
     for stage, (own, store) in enumerate(open_stages(config)):

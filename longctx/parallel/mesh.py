@@ -166,6 +166,16 @@ def check_device(device: torch.device, local_processes: int) -> None:
         )
 
 
+def prepare_allocator(device: torch.device) -> None:
+    """Lets torch's allocator grow its segments on a GPU, unless the user has configured it. Call it before CUDA starts.
+
+    Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if device.type == "cuda" and not any(name in os.environ for name in names):
+        os.environ[names[0]] = "expandable_segments:True"  # the other names are deprecated, but come first if set
+
+
 def join(
     launch: Launch,
     device: torch.device,
