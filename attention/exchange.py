@@ -24,7 +24,10 @@ issue 7189).
 
 
 class ExchangeError(RuntimeError):
-    """A message of the exchange failed or timed out. Names rank, peers, micro-batch, layer and pass."""
+    """A message of the exchange failed or timed out. Names rank, peers, micro-batch, layer and pass.
+
+    On gloo only. NCCL raises nothing for a message that never comes: after the group's timeout its watchdog ends the process.
+    """
 
 
 class Exchange:
@@ -38,7 +41,7 @@ class Exchange:
         self.where = where
 
     def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Pending":
-        """Posts all sends and receives and returns without waiting.
+        """Posts all sends and receives and returns without waiting. Raises ExchangeError if that fails.
 
         Args:
             outgoing: (peer, contiguous tensor [rows, width]) of each message to send.
@@ -90,7 +93,7 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
         group: the group that is given to ring attention.
         device: device of the messages to come, this rank's own.
 
-    Raises ExchangeError if a message fails or times out, or is not from the neighbor.
+    Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
@@ -103,7 +106,7 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
 
 
 class Pending:
-    """Messages in flight. Keeps the sent tensors alive until `wait` returns the filled buffer."""
+    """Messages in flight. Keeps the sent tensors alive until `wait` returns the buffer."""
 
     def __init__(
         self, exchange: Exchange, works: list[dist.Work], incoming: torch.Tensor, sent: list[torch.Tensor], peers: list[int]
@@ -111,7 +114,11 @@ class Pending:
         self.exchange, self.works, self.incoming, self.sent, self.peers = exchange, works, incoming, sent, peers
 
     def wait(self) -> torch.Tensor:
-        """Blocks until every message has been sent and received. Raises ExchangeError after the group's timeout."""
+        """Returns the buffer of the received messages.
+
+        On gloo, blocks until every message has been sent and received, and raises ExchangeError after the group's timeout. On
+        NCCL, only orders streams and returns at once: what the current stream computes next sees the received rows.
+        """
         try:
             for work in self.works:
                 work.wait()

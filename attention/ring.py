@@ -62,7 +62,7 @@ def ring_attention(
     Raises:
         AttentionInputError: for tensors that do not match each other or the layout.
         KernelError: if no kernel supports the tensors.
-        ExchangeError: if a message fails or times out.
+        ExchangeError: if a message fails or times out on gloo; NCCL's watchdog ends the process instead.
     """
     attention = RingAttention(
         layout,

@@ -1,7 +1,9 @@
 """The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
 
+import faulthandler
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -102,3 +104,44 @@ def test_commands_configure_the_allocator_before_cuda_starts(repository: Path) -
             assert "prepare_allocator(device)" in chosen[1], path.name
             found.append(path.stem)
     assert found == ["compare_measure", "eval", "profile", "train"]
+
+
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
+    ],
+)
+def test_the_flight_recorder_writes_to_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    mesh.record_messages(CPU, tmp_path / "nccl")
+    assert os.environ == given and not (tmp_path / "nccl").exists()
+    mesh.record_messages(GPU, tmp_path / "nccl")
+    ours = {**RECORDER, "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "nccl" / "rank_")}
+    assert os.environ == {**given, **{name: ours[name] for name in expected}}
+    assert (tmp_path / "nccl").is_dir()
+
+
+def test_a_process_that_is_aborted_tells_where_it_was(tmp_path: Path) -> None:
+    """As NCCL's watchdog does it: from another thread, while the main thread waits."""
+    code = f"""
+import os, threading, time, pathlib, torch
+from longctx.parallel.mesh import record_messages
+record_messages(torch.device("cuda", 0), pathlib.Path({str(tmp_path)!r}))
+def in_layer_7():
+    threading.Timer(0.2, os.abort).start()
+    time.sleep(60)
+in_layer_7()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr and "in in_layer_7" in done.stderr

@@ -179,6 +179,7 @@ def _train(
 
     stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
+        mesh.record_messages(device, config.train.run_dir / "nccl")
         groups = join_run(config, launch, device)
         try:
             finished, steps_done = train_in_stages(config, groups, found, stop, began)

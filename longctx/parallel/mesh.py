@@ -1,9 +1,12 @@
 """The only module that makes process groups and reads the launcher's environment; all others are given a group or a mesh."""
 
+import faulthandler
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +177,27 @@ def prepare_allocator(device: torch.device) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
     if device.type == "cuda" and not any(name in os.environ for name in names):
         os.environ[names[0]] = "expandable_segments:True"  # the other names are deprecated, but come first if set
+
+
+def record_messages(device: torch.device, folder: Path) -> None:
+    """On a GPU, makes a process that NCCL ends tell where it was; variables of torch's that the user has set are kept.
+
+    NCCL raises no error for a message that never comes: after the timeout its watchdog ends the process. Then torch's flight
+    recorder writes the last operations of all groups to `folder`/rank_N, and Python prints what every thread was doing. Call
+    this before the processes join.
+    """
+    if device.type != "cuda":
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "20000"),  # operations: some steps of a small model
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder.absolute() / "rank_")),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    )
+    for names, value in settings:  # the second name is the older one, which torch reads too
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
 
 
 def join(
