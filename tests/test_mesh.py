@@ -145,3 +145,19 @@ in_layer_7()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr and "in in_layer_7" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 12),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}, 12),  # as torchrun sets it
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"}, None),
+        ({"LOCAL_WORLD_SIZE": "100", "WORLD_SIZE": "100"}, 1),
+        ({}, 96),
+    ],
+)
+def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: int | None) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
+    assert mesh.host_threads() == expected

@@ -65,6 +65,17 @@ def share_cores(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
 
 
+def host_threads() -> int | None:
+    """Returns the number of threads for large computations on the CPU: this process's share of the cores it may use.
+
+    None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the user has set none.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // Launch.read().local_world_size)
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The process groups of a run, from the view of one rank.
