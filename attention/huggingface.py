@@ -15,7 +15,9 @@ interact outside attention: docs/families.md lists the models of transformers th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -304,6 +306,18 @@ def describe_mask(*, mask_function: Callable[..., Any], attention_mask: torch.Te
             "a sliding window"
         )
     return CausalMask(min(windows, default=None))
+
+
+@contextmanager
+def packing_from_layout() -> Iterator[None]:
+    """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
+    masks: Any = import_module("transformers.masking_utils")
+    derive = masks.find_packed_sequence_indices
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = derive
 
 
 def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ import torch
 from longctx.config import load
 from longctx.training.metrics import StepMetrics
 from tests import test_pipeline, test_tensor, test_training
-from tests.training_cases import SMALL, make_store, train
+from tests.training_cases import SMALL, make_store, train, zero_bubble
 from tests.workers import Workers
 
 LOSS, GRADIENT_NORM = 1e-5, 1e-4
@@ -67,6 +68,10 @@ class Split:
         """Zero-bubble goes through a block's backward twice: nothing may be recomputed or gathered in between."""
         twice = self.pipeline == "zero-bubble"
         return self.world <= 8 and not (twice and (self.recompute != "none" or self.reshard_after == "block"))
+
+    @property
+    def marks(self) -> Any:
+        return zero_bubble if self.pipeline == "zero-bubble" else ()
 
     @property
     def settings(self) -> list[str]:
@@ -167,7 +172,7 @@ def check(split: Split, steps: list[StepMetrics], alone: list[StepMetrics]) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ALL, ids=name)
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
     began = time.perf_counter()
     try:
@@ -180,7 +185,7 @@ def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tm
     assert norms <= GRADIENT_NORM
 
 
-@pytest.mark.parametrize("split", NOT_IN_OTHER_TESTS, ids=name)
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in NOT_IN_OTHER_TESTS], ids=name)
 def test_pairs_that_other_tests_lack(
     workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split
 ) -> None:

@@ -1,19 +1,24 @@
 """Pipelines give the losses of one process for every schedule, domain and number of micro-batches."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from longctx.config import load
+from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.parallel.pipeline import split_layers
+from longctx.parallel.pipeline import PipelineRun, split_layers
+from longctx.planning.cost.pipeline import Pipeline
 from longctx.training.metrics import StepMetrics
 from longctx.training.objective import StepWeights
 from longctx.training.trainer import Trainer
 from tests import training_cases
-from tests.training_cases import make_store, train
+from tests.training_cases import make_store, train, zero_bubble
 from tests.workers import Workers
 
 LAYERS = "model.num_hidden_layers=4"
@@ -62,6 +67,10 @@ MORE = {
 }
 
 
+def by_schedule(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=zero_bubble if "zero-bubble" in name else ()) for name in names]
+
+
 def check(workers: Workers, store: Path, alone: list[StepMetrics], run: Path, ranks: int, settings: list[str]) -> None:
     """Only five steps, as many processes share few cores."""
     expected = alone[: 10 if ranks == 2 else 5]
@@ -74,13 +83,13 @@ def check(workers: Workers, store: Path, alone: list[StepMetrics], run: Path, ra
     assert all(0 < metrics.bubble_share < 1 for metrics in split)
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", by_schedule(SPLITS))
 def test_pipelines(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str) -> None:
     check(workers, store, alone, tmp_path, *SPLITS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
+@pytest.mark.parametrize("name", by_schedule(MORE))
 def test_more_pipelines(
     workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
@@ -129,6 +138,7 @@ def test_blocks_are_resharded_after_their_backward(
             assert max(gathered) == expected
 
 
+@zero_bubble
 def test_zero_bubble_adds_up_gradients_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
     settings = [*pipeline(2, "zero-bubble", 2), "parallel.reshard_after=step", "batch.global_tokens=12000"]
     settings.append("train.dtype=bfloat16")
@@ -159,9 +169,17 @@ def test_stages_by_cost() -> None:
         assert [layer for stage in layers for layer in stage] == list(range(16))
 
 
+@zero_bubble
 def test_bfloat16_follows_float32(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path) -> None:
     split = workers.run(train, 2, store, tmp_path, [*ZERO_BUBBLE, "train.dtype=bfloat16"], 5)[0]
     assert [metrics.loss for metrics in split] == pytest.approx([metrics.loss for metrics in alone[:5]], rel=2e-2)
+
+
+def test_a_torch_without_zero_bubble_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    mesh: Any = SimpleNamespace(pipeline=object())
+    with pytest.raises(UserError, match=r"torch 2.11.0\+cpu cannot .*: install torch 2.13, or use schedule 1f1b"):
+        PipelineRun(None, [], Pipeline(2, 1, "zero-bubble"), mesh, 1, torch.float32)  # type: ignore[arg-type]  # not reached
 
 
 def test_a_rank_that_fails(workers: Workers, store: Path, tmp_path: Path) -> None:

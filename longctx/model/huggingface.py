@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.attention.huggingface import Rings, check_length, replace_attention
+from longctx.attention.huggingface import Rings, check_length, packing_from_layout, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
 from longctx.errors import brief
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
@@ -110,7 +110,8 @@ class TransformersModel(Model):
         if head is None:
             logits: torch.Tensor = self.hf(**given).logits[0, : len(tokens)]
             return logits
-        hidden = self.hf.base_model(**given)[0][0, : len(tokens)]
+        with packing_from_layout():
+            hidden = self.hf.base_model(**given)[0][0, : len(tokens)]
         return head(hidden, self.hf.get_output_embeddings().weight if self.plain_head else self.logits)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -249,6 +249,7 @@ def make_groups(
     shards = ranks if shard_ranks is None else shard_ranks
     # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split over it.
     numbers = torch.arange(pipeline * ranks * tensor).view(pipeline, ranks, tensor).transpose(1, 2)
+    numbers = numbers.clone(memory_format=torch.contiguous_format)  # torch 2.11 compares strides, also of axes of size 1
     if shards == ranks:
         whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
         domain = weights = whole["dp_cp"]

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
+from longctx.errors import UserError
 from longctx.model.protocol import Head, StagedModel
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
@@ -156,6 +157,11 @@ class PipelineRun:
         dtype: torch.dtype,
     ) -> None:
         assert mesh.pipeline is not None
+        if pipeline.schedule == "zero-bubble" and torch.__version__ < "2.13":
+            raise UserError(
+                f"parallel.pipeline_schedule is zero-bubble, and torch {torch.__version__} cannot compute the weight gradients "
+                "of custom operators separately: install torch 2.13, or use schedule 1f1b"
+            )
         self.model, self.stages, self.pipeline, self.mesh = model, stages, pipeline, mesh
         self.group = mesh.pipeline
         self.dtype = dtype
@@ -318,12 +324,12 @@ class _WatchedStage(PipelineStage):
     def _allocate(self, received: Any, micro_batch: int) -> None:
         """Allocates the receive buffers of a micro-batch."""
         for info in _buffered(received[micro_batch]):
-            info.buffer = self.run.hidden(self.device)
+            info.buffer = self.run.hidden(self.device).requires_grad_(info.buffer.requires_grad)
 
     def _free(self, received: Any, *micro_batches: int) -> None:
         for micro_batch in micro_batches:
             for info in _buffered(received.get(micro_batch, ())):
-                info.buffer = info.buffer.new_empty(0)
+                info.buffer = info.buffer.new_empty(0).requires_grad_(info.buffer.requires_grad)
 
     def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
         prepared = super()._prepare_forward_infra(*arguments, **named)

@@ -165,13 +165,17 @@ def _sum_by_projection(
     return total.to(torch.promote_types(hidden.dtype, torch.float32))
 
 
+def labelled_rows(labels: torch.Tensor) -> torch.Tensor:
+    """Returns the rows with a label, int64 [rows]; pass labels in host memory, as the host would wait for a GPU's."""
+    return (labels != IGNORED_LABEL).nonzero()[:, 0]
+
+
 def rows_with_labels(labels: torch.Tensor) -> torch.Tensor | None:
     """Returns the rows with a label, int64 [rows], if few tokens have one, as in conversations; otherwise None.
 
-    Skipping the other rows pays: the head costs as much as several layers of a small model. `labels` must be in host memory,
-    because reading their number from a device would block the host.
+    Skipping the other rows pays: the head costs as much as several layers of a small model.
     """
-    rows = (labels != IGNORED_LABEL).nonzero()[:, 0]
+    rows = labelled_rows(labels)
     return rows if len(rows) < FEW_LABELS * len(labels) else None
 
 
@@ -184,17 +188,23 @@ def _chunks(tokens: int, rows: torch.Tensor | None, chunk_tokens: int) -> Sequen
 
 @torch.no_grad()
 def log_probabilities(
-    hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
+    hidden: torch.Tensor,
+    weight: Projection,
+    labels: torch.Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    softcap: float = 0.0,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns log p of every label [tokens], in float32 or better, 0 where nothing is predicted.
 
-    Arguments as in `cross_entropy_sum`. Logits are computed only for rows with a label.
+    Arguments as in `cross_entropy_sum`. Logits are computed only for the `rows` with a label, see `labelled_rows` (None: found
+    here, where the host would wait for a GPU).
     """
     part = None
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
     found = torch.zeros(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32), device=labels.device)
-    for some in (labels != IGNORED_LABEL).nonzero()[:, 0].split(chunk_tokens):
+    for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
             found[some] = chunk.target_logits - chunk.log_total
@@ -206,18 +216,23 @@ def log_probabilities(
 
 @torch.no_grad()
 def greedy_choices(
-    hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, chunk_tokens: int = CHUNK_TOKENS, softcap: float = 0.0
+    hidden: torch.Tensor,
+    weight: Projection,
+    labels: torch.Tensor,
+    chunk_tokens: int = CHUNK_TOKENS,
+    softcap: float = 0.0,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns 1 where the label is the argmax of the logits (the first of equal ones), otherwise 0; float32 [tokens].
 
-    Arguments as in `cross_entropy_sum`. Logits are computed only for rows with a label; other rows are 0.
+    Arguments as in `log_probabilities`; rows without a label are 0.
     """
     part = None
     if isinstance(weight, torch.Tensor):
         hidden, weight, part = vocabulary_part(hidden, weight)
-    first, rows = 0 if part is None else part.first, (labels != IGNORED_LABEL).nonzero()[:, 0]
+    first = 0 if part is None else part.first
     found = torch.zeros(len(labels), device=labels.device)
-    for some in rows.split(chunk_tokens):
+    for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
             logits, target = chunk.logits, chunk.target_logits.unsqueeze(-1)

@@ -33,7 +33,7 @@ from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
-from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
+from longctx.training.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.model_folder import keep_model_files
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
@@ -233,8 +233,9 @@ class Trainer:
         """
 
         def inputs(number: int) -> Inputs:
-            labels = copy_to(batch.micro_batches[number].labels, self.mesh.device)
-            head = partial(score, labels=labels, softcap=self.model.spec.logit_softcap)
+            labels, device = batch.micro_batches[number].labels, self.mesh.device
+            rows = copy_to(labelled_rows(labels), device)
+            head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
             return replace(self._inputs(batch, StepWeights(1.0), number), head=head)
 
         if self.pipeline is not None:

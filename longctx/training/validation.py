@@ -26,10 +26,19 @@ from longctx.training.setup import padding
 
 
 class Score(Protocol):
-    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label."""
+    """Maps hidden states [tokens, hidden] and the output weight to one number per label [tokens], 0 without a label.
+
+    `rows` are those with a label.
+    """
 
     def __call__(
-        self, hidden: torch.Tensor, weight: Projection, labels: torch.Tensor, *, softcap: float = 0.0
+        self,
+        hidden: torch.Tensor,
+        weight: Projection,
+        labels: torch.Tensor,
+        *,
+        softcap: float = 0.0,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

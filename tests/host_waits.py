@@ -1,0 +1,161 @@
+"""Finds operations of a training step that would make the host wait for a GPU, on a CPU.
+
+Tensors count as a GPU's if they are parameters, come out of `copy_to`, or are computed from such tensors.
+"""
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+import longctx
+from longctx.attention import host_to_device, operator
+from tests.training_cases import start
+
+CODE = Path(longctx.__file__).parent
+RINGS = {
+    "longctx::ring_attention": operator.forward._init_fn,
+    "longctx::ring_attention_backward": operator.backward._init_fn,
+}
+DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount")
+READS = ("cpu", "numpy", "tolist", "item", "__bool__", "__float__", "__int__", "__index__")
+
+
+class HostWaits(TorchDispatchMode):
+    """Collects "operation at file:line" in `found` for every wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+        self.on_device: dict[int, torch.UntypedStorage] = {}
+        """Storages by their number, kept so that no number is used again."""
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        self.on_device[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+
+    def has(self, value: Any) -> bool:
+        if is_traceable_wrapper_subclass(value):
+            return any(self.has(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self.on_device
+
+    def note(self, operation: str) -> None:
+        stack = traceback.extract_stack(sys._getframe(1))
+        ours = [frame.name for frame in stack if Path(frame.filename).is_relative_to(CODE)]
+        self.found.add(f"{operation} at {ours[-1] if ours else 'no place in longctx'}")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name in RINGS:
+            with self:  # a custom operator is opaque to modes
+                return RINGS[name](*args, **kwargs)
+        given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if any(map(is_traceable_wrapper_subclass, given)):
+            return NotImplemented  # a DTensor, whose operations on local tensors come here next
+        tainted = any(map(self.has, given))
+        short = name.removeprefix("aten::")
+        if tainted and (short in DATA_DEPENDENT or (short in ("index", "index_put", "index_put_") and _by_mask(args))):
+            self.note(short)
+        out = func(*args, **kwargs)
+        if tainted:
+            named = {info.name: value for info, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            written = [named[info.name] for info in func._schema.arguments if info.name in named and _is_written(info)]
+            for value in tree_iter((out, written)):
+                if isinstance(value, torch.Tensor):
+                    self.mark(value)
+        return out
+
+    @contextmanager
+    def watching(self, parameters: Iterator[torch.Tensor]) -> Iterator[None]:
+        """Watches the operations of the context, in the backward passes too."""
+        for parameter in parameters:
+            self.mark(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
+        patched: list[tuple[Any, str, Any]] = []
+
+        def patch(owner: Any, name: str, new: Callable[..., Any]) -> None:
+            patched.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, new)
+
+        original = host_to_device.copy_to
+
+        def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+            if self.has(tensor) or device == "cpu":  # the settings' device is a torch.device
+                return tensor
+            new = tensor.clone()
+            self.mark(new)
+            return new
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "copy_to", None) is original:
+                patch(module, "copy_to", copied)
+        for name in READS:
+            patch(torch.Tensor, name, self._read(name, getattr(torch.Tensor, name)))
+        patch(torch.Tensor, "to", self._copy("to", torch.Tensor.to))
+        for name in ("tensor", "as_tensor"):
+            patch(torch, name, self._copy(name, getattr(torch, name)))
+        try:
+            with self:
+                yield
+        finally:
+            for owner, name, old in reversed(patched):
+                setattr(owner, name, old)
+
+    def _read(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def read(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+            if not self.has(tensor):
+                return original(tensor, *arguments, **named)
+            self.note(name)
+            with _disable_current_modes():
+                out = original(tensor, *arguments, **named)
+                return out.clone() if name == "cpu" else out
+
+        return read
+
+    def _copy(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Notes copies from pageable memory to the device: only `copy_to` pins it first."""
+
+        def copy(source: Any, *arguments: Any, **named: Any) -> Any:
+            device = _names_a_device(arguments, named)
+            out = original(source, *arguments, **named)
+            if device and not self.has(source):
+                self.note(f"pageable copy by {name}")
+                self.mark(out)
+            return out
+
+        return copy
+
+
+def _names_a_device(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.device) for value in (*arguments, *named.values()))
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _by_mask(args: tuple[Any, ...]) -> bool:
+    """Whether a mask is the index; filling by a mask with one number of the host needs no wait."""
+    masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return masks and not (len(args) > 2 and args[2].dim() == 0)
+
+
+def waits_of_a_step(store: Path, run: Path, settings: list[str]) -> set[str]:
+    """Returns the waits of the second step, as the first one makes what later ones reuse."""
+    trainer = start(store, run, settings)
+    with trainer.loader:
+        trainer.step()
+        watch = HostWaits()
+        with watch.watching(itertools.chain(trainer.model.parameters(), trainer.model.buffers())):
+            trainer.step()
+    assert watch.on_device
+    return watch.found

@@ -1,0 +1,66 @@
+"""Inside a step the host never waits for a GPU: it reads loss and gradient norm once, before the optimizer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longctx.training.loss import greedy_choices, rows_with_labels
+from tests.host_waits import HostWaits, waits_of_a_step
+from tests.training_cases import make_store
+from tests.workers import Workers
+
+ONCE = {"__float__ at norm_over_mesh", "__float__ at _share"}
+RING = ["batch.tokens_per_rank=750"]
+RUNS = {
+    "ring, recompute selective, bfloat16": (2, [*RING, "train.recompute=selective", "train.dtype=bfloat16"]),
+    "two levels, keys kept": (4, [*RING, "context.keep_kv=true", "parallel.reshard_after=step"]),
+    "tensor parallel": (2, ["parallel.tensor_parallel_size=2"]),
+    "MLP in tiles": (1, ["train.mlp_tile_tokens=100"]),
+    "pipeline": (2, ["parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"]),
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
+    ranks, settings = RUNS[name]
+    found = workers.run(waits_of_a_step, ranks, store, tmp_path, settings)
+    assert set().union(*found) == ONCE
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("peft")
+    from tests.lora_cases import make_checkpoint, settings_of
+
+    settings = settings_of(make_checkpoint(tmp_path, kind), "batch.tokens_per_rank=250")
+    found = workers.run(waits_of_a_step, 2, store, tmp_path / "run", settings)
+    assert set().union(*found) == ONCE
+
+
+def test_preferences_wait_once_more(workers: Workers, tmp_path: Path) -> None:
+    """DPO weighs a step by the log-probabilities of a pass before it."""
+    pytest.importorskip("peft")
+    from tests.lora_cases import make_checkpoint
+    from tests.preference_cases import SETTINGS, make_pairs
+
+    settings = [*SETTINGS, f"model.from_pretrained={make_checkpoint(tmp_path, 'llama')}", "batch.tokens_per_rank=250"]
+    found = workers.run(waits_of_a_step, 2, make_pairs(tmp_path), tmp_path / "run", settings)
+    assert set().union(*found) == {*ONCE, "cpu at document_sums"}
+
+
+def test_waits_are_found() -> None:
+    labels, hidden, weight = torch.tensor([-100, 1, -100, -100]), torch.ones(4, 2), torch.ones(3, 2)
+    watch = HostWaits()
+    with watch.watching(iter([labels, hidden, weight])):
+        rows_with_labels(labels)
+    assert watch.found == {"nonzero at labelled_rows"}
+    watch = HostWaits()
+    with watch.watching(iter([labels, hidden, weight])):
+        greedy_choices(hidden, weight, labels, rows=torch.tensor([1]))
+    assert watch.found == set()
