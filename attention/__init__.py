@@ -3,14 +3,15 @@
     layout = plan.layout(micro_batch, rank)
     out = ring_attention(q, k, v, layout, group=group)
 
-`RingAttention(layout, group=...)` is a callable that reuses the message schedule for all layers of a micro-batch.
+`RingAttention(layout, group=...)` is a callable that reuses the message schedule for all layers of a micro-batch. Call
+`warm_up(group, device)` once before the first one.
 """
 
 if __name__ != "longctx.attention":
     raise ImportError("import this package as `longctx.attention`, not by its folder's bare name `attention`")
 
 from longctx.attention.by_layer import LayerAttention, PackedAttention, by_layer
-from longctx.attention.exchange import ExchangeError
+from longctx.attention.exchange import ExchangeError, warm_up
 from longctx.attention.masks import Mask
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
@@ -30,4 +31,5 @@ __all__ = [
     "packed_attention",
     "reference_attention",
     "ring_attention",
+    "warm_up",
 ]

@@ -1,10 +1,13 @@
 """Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and stage.
 
 Uses only batched point-to-point messages on one communicator, never a process group per degree. Ranks post matching messages
-in the same order, because the order is a function of the plan (invariant I3).
+in the same order, because the order is a function of the plan (invariant I3). Many messages are posted in several batches, or
+rounds; both ends of a message post it in the same round, so that no rank waits for a later round of another.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +15,19 @@ import torch.distributed as dist
 Rows = Sequence[tuple[int, int]]
 """(peer, number of rows) of each message, peers ascending."""
 
+OPERATIONS_PER_BATCH = 64
+"""Maximum number of messages that a rank sends and receives in one batch.
+
+NCCL splits large batches by a budget, and may hang if two ranks split at different places (pytorch issue 174288, Megatron-LM
+issue 7189).
+"""
+
 
 class ExchangeError(RuntimeError):
-    """A message of the exchange failed or timed out. Names rank, peers, micro-batch, layer and pass."""
+    """A message of the exchange failed or timed out. Names rank, peers, micro-batch, layer and pass.
+
+    On gloo only. NCCL raises nothing for a message that never comes: after the group's timeout its watchdog ends the process.
+    """
 
 
 class Exchange:
@@ -28,24 +41,34 @@ class Exchange:
         self.where = where
 
     def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> "Pending":
-        """Posts all sends and receives and returns without waiting.
+        """Posts all sends and receives and returns without waiting. Raises ExchangeError if that fails.
 
         Args:
             outgoing: (peer, contiguous tensor [rows, width]) of each message to send.
             incoming: buffer [Σ rows, width] for the received messages, in the order of `rows`.
             rows: (peer, number of rows) of each message to receive.
         """
-        operations = [dist.P2POp(dist.isend, tensor, self._global(peer), self.group) for peer, tensor in outgoing]
         parts = incoming.split([count for _, count in rows]) if rows else ()
-        operations += [
-            dist.P2POp(dist.irecv, part, self._global(peer), self.group) for (peer, _), part in zip(rows, parts, strict=True)
-        ]
-        peers = sorted({peer for peer, _ in outgoing} | {peer for peer, _ in rows})
+        messages: list[tuple[Any, torch.Tensor, int]] = [(dist.isend, tensor, peer) for peer, tensor in outgoing]
+        messages += [(dist.irecv, part, peer) for (peer, _), part in zip(rows, parts, strict=True)]
+        rounds: dict[int, list[dist.P2POp]] = defaultdict(list)
+        for operation, tensor, peer in messages:
+            rounds[self._round(peer)].append(dist.P2POp(operation, tensor, self._global(peer), self.group))
+        peers = sorted({peer for _, _, peer in messages})
         try:
-            works = dist.batch_isend_irecv(operations) if operations else []
+            works = [work for number in sorted(rounds) for work in dist.batch_isend_irecv(rounds[number])]
         except RuntimeError as error:
             raise self._failure(peers, error) from error
         return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+
+    def _round(self, peer: int) -> int:
+        """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
+
+        A round has OPERATIONS_PER_BATCH / 4 distances, each with two peers, to which a rank sends and from which it receives.
+        """
+        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        distance = min((peer - rank) % ranks, (rank - peer) % ranks)
+        return (distance - 1) // (OPERATIONS_PER_BATCH // 4)
 
     def _global(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -59,8 +82,31 @@ class Exchange:
         )
 
 
+def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Connects the ranks of `group` (None: the default group) by a ring of messages. All of them must call it, once.
+
+    NCCL connects the ranks of a group at its first batch of messages, and waits until all of them have posted one; the first
+    batch of ring attention may concern only some. A barrier is not enough: in a group with two backends it may use the other.
+    Returns when this rank's messages have arrived.
+
+    Args:
+        group: the group that is given to ring attention.
+        device: device of the messages to come, this rank's own.
+
+    Raises ExchangeError if a message fails or times out (on gloo), or is not from the neighbor.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        return
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    numbers = torch.tensor([[rank], [-1]], device=device)
+    received = Exchange(group, "the warm-up").start([(after, numbers[:1])], numbers[1:], [(before, 1)]).wait().item()
+    if received != before:
+        raise ExchangeError(f"rank {rank} of the group received a message of rank {received} from rank {before} in the warm-up")
+
+
 class Pending:
-    """Messages in flight. Keeps the sent tensors alive until `wait` returns the filled buffer."""
+    """Messages in flight. Keeps the sent tensors alive until `wait` returns the buffer."""
 
     def __init__(
         self, exchange: Exchange, works: list[dist.Work], incoming: torch.Tensor, sent: list[torch.Tensor], peers: list[int]
@@ -68,7 +114,11 @@ class Pending:
         self.exchange, self.works, self.incoming, self.sent, self.peers = exchange, works, incoming, sent, peers
 
     def wait(self) -> torch.Tensor:
-        """Blocks until every message has been sent and received. Raises ExchangeError after the group's timeout."""
+        """Returns the buffer of the received messages.
+
+        On gloo, blocks until every message has been sent and received, and raises ExchangeError after the group's timeout. On
+        NCCL, only orders streams and returns at once: what the current stream computes next sees the received rows.
+        """
         try:
             for work in self.works:
                 work.wait()

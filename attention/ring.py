@@ -47,8 +47,8 @@ def ring_attention(
         q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on are padding.
         k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a different head size.
         layout: `plan.layout(micro_batch, rank)`.
-        group: process group of the domain, ranks in order; None uses the default group. Not used if no document is split. With
-            NCCL, call `dist.barrier(group)` once before, as not all ranks may take part in the first messages.
+        group: process group of the domain, ranks in order; None uses the default group. Not used if no document is split. All
+            its ranks must call `longctx.attention.warm_up(group, device)` once before, or NCCL may wait forever.
         mask: visibility of tokens inside a document; causal by default.
         scale: factor of the scores; None means 1/√head_dim.
         softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
@@ -65,7 +65,7 @@ def ring_attention(
     Raises:
         AttentionInputError: for tensors that do not match each other or the layout.
         KernelError: if no kernel supports the tensors.
-        ExchangeError: if a message fails or times out.
+        ExchangeError: if a message fails or times out on gloo; NCCL's watchdog ends the process instead.
     """
     attention = RingAttention(
         layout,

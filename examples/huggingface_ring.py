@@ -13,6 +13,7 @@ from sample_documents import read_documents, report
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from longctx import HardwareProfile, Plan, make_plan, pack_documents
+from longctx.attention import warm_up
 from longctx.attention.huggingface import model_inputs, prepare
 
 
@@ -41,6 +42,7 @@ def forward_backward(model: PreTrainedModel, documents: list[torch.Tensor]) -> t
 
 def main() -> None:
     dist.init_process_group("gloo")
+    warm_up(None, "cpu")  # connects all ranks, as the first messages may concern only some; on GPUs give the rank's device
     model = build_model()
     prepare(model)  # switches to ring attention; raises an error if this model would not be exact
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

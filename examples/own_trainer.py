@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from longctx import HardwareProfile, Plan, RingAttention, make_plan, pack_documents
+from longctx.attention import warm_up
 
 WIDTH, HEADS, LAYERS = 64, 4, 2
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -83,6 +84,7 @@ def forward_backward(model: Model, documents: list[torch.Tensor]) -> tuple[float
 
 def main() -> None:
     dist.init_process_group("gloo")
+    warm_up(None, "cpu")  # connects all ranks, as the first messages may concern only some; on GPUs give the rank's device
     torch.manual_seed(0)
     model = Model()
     if "--fsdp" in sys.argv[1:]:

@@ -22,11 +22,18 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head_node=${nodes%%$'\n'*}
 port=$((20000 + SLURM_JOB_ID % 10000))
 
+# Nodes with several network interfaces: name the one that connects the nodes. See docs/clusters.md.
+# export NCCL_SOCKET_IFNAME=eth GLOO_SOCKET_IFNAME=eth0
+
 trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
+
+# All cores of the node for its one task: srun does not take --cpus-per-task from sbatch. Each process gets its share of them, for
+# optimizers in host memory; torchrun would set 1.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE / SLURM_GPUS_ON_NODE))}
 
 # Nodes may start minutes apart, so the rendezvous timeouts exceed torchrun's defaults. A rank that hangs ends the run after
 # train.timeout_s, a rank that fails ends it at once.
-srun --kill-on-bad-exit=1 torchrun \
+srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_ON_NODE" torchrun \
   --nnodes "$SLURM_NNODES" \
   --nproc-per-node "$SLURM_GPUS_ON_NODE" \
   --rdzv-backend c10d \

@@ -33,7 +33,13 @@ def run_script(
     return subprocess.run(script, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s)
 
 
-SLURM = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "1",
+    "SLURM_CPUS_ON_NODE": "24",
+}
 NODES = 'test "$1 $2 $3" = "show hostnames node[1-2]" && echo {}'
 ARGUMENTS = (
     "--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id {id} --rdzv-endpoint {endpoint} --rdzv-conf {conf} "
@@ -46,12 +52,16 @@ def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     stubs = {
         "scontrol": NODES.format("node1; echo node2"),
-        "srun": 'test "$1 $2" = "--kill-on-bad-exit=1 torchrun"; echo "${@:3}"',
+        "srun": 'test "$1 $2 $3 $4" = "--kill-on-bad-exit=1 --cpus-per-task 24 torchrun" && echo "${@:5}"; '
+        'echo "$OMP_NUM_THREADS threads" >&2',
     }
     called = run_script(["bash", script, "run.yaml", "--train.steps", "3"], tmp_path, stubs, SLURM)
     own = {"id": "123456", "endpoint": "node1:23456", "conf": "join_timeout=1800,read_timeout=1800", "own": "--train.steps 3 "}
     wanted = ARGUMENTS.format(**own, run_dir="runs/123456")
     assert called.stdout.strip() == wanted, called.stderr
+    for given, threads in (({"SLURM_GPUS_ON_NODE": "8"}, 3), ({"OMP_NUM_THREADS": "7"}, 7)):
+        variables = {"OMP_NUM_THREADS": "", **SLURM, **given}
+        assert f"{threads} threads" in run_script(["bash", script, "run.yaml"], tmp_path, stubs, variables).stderr
     assert run_script(["bash", script], tmp_path, stubs, SLURM).returncode == 2
 
 
@@ -68,7 +78,11 @@ def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     name = job["metadata"]["name"]
     assert job["spec"]["completionMode"] == "Indexed" and template["restartPolicy"] == "Never"
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(environment["NODES"])
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
+    resources = container["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
+    assert int(resources["requests"]["cpu"]) == int(environment["GPUS"]) * int(environment["OMP_NUM_THREADS"])
+    assert any(name.startswith("rdma/") for name in resources["limits"])
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}
     assert template["subdomain"] == service["metadata"]["name"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in template["volumes"]}
@@ -97,7 +111,7 @@ def test_two_agents_train_as_one_process(workers: Workers, repository: Path, tmp
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     stubs = {
         "scontrol": NODES.format("localhost"),
-        "srun": 'shift; "$@" & first=$!; "$@" & second=$!; wait $first && wait $second',
+        "srun": 'shift 3; "$@" & first=$!; "$@" & second=$!; wait $first && wait $second',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
     }
     script = ["bash", str(repository / "examples" / "slurm.sh"), "run.yaml"]

@@ -1,15 +1,20 @@
-"""Keeping block inputs in host memory does not change results."""
+"""Keeping block inputs in host memory does not change results; the optimizer in host memory uses its cores."""
+
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from longctx.attention import RingAttention
+from longctx.config import load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
+from longctx.training import setup
 
 TOKENS = 96
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": 3})
@@ -36,3 +41,24 @@ def test_gradients_are_those_without(mode: str, device: str) -> None:
     assert offload.moved_bytes == SHAPE.num_hidden_layers * TOKENS * SHAPE.hidden_size * 4, "every block's input, and no more"
     assert plain.keys() == offloaded.keys()
     assert all(torch.equal(plain[name], offloaded[name]) for name in plain)
+
+
+@pytest.mark.parametrize(("offload", "free", "expected"), [(True, 5, [5]), (True, None, []), (False, 5, [])])
+def test_an_offloaded_optimizer_uses_the_cores(
+    monkeypatch: pytest.MonkeyPatch, offload: bool, free: int | None, expected: list[int]
+) -> None:
+    """torchrun leaves every process one thread, which would take seconds for a step of billions of weights."""
+    used: list[int] = []
+
+    def stop(*arguments: Any, **named: Any) -> None:
+        raise RuntimeError("that is enough")
+
+    monkeypatch.setattr(setup, "host_threads", lambda: free)
+    monkeypatch.setattr(setup, "shard", stop)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    config = load(None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"])
+    one = SimpleNamespace(size=lambda: 1)
+    mesh = SimpleNamespace(device=torch.device("cuda"), stage=0, tensor=one, weights=one, copies=one)
+    with pytest.raises(RuntimeError, match="that is enough"):
+        setup.build_model(config.model_source(), config, cast(Any, mesh))
+    assert used == expected

@@ -360,6 +360,12 @@ def test_two_ranks(workers: Workers, nodes: int) -> None:
     assert min(found["measured"]["check"]["predicted_s"], found["measured"]["check"]["measured_s"]) > 0
 
 
+def test_tensor_ranks_share_the_nodes_of_the_base_profile(workers: Workers) -> None:
+    """Nodes of 8 GPUs hold 4 ranks of the domain if each rank is two GPUs."""
+    (found, _), _ = workers.run(profile_cases.measure_profile, 2, [0, 1], ["parallel.tensor_parallel_size=2"])
+    assert (found["ranks_per_node"], found["measured"]["tensor_parallel_size"]) == (4, 2)
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert main(["profile", *arguments]) == 2
     return capsys.readouterr().err

@@ -5,7 +5,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, Pro
 from longctx.planning.cost.scaling import RankWork, scale
 from longctx.planning.planner import make_plan
 from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
+from longctx.training.setup import make_attention, make_planner
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
 
@@ -200,6 +202,94 @@ def test_other_devices_and_dtypes_are_warned_about(
     assert doubt is None or doubt in warnings[0]
 
 
+def launched(monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None) -> None:
+    """Sets the environment of a process of torchrun; None: of a launcher that does not say what is on a node."""
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": per_node}.items():
+        monkeypatch.setenv(name, str(value)) if value is not None else monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "tensor", "pipeline", "expected"),
+    [
+        (16, 8, 1, 1, 8),
+        (16, 8, 2, 1, 4),
+        (16, 8, 8, 1, 1),
+        (16, 4, 1, 1, 4),
+        (16, 4, 2, 1, 2),
+        (16, 4, 8, 1, 1),  # tensor-parallel ranks on two nodes
+        (12, 6, 4, 1, 1),
+        (32, 16, 1, 1, 16),
+        (16, 8, 1, 2, 8),
+        (24, 8, 1, 2, 4),  # domains of 12 ranks: the second one begins in the middle of the second node
+        (24, 8, 2, 2, 2),
+        (16, 8, 1, 4, 4),  # domains of 4 ranks
+        (12, 8, 1, 1, 4),  # not the same number on all nodes
+        (4, 4, 1, 1, 8),  # one node: as the profile says
+        (16, 16, 2, 1, 4),
+        (16, None, 2, 1, 4),
+    ],
+)
+def test_nodes_are_as_large_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, per_node: int | None, tensor: int, pipeline: int, expected: int
+) -> None:
+    """On several nodes their real size counts, in ranks of the domain; its profile has nodes of 8 GPUs."""
+    settings = [*EIGHT_B, f"parallel.tensor_parallel_size={tensor}", f"parallel.pipeline_parallel_size={pipeline}"]
+    launched(monkeypatch, ranks, per_node)
+    config = load(None, settings)
+    found = run_profile(config, ranks, 128256)
+    assert found.profile.ranks_per_node == expected
+    several = per_node not in (None, ranks)
+    assert any("plan and exchange follow the nodes" in line for line in found.lines) == (several and per_node != 8)
+    (other,) = {run_profile(config, 2 * ranks, 128256).profile.ranks_per_node}
+    assert other == 8 // tensor, "an estimate for another number of ranks knows nothing of their nodes"
+
+
+def test_nodes_of_a_profile_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(H100.to_dict()))
+    launched(monkeypatch, 16, 8)
+    config = load(None, [*EIGHT_B, "parallel.tensor_parallel_size=2", f"context.profile={path}"])
+    assert run_profile(config, 16, 128256).profile == replace(H100, ranks_per_node=4)
+
+
+def test_messages_of_a_pipeline_cross_real_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks are one node by the profile, but here two: messages between stages go over the network."""
+    settings = [*EIGHT_B, "parallel.pipeline_parallel_size=2"]
+    inside = of(settings, ranks=8)
+    launched(monkeypatch, 8, 4)
+    slower = of(settings, ranks=8).linear_s_per_token - inside.linear_s_per_token
+    assert slower == pytest.approx(2 * 4096 * 2 * (1 / H100.inter_node_bytes_per_s - 1 / H100.intra_node_bytes_per_s))
+
+
+def node_of_rank(sizes: list[int], settings: list[str]) -> tuple[int, int]:
+    """Returns the ranks per node of this rank's profile, and those that all agree on; a rank stands for a node of `sizes`."""
+    with pytest.MonkeyPatch.context() as patch:
+        launched(patch, sum(sizes), sizes[dist.get_rank()])
+        found = run_profile(load(None, settings), sum(sizes), 128256)
+    return found.profile.ranks_per_node, found.agreed(make_groups(torch.device("cpu"), timeout_s=30)).ranks_per_node
+
+
+def test_nodes_of_different_sizes_count_as_smaller_ones(workers: Workers) -> None:
+    """Two exchange levels need the same number on all ranks, and no node that is partly another."""
+    assert workers.run(node_of_rank, 3, [8, 4, 4], EIGHT_B) == [(8, 4), (4, 4), (4, 4)]
+
+
+def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen ranks on nodes of 4, two of them for each rank of the domain: rows cross the network once for two ranks."""
+    launched(monkeypatch, 16, 4)
+    config = load(None, [*EIGHT_B, "parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1024"])
+    profile = run_profile(config, 16, 128256).profile
+    plan = make_planner(config, 8, profile, static=True)([8192])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    mesh = SimpleNamespace(exchange=None, device=torch.device("cpu"))
+    spec = config.model_source(128256).spec
+    made = make_attention(config, cast(Any, mesh), spec, plan, plan.layout(0, 0))(None, 0.0, None)
+    ring = getattr(made, "ring", made)
+    crossing = [peer for stage in ring.schedule.stages for peer, _ in stage.hops[0].receives if peer > 1]
+    assert len(crossing) == 3, "one relayed copy from each other node, as the other rank of the node takes the second one"
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("store"))
@@ -345,5 +435,5 @@ def test_compare_scales_to_the_model_whose_bytes_it_shows(tmp_path: Path, capsys
 
 def test_the_same_work_is_the_same_profile() -> None:
     work = RankWork(layers=3, weights=7.0, computed=7.0, attention=11.0, kv_bytes=393216)
-    assert scale(H100, work, replace(work)) is H100
+    assert scale(H100, work, replace(work)) == H100
     assert Config().context.profile is None, "else no device would be asked"

@@ -32,6 +32,7 @@ from longctx.training.trainer import Trainer
 
 zero_bubble = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run the zero-bubble schedule")
 
+CPU = torch.device("cpu")
 MODULES = "abc.py ast.py base64.py bisect.py calendar.py cmd.py copy.py csv.py enum.py fnmatch.py glob.py heapq.py this.py"
 """Part of the embedded corpus, 80 to 60,000 bytes a file."""
 
@@ -67,13 +68,21 @@ def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> 
     return folder / "store"
 
 
-def start(store: Path, run: Path, settings: list[str], *, resume: bool = False, timeout_s: float = 30.0) -> Trainer:
+def start(
+    store: Path,
+    run: Path,
+    settings: list[str],
+    *,
+    resume: bool = False,
+    timeout_s: float = 30.0,
+    device: torch.device = CPU,
+) -> Trainer:
     """A trainer on this rank of the test's group."""
     everything = [*SMALL, f"data.store={store}", f"train.run_dir={run}", *settings]
     config = load(None, everything, world_size=dist.get_world_size())
     parallel = config.parallel
     mesh = make_groups(
-        torch.device("cpu"),
+        device,
         tensor=parallel.tensor_parallel_size,
         pipeline=parallel.pipeline_parallel_size,
         shard_ranks=parallel.shard_ranks,

@@ -34,10 +34,16 @@ def _serve(connection: Connection) -> None:
             job = connection.recv()
         except EOFError:
             return
-        function, arguments, rank, ranks, store, timeout_s = job
+        function, arguments, rank, ranks, store, timeout_s, device = job
         try:
+            if device == "cuda":
+                torch.cuda.set_device(rank)
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout_s)
+                "nccl" if device == "cuda" else "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=ranks,
+                timeout=timedelta(seconds=timeout_s),
             )
             answer = (True, function(*arguments))
             dist.barrier()
@@ -50,7 +56,7 @@ def _serve(connection: Connection) -> None:
 
 
 class Workers:
-    """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new gloo group."""
+    """`run(function, ranks, *arguments)` calls a module-level function on every rank of a new group: gloo, or NCCL on GPUs."""
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,7 +66,14 @@ class Workers:
         self.folder = tempfile.TemporaryDirectory(prefix="longctx-test-groups-")
         self.calls = 0
 
-    def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout_s: float = GROUP_TIMEOUT_S) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *arguments: Any,
+        timeout_s: float = GROUP_TIMEOUT_S,
+        device: str = "cpu",
+    ) -> list[Any]:
         """Results by rank. Raises AssertionError with the traceback of every rank that failed."""
         if self.calls % CALLS == 0:
             self.stop()
@@ -69,7 +82,7 @@ class Workers:
         self.calls += 1
         store = Path(self.folder.name) / f"group-{self.calls}"
         for rank in range(ranks):
-            self.workers[rank][1].send((function, arguments, rank, ranks, store, timeout_s))
+            self.workers[rank][1].send((function, arguments, rank, ranks, store, timeout_s, device))
         answers = [self._receive(rank, timeout_s) for rank in range(ranks)]
         failures = [f"--- rank {rank}\n{text}" for rank, (good, text) in enumerate(answers) if not good]
         if failures:

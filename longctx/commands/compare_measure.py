@@ -84,6 +84,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
         print(f"measuring the last of {len(config.stages)} stages", file=sys.stderr, flush=True)
     config = config.at_stage(-1)
     device = mesh.choose_device(config.train.device, launch.local_rank)
+    mesh.prepare_allocator(device)
     mesh.check_device(device, launch.local_world_size)
     store = open_data(config)
     if store.pairs or config.dpo.beta is not None:

@@ -71,7 +71,7 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.store import Store
     from longctx.evaluation.target import Target
-    from longctx.parallel.mesh import Launch, check_device, choose_device
+    from longctx.parallel.mesh import Launch, check_device, choose_device, prepare_allocator
 
     launch = Launch.read()
     with said_once(launch):
@@ -79,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         target = Target.open(arguments.target, arguments.overrides, launch.world_size)
         config = target.config
         device = choose_device(config.train.device, launch.local_rank)
+        prepare_allocator(device)
         check_device(device, launch.local_world_size)
         work: Documents | Grid
         if arguments.needle:

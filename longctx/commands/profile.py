@@ -82,6 +82,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
             "scaled to the checkpoint in training: omit it, and set similar sizes, such as --model.hidden_size"
         )
     device = mesh.choose_device(config.train.device, launch.local_rank)
+    mesh.prepare_allocator(device)
     mesh.check_device(device, launch.local_world_size)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     base = arguments.base or default_profile(device.type, gpu)

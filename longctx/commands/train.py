@@ -106,7 +106,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.attention.kernels.compilation import compile_variants
     from longctx.memory.advisor import available_bytes, refuse_too_large
-    from longctx.parallel.mesh import check_device, choose_device
+    from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
     from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
@@ -114,6 +114,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
 
     check_wandb(config.log.wandb)
     device = choose_device(config.train.device, launch.local_rank)
+    prepare_allocator(device)
     check_device(device, launch.local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
@@ -190,6 +191,7 @@ def _train(
 
     stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
+        mesh.record_messages(device, config.train.run_dir / "nccl")
         groups = join_run(config, launch, device)
         try:
             finished, steps_done = train_in_stages(config, groups, found, stop, began)

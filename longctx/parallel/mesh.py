@@ -1,9 +1,12 @@
 """The only module that makes process groups and reads the launcher's environment; all others are given a group or a mesh."""
 
+import faulthandler
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
+from longctx.attention import warm_up
 from longctx.errors import UserError
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -47,9 +51,29 @@ class Launch:
         return cls(*map(int, values.values()))
 
 
+def processes_per_node(ranks: int) -> int | None:
+    """Returns the number of processes that the launcher started on this node; None if they are not part of a run of `ranks`
+    processes on several nodes, or the launcher does not say.
+    """
+    launch = Launch.read()
+    spread = "LOCAL_WORLD_SIZE" in os.environ and launch.local_world_size < launch.world_size
+    return launch.local_world_size if spread and launch.world_size == ranks else None
+
+
 def share_cores(ranks: int) -> None:
     """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is set."""
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+
+
+def host_threads() -> int | None:
+    """Returns the number of threads for large computations on the CPU: this process's share of the cores it may use.
+
+    None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the user has set none.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // Launch.read().local_world_size)
 
 
 @dataclass(frozen=True)
@@ -63,7 +87,7 @@ class Mesh:
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: separate communicator for the messages of ring attention (design invariant I5).
-        control: gloo group over all ranks, for flags, hashes and checkpoints.
+        control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
         ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
             pipeline.
@@ -156,6 +180,37 @@ def check_device(device: torch.device, local_processes: int) -> None:
         )
 
 
+def prepare_allocator(device: torch.device) -> None:
+    """Lets torch's allocator grow its segments on a GPU, unless the user has configured it. Call it before CUDA starts.
+
+    Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if device.type == "cuda" and not any(name in os.environ for name in names):
+        os.environ[names[0]] = "expandable_segments:True"  # the other names are deprecated, but come first if set
+
+
+def record_messages(device: torch.device, folder: Path) -> None:
+    """On a GPU, makes a process that NCCL ends tell where it was; variables of torch's that the user has set are kept.
+
+    NCCL raises no error for a message that never comes: after the timeout its watchdog ends the process. Then torch's flight
+    recorder writes the last operations of all groups to `folder`/rank_N, and Python prints what every thread was doing. Call
+    this before the processes join.
+    """
+    if device.type != "cuda":
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = (
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "20000"),  # operations: some steps of a small model
+        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder.absolute() / "rank_")),
+        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
+    )
+    for names, value in settings:  # the second name is the older one, which torch reads too
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
+    faulthandler.enable(sys.__stderr__ or sys.stderr)
+
+
 def join(
     launch: Launch,
     device: torch.device,
@@ -165,9 +220,13 @@ def join(
     shard_ranks: int | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
-    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`."""
+    """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`.
+
+    On GPUs all groups but `control` have only NCCL: gloo connects every pair of ranks of every group, which takes minutes at
+    hundreds of ranks.
+    """
     timeout = timedelta(seconds=timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
@@ -183,8 +242,7 @@ def make_groups(
     """Makes the groups of a run from all processes of the default group.
 
     `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. A collective or message that
-    takes longer than `timeout_s` seconds raises an error. All ranks warm up the exchange communicator, because connections are
-    made lazily and all ranks must take part in the first batch of messages.
+    takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
     """
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)
@@ -204,7 +262,7 @@ def make_groups(
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
     # The domain's group may be the world's, so the exchange gets a separate one.
-    exchange = _my_group(numbers.reshape(-1, ranks), timeout)
+    exchange = _my_group(numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout))
     assert exchange is not None
     control = dist.new_group(backend="gloo", timeout=timeout)
     stages = ends = None
@@ -212,39 +270,35 @@ def make_groups(
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
         stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
     mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends)
-    _warm_up(mesh)
+    for group in (exchange, stages, ends):
+        if group is not None:
+            warm_up(group, device)
     return mesh
 
 
-def _my_group(rows: torch.Tensor, timeout: timedelta) -> dist.ProcessGroup | None:
+def _exchange_options(device: torch.device, timeout: timedelta) -> Any:
+    """Returns the options of the exchange's groups: on GPUs a stream of high priority, as FSDP has; None for gloo.
+
+    Messages on a stream of normal priority would wait until attention's kernels, which take all of a GPU, leave room.
+    """
+    if device.type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it differs from the group's
+    return options
+
+
+def _my_group(rows: torch.Tensor, timeout: timedelta, options: Any = None) -> dist.ProcessGroup | None:
     """Makes a group of the ranks in each of `rows` [groups, ranks], and returns the one that this rank is in, if any.
 
     All ranks must call it with the same rows: every rank makes every group, in the same order.
     """
     own = None
     for members in rows.tolist():
-        group = dist.new_group(members, timeout=timeout)
+        group = dist.new_group(members, timeout=timeout, pg_options=options)
         if dist.get_rank() in members:
             own = group
     return own
-
-
-def _warm_up(mesh: Mesh) -> None:
-    for group in (mesh.pipeline, mesh.ends):
-        if group is not None:
-            dist.barrier(group)
-    if mesh.ranks == 1:
-        return
-    after, before = ((mesh.rank + step) % mesh.ranks for step in (1, -1))
-    numbers = torch.zeros(2, device=mesh.device)
-    peers = [dist.get_global_rank(mesh.exchange, rank) for rank in (after, before)]
-    operations = [
-        dist.P2POp(dist.isend, numbers[:1], peers[0], mesh.exchange),
-        dist.P2POp(dist.irecv, numbers[1:], peers[1], mesh.exchange),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    dist.barrier(mesh.exchange)
 
 
 class StopSignal:

@@ -284,7 +284,9 @@ class PipelineRun:
             return
         gradient = self.model.embed_tokens.weight.grad
         assert isinstance(gradient, DTensor)
-        dist.all_reduce(gradient.to_local(), group=self.mesh.ends)
+        total = gradient.to_local().to(self.mesh.device)  # NCCL cannot sum in host memory, where offloaded gradients are
+        dist.all_reduce(total, group=self.mesh.ends)
+        gradient.to_local().copy_(total)
 
 
 def _own_loss(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from longctx.profiling.communication import Nodes, measure_links, measure_overla
 from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
 from longctx.profiling.profiled_run import Measurement, ProfiledRun
+from longctx.training.run_profile import read_described
 
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
@@ -114,7 +115,10 @@ def measure_profile(
         raise UserError(f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens per rank")
     given, nodes = HardwareProfile.load(base), Nodes.find(mesh, local_rank)
     several_nodes = nodes.per_node < nodes.ranks
-    per_node = nodes.per_node if several_nodes else max(nodes.per_node, given.ranks_per_node)
+    # On one node the profile says how large nodes are, in ranks of its own tensor-parallel size.
+    described = read_described(base)[1]
+    gpus = given.ranks_per_node * (1 if described is None else described.tensor_parallel_size)
+    per_node = nodes.per_node if several_nodes else max(nodes.per_node, gpus // mesh.tensor.size())
     tell("building the model")
     levels = 2 if config.context.two_level_exchange else 1
     profile = replace(given, ranks_per_node=per_node, exchange_levels=levels)

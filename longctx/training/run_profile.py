@@ -2,6 +2,7 @@
 sizes, with a printed line on the scaling.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +13,7 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import LayerSpec, ModelSpec
-from longctx.parallel.mesh import Mesh, choose_device
+from longctx.parallel.mesh import Mesh, choose_device, processes_per_node
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile
@@ -148,15 +149,20 @@ class RunProfile:
     lines: tuple[str, ...]
 
     def agreed(self, mesh: Mesh) -> HardwareProfile:
-        """Returns the profile. Collective: raises ProfilesDiffer on every rank unless all ranks have the same profile."""
+        """Returns the profile; on nodes with different numbers of ranks, with the largest number that divides all of them.
+
+        Collective: raises ProfilesDiffer on every rank unless all ranks have the same profile.
+        """
         gathered = mesh.gather_objects((self.name, self.profile))
+        node = math.gcd(*(profile.ranks_per_node for _, profile in gathered))
+        gathered = [(name, replace(profile, ranks_per_node=node)) for name, profile in gathered]
         others = [rank for rank, (_, profile) in enumerate(gathered) if profile != gathered[0][1]]
         if others:
             raise ProfilesDiffer(
                 f"ranks have different profiles: rank 0 has {gathered[0][0]}, ranks {others} have {gathered[others[0]][0]}, or "
                 "another file of that name: set context.profile, and use the same file on all nodes"
             )
-        return self.profile
+        return replace(self.profile, ranks_per_node=node)
 
 
 class ProfilesDiffer(UserError):
@@ -166,7 +172,8 @@ class ProfilesDiffer(UserError):
 def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> RunProfile:
     """Returns the profile of a run on `ranks` processes, for the device of this process.
 
-    `vocab_size` is the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
+    If a launcher started them on several nodes, the size of nodes is the real one, whatever the profile says. `vocab_size` is
+    the size of the store's tokenizer; without it and model.vocab_size, that of the profile's model is used.
     """
     device, gpu = choose_device(config.train.device, 0).type, None
     if device == "cuda" and torch.cuda.is_available():
@@ -174,20 +181,28 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     name = config.context.profile or default_profile(device, gpu)
     profile, described = read_described(name)
     profile = replace(profile, exchange_levels=2 if config.context.two_level_exchange else 1)
+    tensor = config.parallel.tensor_parallel_size
+    known = profile.ranks_per_node * (tensor if described is None else described.tensor_parallel_size)
+    started = processes_per_node(ranks)
+    differs = f"nodes have {started} processes each, not {known} as in profile {name}: plan and exchange follow the nodes"
+    lines = [differs] * (started not in (None, known))
+    # In a pipeline a domain may begin or end inside a node: then its nodes are the parts that are all of one domain.
+    node = None if started is None else math.gcd(started, ranks // config.pipeline.ranks)
     if described is None:
-        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run",))
+        profile = profile if node is None else replace(profile, ranks_per_node=max(1, node // tensor))
+        return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run", *lines))
     wanted = work_of(
         _with_vocabulary(config.model_source(vocab_size).spec, described),
         config.train.dtype,
         recompute=config.train.recompute,
         keep_kv=config.context.keep_kv,
-        tensor=config.parallel.tensor_parallel_size,
+        tensor=tensor,
         pipeline=config.pipeline,
         tokens_per_rank=config.batch.tokens_per_rank,
         gpus=ranks,
     )
-    found = _scaled(name, profile, described, wanted, "this run")
-    return replace(found, lines=(*found.lines, *_doubts(name, described, device, gpu, config.train.dtype)))
+    found = _scaled(name, profile, described, wanted, "this run", node)
+    return replace(found, lines=(*found.lines, *lines, *_doubts(name, described, device, gpu, config.train.dtype)))
 
 
 def preset_profile(
@@ -230,9 +245,11 @@ def _with_vocabulary(spec: ModelSpec, described: Described) -> ModelSpec:
     return spec if spec.vocab_size is not None else replace(spec, vocab_size=described.model.vocab_size)
 
 
-def _scaled(name: str, profile: HardwareProfile, described: Described, wanted: RankWork, what: str) -> RunProfile:
+def _scaled(
+    name: str, profile: HardwareProfile, described: Described, wanted: RankWork, what: str, node: int | None = None
+) -> RunProfile:
     try:
-        scaled = scale(profile, described.work, wanted)
+        scaled = scale(profile, described.work, wanted, node)
     except ProfileError as error:
         raise ProfileError(f"profile {name}: {error}") from None
     said = arithmetic_said(profile, scaled, described.work, wanted)

@@ -20,7 +20,7 @@ from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.parallel.mesh import Launch, Mesh, join
+from longctx.parallel.mesh import Launch, Mesh, host_threads, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
@@ -73,6 +73,8 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         stages = [Stage(model, index, splits[index]) for index in own_stages]
     dtype = getattr(torch, train.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
+    if in_host_memory and (threads := host_threads()) is not None:
+        torch.set_num_threads(threads)  # else the optimizer would use one core
     shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)

@@ -126,7 +126,8 @@ class Trainer:
             trainer.documents = documents_apart(config, store, max_length)
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
-            trainer.online_fit = OnlineFit(run_profile(config, mesh.world_size, store.tokenizer.vocab_size).profile)
+            profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
+            trainer.online_fit = OnlineFit(profile)
         if resume_from is not None:
             trainer._go_to(resume_from, run)
         if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights

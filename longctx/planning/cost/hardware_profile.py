@@ -35,7 +35,7 @@ class HardwareProfile:
             document of s / (1 + κ (d - 1)) tokens.
         kv_bytes_per_token: bytes of K and V exchanged per token, summed over all layers and all three passes.
         intra_node_bytes_per_s, inter_node_bytes_per_s: bandwidth per rank inside a node and across nodes.
-        ranks_per_node: number of consecutive ranks of the domain on each node.
+        ranks_per_node: number of consecutive ranks of the domain on each node: its GPUs divided by the tensor-parallel size.
         latency_s: fixed cost of the exchange per micro-batch.
         overlap: share of attention time, in [0, 1], that can hide the exchange.
         launch_s: fixed cost per micro-batch, including parameter gathering that is not hidden.

@@ -41,14 +41,21 @@ class RankWork:
     gpus: int = 1
 
 
-def scale(profile: HardwareProfile, known: RankWork, wanted: RankWork) -> HardwareProfile:
+def scale(
+    profile: HardwareProfile, known: RankWork, wanted: RankWork, processes_per_node: int | None = None
+) -> HardwareProfile:
     """Converts a profile of `known` work to `wanted` work. Tensor-parallel ranks must share a node.
+
+    `processes_per_node` replaces the size of the profile's nodes. Tensor-parallel ranks are neighbors, so a node has that many
+    ranks of the domain, divided by the tensor-parallel size.
 
     Raises ProfileError if the messages that are part of the linear time would take longer than all of it.
     """
+    node = processes_per_node or profile.ranks_per_node * known.tensor
+    profile = replace(profile, ranks_per_node=max(1, node // wanted.tensor))
     if known == wanted:
         return profile
-    arithmetic = profile.linear_s_per_token - _messages_s(profile, known, known)
+    arithmetic = profile.linear_s_per_token - _messages_s(profile, known, node)
     if arithmetic <= 0:
         raise ProfileError(
             f"linear_s_per_token is {profile.linear_s_per_token:.3g} s, but the messages of tensor_parallel_size "
@@ -58,20 +65,18 @@ def scale(profile: HardwareProfile, known: RankWork, wanted: RankWork) -> Hardwa
     layers = wanted.layers / known.layers
     return replace(
         profile,
-        linear_s_per_token=arithmetic * (wanted.computed / known.computed) + _messages_s(profile, known, wanted),
+        linear_s_per_token=arithmetic * (wanted.computed / known.computed) + _messages_s(profile, wanted, node),
         attention_s_per_token2=profile.attention_s_per_token2 * (wanted.attention / known.attention),
         kv_bytes_per_token=wanted.kv_bytes,
-        ranks_per_node=max(1, profile.ranks_per_node * known.tensor // wanted.tensor),
         latency_s=profile.latency_s * layers,
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (wanted.weights / known.weights),
     )
 
 
-def _messages_s(profile: HardwareProfile, known: RankWork, work: RankWork) -> float:
-    """Returns the seconds per token of messages that nothing hides."""
-    in_node = work.gpus <= profile.ranks_per_node * known.tensor
-    pipeline_bytes_per_s = profile.intra_node_bytes_per_s if in_node else profile.inter_node_bytes_per_s
+def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
+    """Returns the seconds per token of messages that nothing hides, on nodes of `node` GPUs."""
+    pipeline_bytes_per_s = profile.intra_node_bytes_per_s if work.gpus <= node else profile.inter_node_bytes_per_s
     return work.tensor_bytes / profile.intra_node_bytes_per_s + work.pipeline_bytes / pipeline_bytes_per_s
 
 
@@ -82,7 +87,7 @@ def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: Ra
             "linear",
             scaled.linear_s_per_token / profile.linear_s_per_token,
             f"{known.computed / 1e6:,.4g}M → {wanted.computed / 1e6:,.4g}M parameters computed per token"
-            + ", plus messages between ranks" * (_messages_s(profile, known, wanted) > 0),
+            + ", plus messages between ranks" * (wanted.tensor_bytes + wanted.pipeline_bytes > 0),
         ),
         (
             "attention",

@@ -1,0 +1,163 @@
+"""The groups of a run: which backends they have on a CPU and on GPUs, with stand-ins for NCCL, which no CPU build has."""
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longctx.parallel import mesh
+from longctx.parallel.mesh import Launch
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@dataclass
+class Options:
+    """Stands for `ProcessGroupNCCL.Options`, which torch refuses if its timeout differs from the group's."""
+
+    is_high_priority_stream: bool = False
+    _timeout: timedelta = timedelta(minutes=10)
+
+
+@pytest.mark.parametrize(("device", "backend"), [(CPU, "gloo"), (GPU, "nccl")])
+def test_a_run_joins_with_one_backend(monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str) -> None:
+    """A second backend would connect all pairs of ranks of every group."""
+    joined: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: joined.append(backend))
+    monkeypatch.setattr(mesh, "make_groups", lambda device, **options: None)
+    mesh.join(Launch(0, 0, 1, 1), device)
+    assert joined == [backend]
+
+
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Eight ranks, two stages: two groups of the exchange, with high priority on GPUs, four of stages and four of ends."""
+    made: list[tuple[list[int] | None, dict[str, Any]]] = []
+
+    def new_group(ranks: list[int] | None = None, **options: Any) -> str:
+        made.append((ranks, options))
+        return f"group of {ranks}"
+
+    monkeypatch.setattr(mesh, "DeviceMesh", MagicMock())
+    monkeypatch.setattr(mesh, "SET_TIMEOUT", lambda timeout, group: None)
+    monkeypatch.setattr(mesh, "warm_up", lambda group, device: None)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", MagicMock(Options=Options), raising=False)
+    groups = mesh.make_groups(device, pipeline=2, timeout_s=7.0)
+    chosen = [(ranks, options["pg_options"]) for ranks, options in made if options.get("pg_options") is not None]
+    high = Options(is_high_priority_stream=True, _timeout=timedelta(seconds=7))
+    assert chosen == ([([0, 1, 2, 3], high), ([4, 5, 6, 7], high)] if device == GPU else [])
+    assert [options["backend"] for ranks, options in made if ranks is None] == ["gloo"]
+    assert not any("backend" in options for ranks, options in made if ranks is not None), "the backend of the default group"
+    assert all(options["timeout"] == timedelta(seconds=7) for _, options in made)
+    assert len(made) == 2 + 1 + 4 + 4
+    assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+@pytest.mark.parametrize("given", [None, *ALLOCATOR])
+@pytest.mark.parametrize("device", [CPU, GPU])
+def test_the_allocator_is_configured_unless_the_user_did(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, given: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if given is None else {given: "max_split_size_mb:64"})
+    mesh.prepare_allocator(device)
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device == GPU else {}
+    assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
+
+
+def test_torch_reads_the_allocator_settings_when_it_starts() -> None:
+    """Not when it is imported, which is before we know the device."""
+    code = """
+import torch
+from longctx.parallel.mesh import prepare_allocator
+prepare_allocator(torch.device("cuda", 0))
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout.strip() == "expandable_segments:True", done.stderr
+
+
+def test_commands_configure_the_allocator_before_cuda_starts(repository: Path) -> None:
+    """Every command that chooses a device for its processes does so right afterwards."""
+    found = []
+    for path in sorted((repository / "longctx" / "commands").glob("*.py")):
+        chosen = re.search(r"choose_device\(.*launch\.local_rank\)\n(.*)\n", path.read_text("utf-8"))
+        if chosen is not None:
+            assert "prepare_allocator(device)" in chosen[1], path.name
+            found.append(path.stem)
+    assert found == ["compare_measure", "eval", "profile", "train"]
+
+
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, ["TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/mine"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"]),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
+    ],
+)
+def test_the_flight_recorder_writes_to_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str], expected: list[str]
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    monkeypatch.setattr(faulthandler, "enable", lambda file: None)
+    mesh.record_messages(CPU, tmp_path / "nccl")
+    assert os.environ == given and not (tmp_path / "nccl").exists()
+    mesh.record_messages(GPU, tmp_path / "nccl")
+    ours = {**RECORDER, "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "nccl" / "rank_")}
+    assert os.environ == {**given, **{name: ours[name] for name in expected}}
+    assert (tmp_path / "nccl").is_dir()
+
+
+def test_a_process_that_is_aborted_tells_where_it_was(tmp_path: Path) -> None:
+    """As NCCL's watchdog does it: from another thread, while the main thread waits."""
+    code = f"""
+import os, threading, time, pathlib, torch
+from longctx.parallel.mesh import record_messages
+record_messages(torch.device("cuda", 0), pathlib.Path({str(tmp_path)!r}))
+def in_layer_7():
+    threading.Timer(0.2, os.abort).start()
+    time.sleep(60)
+in_layer_7()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in done.stderr and "in in_layer_7" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, 12),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "1"}, 12),  # as torchrun sets it
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "8", "OMP_NUM_THREADS": "4"}, None),
+        ({"LOCAL_WORLD_SIZE": "100", "WORLD_SIZE": "100"}, 1),
+        ({}, 96),
+    ],
+)
+def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: int | None) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
+    assert mesh.host_threads() == expected
