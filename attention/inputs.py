@@ -1,10 +1,15 @@
 """Input checks: tensors, layout, group and device must match before anything is computed or sent."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 from longctx.errors import UserError
 from longctx.planning.layout import Layout
+
+Queries = Callable[[], torch.Tensor]
+"""Function that computes the queries [tokens, heads, head_dim]."""
 
 
 class AttentionInputError(UserError):
@@ -31,20 +36,29 @@ class CheckedAttention:
 
     def __call__(
         self,
-        q: torch.Tensor,
+        q: torch.Tensor | Queries,
         k: torch.Tensor,
         v: torch.Tensor,
         layer: int | None = None,
         *,
         sink_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        self._check(q, k, v, sink_logits)
-        return self.attend(q, k, v, layer, sink_logits)
+        """Computes attention. A function `q` is called for the queries once K and V are on their way, which hides messages."""
+        if isinstance(q, torch.Tensor):
+            self._check(q, k, v, sink_logits)
+            return self.attend(lambda: q, k, v, layer, sink_logits)
+
+        def queries() -> torch.Tensor:
+            computed = q()
+            self._check(computed, k, v, sink_logits)
+            return computed
+
+        return self.attend(queries, k, v, layer, sink_logits)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        """Computes attention on checked tensors."""
+        """Computes attention of the queries that the function returns."""
         raise NotImplementedError
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink_logits: torch.Tensor | None) -> None:

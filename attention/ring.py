@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
-from longctx.attention.inputs import AttentionInputError, CheckedAttention
+from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.masks import CAUSAL, Mask
+from longctx.attention.ring_pass import NO_LAYER
 from longctx.attention.ring_schedule import Schedule
 from longctx.planning.layout import Layout
 
@@ -120,13 +121,14 @@ class RingAttention(CheckedAttention):
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.deterministic = deterministic
+        self.begun: dict[int, operator.Begun] = {}
+        """Forward passes whose K and V are under way, by layer."""
         self.number = operator.register(self)
         self.last = "before the first layer"
         """Layer and pass that this rank entered last, for error messages."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
-        layer = operator.NO_LAYER if layer is None else layer
-        out: torch.Tensor = operator.forward(q, k, v, sink_logits, self.number, layer)[0]
-        return out
+        layer = NO_LAYER if layer is None else layer
+        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
-from longctx.attention.inputs import AttentionInputError, CheckedAttention
+from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
 from longctx.attention.ring import RingAttention
+from longctx.attention.ring_pass import NO_LAYER, layer_name
 from longctx.attention.segment_builder import row_index
 from longctx.planning.cost.ulysses import swaps_heads
 from longctx.planning.layout import Layout, Shard, shard_tokens
@@ -60,7 +61,7 @@ class HybridAttention(CheckedAttention):
         return self.wide.last if self.swap else self.plain.last
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
     ) -> torch.Tensor:
         if k.shape[1] % self.ulysses_degree:
             raise AttentionInputError(
@@ -68,18 +69,20 @@ class HybridAttention(CheckedAttention):
                 "divisor"
             )
         if self.swap is None:
-            return self.plain.attend(q, k, v, layer, sink_logits)
+            return self.plain.attend(queries, k, v, layer, sink_logits)
+        q = queries()
         u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
-        layer = operator.NO_LAYER if layer is None else layer
+        layer = NO_LAYER if layer is None else layer
         parts = gather_tokens(packed, self.swap.number, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out: torch.Tensor = self.wide.attend(wide_q, wide_k, wide_v, layer, own_logits)
-        out = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer).view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain.attend(q, k, v, layer, sink_logits) if self.mixed else out
+        out = self.wide.attend(lambda: wide_q, wide_k, wide_v, layer, own_logits)
+        swapped: torch.Tensor = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
+        out = swapped.view(len(q), q.shape[1], v.shape[2])
+        return out + self.plain.attend(lambda: q, k, v, layer, sink_logits) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
@@ -123,7 +126,7 @@ class HeadSwap:
         """Sends parts[i] to the i-th rank of the group and returns the received parts, counts[i] rows from rank i."""
         others = [i for i in range(len(self.mates)) if i != self.me]
         incoming = parts[self.me].new_empty(sum(counts[i] for i in others), width)
-        exchange = self.exchange(self.group, f"{self.where}, {operator.layer_name(layer)}, Ulysses exchange")
+        exchange = self.exchange(self.group, f"{self.where}, {layer_name(layer)}, Ulysses exchange")
         outgoing = [(self.mates[i], parts[i].contiguous()) for i in others if len(parts[i])]
         rows = [(self.mates[i], counts[i]) for i in others if counts[i]]
         received = list(exchange.start(outgoing, incoming, rows).wait().split([counts[i] for i in others]))
@@ -201,5 +204,5 @@ def _tokens_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, 
 gather_tokens.register_autograd(_heads_back, setup_context=_remember)
 gather_heads.register_autograd(_tokens_back, setup_context=_remember)
 
-OPERATORS = [torch.ops.longctx.ring_attention.default, gather_tokens._opoverload, gather_heads._opoverload]
+OPERATORS = [*operator.OPERATORS, gather_tokens._opoverload, gather_heads._opoverload]
 """Operators whose outputs selective recomputation keeps, so that no exchange is repeated."""

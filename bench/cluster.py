@@ -225,6 +225,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     head = (
         *("nodes × ranks, network", "auto, median step", "best static", "**auto over best static**", "in total"),
         *("auto over oracle", "in total", "prediction error of auto", "of best static", "losses differ by"),
+        "exchange wait per step of auto",
     )
     lines = []
     for result in results:
@@ -243,6 +244,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             *(speedups(oracle, auto) if oracle else ("—", "—")),
             *(f"{mode['prediction_error']:+.1%}" for mode in (auto, best)),
             f"{measured['loss_difference']:.0e}",
+            exchange_wait(auto),
         ]
         lines.append(line)
     words = (
@@ -266,6 +268,12 @@ def told(result: dict[str, Any]) -> str:
         f"{about['machine']}, load {about['load_average']:.1f} at the end; "
         f"{', '.join(f'{name} {number}' for name, number in about['versions'].items())}; {about['date']}"
     )
+
+
+def exchange_wait(mode: dict[str, Any]) -> str:
+    """Returns the mean wait of a rank for messages; older results lack it."""
+    waits = [step["exchange_wait_s"] for step in mode["steps"] if "exchange_wait_s" in step]
+    return f"{statistics.mean(waits):.2f} s" if waits else "—"
 
 
 def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -161,3 +161,49 @@ def test_selective_recomputation_never_repeats_the_exchange(workers: Workers) ->
         (True, "selective"): 2,
         (True, "full"): 3,
     }
+
+
+class Telling(Exchange):
+    """Tells when messages are posted and waited for."""
+
+    events: ClassVar[list[str]] = []
+
+    def start(self, *arguments: Any) -> Pending:
+        Telling.events.append("post")
+        pending = super().start(*arguments)
+        wait = pending.wait
+        vars(pending)["wait"] = lambda: Telling.events.append("wait") or wait()
+        return pending
+
+
+def run_told(keys_need_gradients: bool) -> tuple[list[str], list[str]]:
+    """Returns what happens in forward and in backward, in order, around the queries."""
+    rank = dist.get_rank()
+    q, k, v, dout = (tensor[CASE.rows(rank)] for tensor in CASE.inputs())
+    for tensor in (k, v):
+        tensor.requires_grad_(keys_need_gradients)
+    weight = torch.ones(8, requires_grad=True)
+
+    def queries() -> torch.Tensor:
+        Telling.events.append("queries")
+        product = q * weight
+        product.register_hook(lambda _: Telling.events.append("queries' gradient"))
+        return product
+
+    Telling.events.clear()
+    out = RingAttention(CASE.layout(rank), exchange=Telling, keep_kv=True)(queries, k, v)
+    forward = Telling.events.copy()
+    Telling.events.clear()
+    out.backward(dout)
+    assert weight.grad is not None
+    return forward, Telling.events
+
+
+def test_messages_travel_while_queries_are_computed(workers: Workers) -> None:
+    """In backward those of the last gradients, unless K and V need none: then the other ranks wait for them all the same."""
+    for forward, backward in workers.run(run_told, 2, True):
+        assert forward == ["post", "queries", "wait"]
+        assert backward == ["post", "queries' gradient", "wait"]
+    for forward, backward in workers.run(run_told, 2, False):
+        assert forward == ["post", "queries", "wait"]
+        assert backward == ["post", "wait", "queries' gradient"]

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longctx.attention import RingAttention, Schedule, operator
 from longctx.attention.exchange import Exchange, Pending
 from longctx.attention.kernels import KERNELS, Mode, choose_kernel, cpu
+from longctx.attention.ring_pass import NO_LAYER
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
@@ -111,7 +112,8 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     rank = dist.get_rank()
     attention = RingAttention(RING.layout(rank), keep_kv=True)
     q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
-    out, _, kept = operator.forward(q, k, v, None, attention.number, operator.NO_LAYER)
+    what = attention.number, NO_LAYER
+    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, *what), *what)
     total = out.sum()
     with Zeros() as zeros:
         total.backward()
@@ -121,6 +123,16 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
 def test_kept_keys_get_no_gradient_as_large_as_they_are(workers: Workers) -> None:
     for kept, made in workers.run(run_kept, 6):
         assert kept[0] >= 250 and kept not in made
+
+
+class Repeated(dict[int, Any]):
+    """Begins the pass anew each time that it is taken, as checks run the operator several times."""
+
+    def __init__(self, attention: RingAttention, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.given = attention, k, v
+
+    def pop(self, layer: int) -> Any:  # type: ignore[override]  # what the operator uses of it
+        return operator.Begun.on(*self.given, layer)
 
 
 ALONE = Case(1, (4, 3), (Placement(0, 0, 1), Placement(1, 0, 1)), heads=4, kv_heads=2)
@@ -135,18 +147,22 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     if heads_first:
         tensors = [tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in tensors]
     q, k, v = tensors
-    what = attention.number, operator.NO_LAYER
+    what = attention.number, NO_LAYER
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, *what), test_utils=checks)
-    out, lse, kept = operator.forward(q, k, v, None, *what)
+    torch.library.opcheck(torch.ops.longctx.ring_attention_begin.default, (k, v, *what), test_utils=checks)
+    attention.begun = Repeated(attention, k, v)
+    begun = torch.empty(0)
+    torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, begun, *what), test_utils=checks)
+    out, lse, kept = operator.forward(q, k, v, None, begun, *what)
     dout = torch.randn_like(out)
     torch.library.opcheck(
         torch.ops.longctx.ring_attention_backward.default, (dout, q, k, v, out, lse, kept, *what), test_utils=checks
     )
+    assert [x.dtype for x in operator.finish(begun, k, v, *what)] == [k.dtype, v.dtype]
 
 
 def test_an_attention_that_nobody_holds_is_named() -> None:
     number = RingAttention(ALONE.layout(0)).number
     q = torch.zeros(7, 4, 8)
     with pytest.raises(RuntimeError, match="keep a reference to it until backward is done"):
-        operator.forward(q, q, q, None, number, operator.NO_LAYER)
+        operator.begin(q, q, number, NO_LAYER)

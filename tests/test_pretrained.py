@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from longctx.attention import operator
+from longctx.attention import ring_pass
 from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.model.source import adapted, pretrained
@@ -78,7 +78,7 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
     block, done = trainer.model.layers[0], Counter[str]()
     block.self_attn.q_proj.register_forward_hook(lambda *_: done.update(["projection"]))
     block.mlp.gate_proj.register_forward_hook(lambda *_: done.update(["mlp"]))
-    run, attend = HeadSwap.run, operator._Pass.__init__
+    run, attend = HeadSwap.run, ring_pass.RingPass.__init__
 
     def swapped(self: HeadSwap, *arguments: Any) -> Any:
         done["swap"] += arguments[-1] == 0
@@ -90,7 +90,7 @@ def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadSwap, "run", swapped)
-        patch.setattr(operator._Pass, "__init__", attended)
+        patch.setattr(ring_pass.RingPass, "__init__", attended)
         batch = make_batch(dist.get_world_size(), dist.get_rank())
         trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     return done

@@ -1,6 +1,7 @@
 """FLOPs match an independent counter; times of a step and its trace are correct."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,8 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     model = Decoder(shape)
     model.initialize(0)
 
-    def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+    def dense(queries: Callable[[], torch.Tensor], k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        q = queries()
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         heads = (x.transpose(0, 1) for x in (q, k, v))
         scores = torch.matmul(*(x if n == 0 else x.transpose(1, 2) for n, x in enumerate(list(heads)[:2])))

@@ -38,6 +38,7 @@ class MeasuredStep:
     Attributes:
         seconds: time from the common start of all ranks to the end of the slowest rank, including its wait for data.
         predicted_s: makespan of the plan.
+        exchange_wait_s: mean over ranks of the wait for K, V or their gradients.
     """
 
     step: int
@@ -51,6 +52,7 @@ class MeasuredStep:
     seconds: float
     predicted_s: float
     data_wait_s: float
+    exchange_wait_s: float
 
 
 @dataclass(frozen=True)
@@ -257,6 +259,7 @@ def _step(trainer: Trainer) -> MeasuredStep:
         seconds=seconds,
         predicted_s=metrics.predicted_s,
         data_wait_s=metrics.data_wait_s,
+        exchange_wait_s=metrics.exchange_wait_s,
     )
 
 

@@ -52,10 +52,15 @@ class SelfAttention(nn.Module):
         self.k_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        out: torch.Tensor = self.o_proj(attention(q, k, v, self.layer).flatten(1))
-        return out
+        def heads(proj: nn.Module) -> torch.Tensor:
+            wide: torch.Tensor = proj(x).unflatten(-1, (-1, self.head_dim))
+            return wide
+
+        k, v = rotate(self.k_norm(heads(self.k_proj)), cos, sin), heads(self.v_proj)
+        # Queries are computed while keys and values travel.
+        out: torch.Tensor = attention(lambda: rotate(self.q_norm(heads(self.q_proj)), cos, sin), k, v, self.layer)
+        updated: torch.Tensor = self.o_proj(out.flatten(1))
+        return updated
 
 
 class MLP(nn.Module):

@@ -17,9 +17,12 @@ from longctx.model.spec import ModelSpec
 
 
 class Attention(Protocol):
-    """Attention within each document: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim]."""
+    """Attention within each document: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim].
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
+    `q` is a function that returns the queries, called once K and V are on their way.
+    """
+
+    def __call__(self, q: Callable[[], torch.Tensor], k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
 
 
 @runtime_checkable

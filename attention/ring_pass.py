@@ -1,0 +1,155 @@
+"""One pass of ring attention on one rank: messages of K and V and of their gradients, and the keys of every kernel call."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longctx.attention.exchange import Exchange
+from longctx.attention.kernels import Kernel, Mode, Request, choose_kernel
+from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
+from longctx.attention.segment_builder import Call
+
+NO_LAYER = -1
+
+
+class Ring(Protocol):
+    """The attributes of `RingAttention` that its passes use."""
+
+    schedule: Schedule
+    exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
+    watch: Callable[[str], AbstractContextManager[object]]
+    group: dist.ProcessGroup | None
+    scale: float | None
+    softcap: float
+    kernel: str
+    keep_kv: bool
+    deterministic: bool
+    begun: dict[int, Any]
+    last: str
+
+
+def layer_name(layer: int) -> str:
+    """Formats a layer number for messages."""
+    return "an unknown layer" if layer == NO_LAYER else f"layer {layer}"
+
+
+class RingPass:
+    """One forward or backward pass of one layer on this rank: its exchange, and the keys of each call."""
+
+    def __init__(self, call: Ring, layer: int, name: str, k: Tensor, v: Tensor) -> None:
+        self.call, self.schedule = call, call.schedule
+        call.last = f"{layer_name(layer)}, {name} pass"
+        self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.in_flight = 0  # exchanges that were started and not waited for
+        request = Request(
+            k.device.type,
+            k.dtype,
+            k.shape[-1],
+            v.shape[-1],
+            bands=self.schedule.bands,
+            softcap=bool(call.softcap),
+            deterministic=call.deterministic,
+        )
+        self.kernel: Kernel = choose_kernel(call.kernel, request)
+        self.scale = k.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
+        self.width = self.k_shape.numel() + self.v_shape.numel()
+        self.sum_dtype = torch.promote_types(k.dtype, torch.float32)
+
+    @property
+    def mode(self) -> Mode:
+        """How a kernel call runs now."""
+        return Mode(self.call.deterministic, overlapped=self.in_flight > 0)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """Returns `x` in the accumulation dtype if anything will be added to it."""
+        return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.stages else x
+
+    def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
+        """Returns zeros for the gradients of received rows; in the accumulation dtype if several calls may add to a row."""
+        several = any(part.again for part in calls)
+        return torch.zeros_like(received, dtype=self.sum_dtype if several else received.dtype)
+
+    def keys(self, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of a call: this rank's own, or those selected from the received rows [rows, width]."""
+        if part.rows is None or received is None:
+            return k, v
+        k, v = part.rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
+        return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
+
+    def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
+        """Yields (None, calls on local keys), then for each stage (received rows, its calls).
+
+        The messages of each step are posted before the previous step is computed, so that computation hides them. With keep_kv,
+        rows are received into `kept`; without `fetch`, they are already there.
+        """
+        stages = self.schedule.stages
+        if not fetch or not stages:
+            yield None, self.schedule.local
+            yield from zip(kept.split([stage.received_rows for stage in stages]), (s.calls for s in stages), strict=True)
+            return
+        kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
+        buffers = kept.split([stage.received_rows for stage in stages]) if self.call.keep_kv else [None] * len(stages)
+        under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(stages, buffers, strict=True))}
+        two_levels = self.schedule.two_levels
+        for number in range(len(stages) + 1):
+            # All ranks post first hops at the same point, whatever documents they hold, so that messages match in order.
+            if number < len(stages) and (number == 0 or not two_levels or len(stages[number].hops) > 1):
+                next(under_way[number])
+            if number + 1 < len(stages) and two_levels:
+                next(under_way[number + 1])
+            if number == 0:
+                yield None, self.schedule.local
+            else:
+                yield next(under_way.pop(number - 1)), stages[number - 1].calls
+
+    def _fetch(self, stage: ExchangeStage, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
+        """Posts the first hop, then the second hop if one exists, and finally yields the received rows."""
+        incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
+        parts = incoming.split([hop.received_rows for hop in stage.hops])
+        source = kv
+        for hop, part in zip(stage.hops, parts, strict=True):
+            # Only `pending` holds copies of sent rows, so they are freed once the messages have arrived.
+            pending = self.exchange.start([(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives)
+            self.in_flight += 1
+            yield None
+            source = pending.wait()
+            self.in_flight -= 1
+        yield incoming
+
+    def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
+        """Sends the gradients of a stage's received rows back the same way, and adds the returned gradients to dk and dv.
+
+        Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
+        gradients of one row are added in ascending order of peers.
+        """
+        stage = self.schedule.stages[number]
+        if self.schedule.two_levels and number > 0 and len(stage.hops) == 1:
+            yield
+        parts = list(gradients.split([hop.received_rows for hop in stage.hops]))
+        while parts:
+            hop, part = stage.hops[len(parts) - 1], parts.pop()
+            outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
+            rows = [(peer, len(sent)) for peer, sent in hop.sends]
+            pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)
+            self.in_flight += 1
+            yield
+            returned = pending.wait()
+            self.in_flight -= 1
+            if parts:
+                total = parts[-1].to(self.sum_dtype)
+                self._add(hop, returned, total)
+                parts[-1] = total.to(part.dtype)
+            else:
+                width = self.k_shape.numel()
+                self._add(hop, returned[:, :width], dk.flatten(1))
+                self._add(hop, returned[:, width:], dv.flatten(1))
+
+    def _add(self, hop: Hop, returned: Tensor, total: Tensor) -> None:
+        """Adds returned gradients to the rows of `total` that were sent, in place."""
+        for (_, rows), part in zip(hop.sends, returned.split([len(rows) for _, rows in hop.sends]), strict=True):
+            rows.add(total, part.to(total.dtype))
