@@ -22,7 +22,9 @@ from tests.training_cases import start
 
 CODE = Path(longctx.__file__).parent
 RINGS = {
+    "longctx::ring_attention_begin": operator.begin._init_fn,
     "longctx::ring_attention": operator.forward._init_fn,
+    "longctx::ring_attention_finish": operator.finish._init_fn,
     "longctx::ring_attention_backward": operator.backward._init_fn,
 }
 DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount")
