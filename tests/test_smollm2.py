@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 LENGTHS = (5, 52, 20, 40, 11, 50, 30, 8)
 """Words of the questions."""
 FULL = [*(f"{setting.split('=')[0]}=null" for setting in SETTINGS if "lora" in setting), "optimizer.learning_rate=2e-6"]
-LORA = ["optimizer.learning_rate=1e-3"]
+LORA = ["optimizer.learning_rate=1e-4"]  # at a higher rate the loss falls to 0.002, where float32 has no five digits
 MODES = {"static": ["context.mode=static"], "auto": ["context.mode=auto"]}
 
 
