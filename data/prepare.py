@@ -161,7 +161,7 @@ def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_leng
     """Raises CorpusError if there is nothing to train on."""
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
-        left_out = [f"{found.empty} are empty"] * bool(found.empty)
+        left_out = [f"{found.empty} {'is' if found.empty == 1 else 'are'} empty"] * bool(found.empty)
         if found.useless_pairs:
             left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
         if found.not_text:

@@ -106,15 +106,15 @@ def plan_of(config: Config, ranks: int, vocabulary: int, lengths: list[int]) -> 
     return make_planner(config, config.domain(ranks), run_profile(config, ranks, vocabulary).profile)(lengths)
 
 
-def fullest(config: Config, ranks: int, spec: ModelSpec, plan: Plan) -> tuple[int, int, Memory]:
-    """Returns the place in the domain and in the pipeline of the rank with the highest estimate, and the estimate."""
+def fullest(config: Config, ranks: int, spec: ModelSpec, plan: Plan) -> tuple[int, Memory]:
+    """Returns the place in the domain of the rank with the highest estimate, and the estimate."""
     micro_batches = [list(micro_batch_loads(plan, number, config)) for number in range(len(plan.micro_batches))]
     found = []
     for place in range(config.domain(ranks)):
         memory = estimate(spec, config, ranks, [loads[place] for loads in micro_batches], fused=False)
         found.append((memory.total, place, memory))
     _, place, memory = max(found, key=lambda one: one[0])
-    return place, 0, memory
+    return place, memory
 
 
 def peak_of_step_2(config: Config, ranks: int, rank: int, vocabulary: int, plan: Plan) -> int:
@@ -122,8 +122,8 @@ def peak_of_step_2(config: Config, ranks: int, rank: int, vocabulary: int, plan:
     parallel = config.parallel
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(KERNELS, {"cpu": Sizes()}))
-        stack.enter_context(mock.patch.object(training, "rows_with_labels", lambda labels: None))
-        stack.enter_context(mock.patch.object(mesh_module, "warm_up", lambda group, device: None))
+        stack.enter_context(mock.patch.object(training, "rows_with_labels", return_value=None))
+        stack.enter_context(mock.patch.object(mesh_module, "warm_up", return_value=None))
         stack.enter_context(fake_ranks(rank, ranks))
         live, fake = Live(), FakeTensorMode(allow_non_fake_inputs=True)
         resize = torch.UntypedStorage.resize_
@@ -142,7 +142,8 @@ def peak_of_step_2(config: Config, ranks: int, rank: int, vocabulary: int, plan:
         )
         with fake:
             trainer = Trainer.build(config, mesh, config.model_source(vocabulary))
-        packed, targets = pack_documents(plan, mesh.rank, [np.zeros(n, np.int64) for n in plan.lengths], pad_to_multiple_of=padding(config))
+        documents = [np.zeros(length, np.int64) for length in plan.lengths]
+        packed, targets = pack_documents(plan, mesh.rank, documents, pad_to_multiple_of=padding(config))
         names = tuple(map(str, range(len(plan.lengths))))
         batch = StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(packed))
         attention = {id(micro.layout): trainer._attend(plan, micro.layout) for micro in batch.micro_batches}

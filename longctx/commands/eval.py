@@ -115,16 +115,20 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
     from longctx.training.setup import open_data
     from longctx.training.validation import Documents, documents_apart
 
-    config, max_length = target.config, target.max_length(world_size)
+    config = target.config
     if arguments.store is not None:
-        return Documents.choose(config, Store.open(arguments.store), max_length, arguments.documents)
+        store = Store.open(arguments.store)
+        max_length = target.max_length(world_size, int(store.lengths.max()))
+        return Documents.choose(config, store, max_length, arguments.documents)
     if target.found is None or (config.eval.store is None and not config.data.held_out):
         raise UserError(
             f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
         )
     first = arguments.documents or config.eval.documents
     apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
-    return documents_apart(apart, open_data(config), max_length)
+    own = open_data(config)
+    longest = (own if config.eval.store is None else Store.open(config.eval.store)).lengths.max()
+    return documents_apart(apart, own, target.max_length(world_size, int(longest)))
 
 
 def _grid(arguments: argparse.Namespace) -> "Grid":

@@ -50,7 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
-        return f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); or merge: longctx export --merge"
+        return (
+            f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
+            "or merge: longctx export RUN OUT --merge"
+        )
     return f"load with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
 
 

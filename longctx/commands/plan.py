@@ -212,7 +212,7 @@ def _step(arguments: argparse.Namespace) -> _Step:
     if arguments.mix or path.is_dir():
         return _first_step(arguments)
     lengths = read_lengths(path)
-    return _Step(lengths, str(path), max(lengths))
+    return _Step(lengths, f"all of {path} as one step", max(lengths))
 
 
 def _first_step(arguments: argparse.Namespace) -> _Step:

@@ -78,7 +78,9 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
     """Returns explanations of the tables of plans and memory; `model` is the preset that K and V bytes are for."""
     lines = [
         "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
-        "are in brackets",
+        "are in brackets. Fixed static packs documents as they come, all other plans pack them well; another single degree for "
+        "all steps: --baseline static:DEGREE",
+        "plain static: the best power-of-two degree of every step, documents packed by tokens alone",
         "gap: time above the lower bound, which assumes a free network; in the last line, the part that no plan can avoid",
         "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by attention), and for the slowest "
         "rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; nothing "

@@ -100,9 +100,9 @@ class Target:
             return ""
         return f"the store was made with another tokenizer than {file}: losses are meaningless if token ids differ"
 
-    def max_length(self, world_size: int) -> int:
-        """Returns the maximum tokens of a piece of a document, as in training."""
-        return choose_max_length(self.config, world_size, self.found)
+    def max_length(self, world_size: int, longest: int) -> int:
+        """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document."""
+        return choose_max_length(self.config, world_size, self.found, longest)
 
     def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""

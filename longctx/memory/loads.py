@@ -50,7 +50,7 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
         profile=profile or run_profile(config, ranks).profile,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
-    found = [replace(load, micro_batches=count) for load in loads([plan], config)]
+    found = [replace(load, micro_batches=count, first=count == 1) for load in loads([plan], config)]
     return {max(found, key=lambda load: (load.tokens, load.remote)), max(found, key=lambda load: (load.tokens, load.sent))}
 
 
@@ -85,6 +85,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             fullest=round(received[rank].max()),
             micro_batches=len(plan.micro_batches),
             swapped=int(swapped[rank]),
+            first=number == 0,
         )
 
 

@@ -30,6 +30,7 @@ class Load:
         fullest: remote rows of the largest stage, which is the most that a kernel works on at a time.
         micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
+        first: whether this is the first micro-batch of the step, before which there are no gradients.
     """
 
     tokens: int
@@ -39,6 +40,7 @@ class Load:
     fullest: int
     micro_batches: int
     swapped: int = 0
+    first: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class _Step:
         )
         # Gradients of earlier micro-batches: whole if they are reduced at the end of the step.
         spread = 1 if config.parallel.reduce_after == "step" else self.shards
-        self.earlier_gradients = 0 if load.micro_batches == 1 else FLOAT32 * self.trained // spread
+        self.unreduced = 0 if load.micro_batches == 1 else FLOAT32 * self.trained // spread
+        self.earlier_gradients = 0 if load.first and config.pipeline.ranks == 1 else self.unreduced
 
     def _count_parameters(self) -> None:
         """Counts the parameters of this rank before sharding."""
@@ -281,12 +284,18 @@ class _Step:
         )
 
     def _end_of_backward(self) -> Memory:
-        """Returns the moment after all blocks: the embedding gradient exists in the compute dtype, gathered, and in float32."""
+        """Returns the moment after all blocks: the embedding gradient exists in the compute dtype, gathered, and in float32.
+
+        If gradients are reduced once per step, those of the blocks are reduced before this moment of the last micro-batch.
+        """
+        root, unreduced = FLOAT32 * self.trained_root, self.unreduced
+        at_once = self.config.parallel.reduce_after == "step"
+        held = max(unreduced, root + min(root, unreduced)) if at_once else unreduced + root
         return replace(
             self.fixed,
             moment="end of backward",
             gathered_weights=self.gathered(1),
-            gradients=self.earlier_gradients + (2 * self.number + FLOAT32) * self.trained_root,
+            gradients=held + 2 * self.number * self.trained_root,
             activations=self.tables + self.normed,
         )
 

@@ -170,6 +170,7 @@ def _folder(source: str) -> Path:
     """Returns the folder of a checkpoint, downloaded from the hub if it is not a local folder."""
     if Path(source).is_dir():
         return Path(source)
+    check_name(source)
     try:
         from huggingface_hub import snapshot_download
 

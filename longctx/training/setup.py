@@ -134,20 +134,24 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
     )
 
 
-def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None) -> int:
+def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
     """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint, or what the domain can hold.
 
     A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint.
-    Raises ConfigError if the domain cannot hold such documents.
+    Raises ConfigError if the domain cannot hold such documents, nor the `longest` one that there is (None: unknown).
     """
     capacity = config.capacity(world_size)
     if config.data.max_length is not None or resume_from is None:
         return config.max_length(world_size)
     previous = int(resume_from.state["data"]["max_length"])
+    if longest is not None and longest <= capacity:
+        return min(previous, capacity)
     if previous > capacity:
+        count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
         raise ConfigError(
-            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {world_size} ranks with "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} hold only {capacity}: raise it, or start more processes"
+            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: set it to "
+            f"{-(-previous // config.domain(world_size))}, or start more processes (--processes)"
         )
     return previous
 
