@@ -1,4 +1,4 @@
-"""An 8B model on 64 ranks takes the memory that the estimate says, under every way to save (without tensor parallelism and pipelines)."""
+"""An 8B model on 64 ranks takes the memory that is estimated, with every way to save; not yet with tensor or pipeline ranks."""
 
 import pytest
 import torch
