@@ -275,8 +275,9 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
         parameters = f"{trained:,} of {everything:,} parameters trained (LoRA of rank {config.lora.rank})"
+    compiled = ", compiled blocks" * config.compiles(mesh.device.type)
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
-        f"{config.train.dtype}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"{config.train.dtype}{compiled}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
         f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

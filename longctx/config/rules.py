@@ -338,7 +338,7 @@ def _memory(config: Config) -> Iterator[Problem]:
     train = config.train
     if train.offload_activations and train.recompute == "none":
         rule = "only inputs of recomputed blocks are offloaded, but train.recompute is none"
-        fix = "set train.recompute to selective or full, or omit it"
+        fix = "set train.recompute to another mode, or omit it"
         yield Problem("train.offload_activations", True, rule, fix, ("train.recompute",))
     if train.mlp_tile_tokens is not None and config.parallel.tensor_parallel_size > 1:
         rule = "not supported with tensor parallelism, which scatters the output of the whole MLP over its ranks"

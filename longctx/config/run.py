@@ -93,6 +93,15 @@ class Config(BaseModel):
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
 
+    def compiles(self, device: str) -> bool:
+        """Returns whether blocks are compiled on a device of type `device`: `train.compile`, or else its default."""
+        if self.train.compile is not None:
+            return self.train.compile
+        zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
+        # Tiles would compile every block again for every number of tiles.
+        possible = self.parallel.tensor_parallel_size == 1 and not zero_bubble and self.train.mlp_tile_tokens is None
+        return device == "cuda" and possible
+
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""
         return world_size // (self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size)

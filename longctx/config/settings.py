@@ -10,6 +10,7 @@ from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 
+Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = 1 << 40
 """Upper bound on tokens per step and per rank; keeps costs within 64 bits."""
 
@@ -276,10 +277,15 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
     )
-    compile: bool = Field(False, description="compile each block with torch.compile; the first steps take longer")
-    recompute: Literal["none", "selective", "full"] = Field(
+    compile: bool | None = Field(
+        None,
+        description="compile each block with torch.compile; the first steps take longer (null: on GPUs, but not "
+        "with tensor parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)",
+    )
+    recompute: Recompute = Field(
         "none",
-        description="activation checkpointing: part of each block that backward recomputes; selective: everything but "
+        description="activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, "
+        "RoPE and activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but "
         "attention; full: the whole block",
     )
     mlp_tile_tokens: int | None = Field(

@@ -65,7 +65,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     if mesh.tensor.size() > 1:
         assert isinstance(model, StagedModel)  # `model_source` returns such models for tensor parallelism
         parallelize(model, mesh.tensor)
-    if train.compile:
+    if config.compiles(mesh.device.type):
         compile_blocks(model)
     stages = None
     if pipeline.ranks > 1:
