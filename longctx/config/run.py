@@ -27,6 +27,9 @@ from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
 
+FLOAT8_ROWS = 16
+"""Sizes of float8 products must be multiples of this."""
+
 
 class Config(BaseModel):
     """All settings of a run. Made by `longctx.config.load`, which also checks constraints across settings."""

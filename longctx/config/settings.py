@@ -277,9 +277,15 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
     )
+    float8: Literal["tensorwise", "rowwise"] | None = Field(
+        None,
+        description="compute the linear layers of the blocks in float8 by torchao (`pip install longctx[gpu]`); tensorwise: "
+        "one scale per tensor, faster; rowwise: one per row and column, more accurate; all else stays in dtype, which must be "
+        "bfloat16. Needs GPUs of compute capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)",
+    )
     compile: bool | None = Field(
         None,
-        description="compile each block with torch.compile; the first steps take longer (null: on GPUs, but not "
+        description="compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not "
         "with tensor parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)",
     )
     recompute: Recompute = Field(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from longctx.config import Config
 from longctx.model.spec import ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
-from longctx.training.loss import CHUNK_TOKENS
+from longctx.training.loss import tokens_at_once
 from longctx.training.run_profile import ELEMENT_BYTES
 
 FLOAT32 = 4
@@ -343,5 +343,9 @@ class _Step:
 
     def _logits(self) -> int:
         assert self.spec.vocab_size is not None
-        each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
-        return each * min(CHUNK_TOKENS, self.load.tokens) * self.spec.vocab_size // self.split
+        compiled = self.config.compiles("cuda" if self.fused else "cpu")
+        if compiled:  # logits and their gradient
+            each = 2 * self.number
+        else:
+            each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
+        return each * min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
