@@ -42,6 +42,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
         _tensor,
         _train,
         _float8,
+        _fused,
         _eval,
         _checkpoint,
         _memory,
@@ -358,6 +359,22 @@ def _float8(config: Config) -> Iterator[Problem]:
             rule = f"float8 products need a multiple of {FLOAT8_ROWS} tokens, to which the tokens of each rank are padded"
             fix = f"set it to {tokens + -tokens % FLOAT8_ROWS}, or omit train.float8"
             yield Problem(key, tokens, rule, fix, ("train.float8",))
+
+
+def _fused(config: Config) -> Iterator[Problem]:
+    """Checks that fused operations are installed and supported with the other settings."""
+    if not config.train.fused:
+        return
+    if importlib.util.find_spec("liger_kernel") is None:
+        rule = "fused operations need liger-kernel, which is not installed"
+        yield Problem("train.fused", True, rule, "pip install 'longctx[gpu]', or omit it")
+    if config.train.compile:
+        rule = "compiled blocks fuse these operations themselves"
+        yield Problem("train.fused", True, rule, "omit one of the two settings", ("train.compile",))
+    if config.splits_blocks:
+        rule = "not supported with tensor parallelism, nor with schedule zero-bubble"
+        others = ("parallel.tensor_parallel_size", "parallel.pipeline_schedule")
+        yield Problem("train.fused", True, rule, "omit it", others)
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

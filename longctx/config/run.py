@@ -1,5 +1,6 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
+import importlib.util
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -100,10 +101,21 @@ class Config(BaseModel):
         """Returns whether blocks are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
         # Tiles would compile every block again for every number of tiles.
-        possible = self.parallel.tensor_parallel_size == 1 and not zero_bubble and self.train.mlp_tile_tokens is None
-        return device == "cuda" and possible
+        return device == "cuda" and not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
+
+    def fuses(self, device: str) -> bool:
+        """Returns whether blocks of the native decoder use fused operations: `train.fused`, or else its default."""
+        if self.train.fused is not None:
+            return self.train.fused
+        installed = importlib.util.find_spec("liger_kernel") is not None
+        return device == "cuda" and installed and not self.splits_blocks and not self.compiles(device)
+
+    @property
+    def splits_blocks(self) -> bool:
+        """Whether matrices are split over ranks, or the backward of a block in two: not for compiled or fused blocks."""
+        zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
+        return self.parallel.tensor_parallel_size > 1 or zero_bubble
 
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""

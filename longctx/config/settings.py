@@ -288,6 +288,11 @@ class TrainSection(Section):
         description="compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not "
         "with tensor parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)",
     )
+    fused: bool | None = Field(
+        None,
+        description="fused norms and gated products from liger-kernel (`pip install longctx[gpu]`), in blocks of the native "
+        "decoder that are not compiled (null: on GPUs, if liger-kernel is installed and supports the other settings)",
+    )
     recompute: Recompute = Field(
         "none",
         description="activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, "

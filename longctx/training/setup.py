@@ -16,6 +16,7 @@ from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
+from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
@@ -64,6 +65,8 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     train, on_gpu = config.train, mesh.device.type == "cuda"
     if train.float8 is not None:
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
+    if config.fuses(mesh.device.type):
+        _fuse(model, config, mesh.device)
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
@@ -86,6 +89,17 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         return model, None
     assert isinstance(model, StagedModel)
     return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+
+
+def _fuse(model: Model, config: Config, device: torch.device) -> None:
+    """Fuses operations of the native decoder. Raises UserError for other models and devices if `train.fused` is set."""
+    if isinstance(model, Decoder):
+        from longctx.model.fused import check_device, fuse
+
+        check_device(device)
+        fuse(model)
+    elif config.train.fused:
+        raise UserError("train.fused is set, but transformers' own code runs this model: set train.compile instead")
 
 
 def make_planner(
