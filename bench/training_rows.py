@@ -41,8 +41,8 @@ TILES = Option("MLP in tiles", {"train.mlp_tile_tokens": 8192})
 HOST_INPUTS = Option("inputs in host memory", {"train.offload_activations": True})
 HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": True})
 TRITON = Option("kernel triton", {"context.kernel": "triton"})
-COMPILED = Option("compiled", {"train.compile": True})
-MEMORY_OPTIONS = [SELECTIVE, NONE, FULL, *(SELECTIVE + each for each in (TILES, HOST_INPUTS, HOST_OPTIMIZER, COMPILED))]
+NOT_COMPILED = Option("not compiled", {"train.compile": False})
+MEMORY_OPTIONS = [SELECTIVE, NONE, FULL, *(SELECTIVE + each for each in (TILES, HOST_INPUTS, HOST_OPTIMIZER, NOT_COMPILED))]
 LADDER = [
     NONE,
     NONE + TILES,

@@ -117,7 +117,7 @@ def test_a_setting_outside_its_section(tmp_path: Path) -> None:
         ("train.seed=-1", "greater than or equal to 0"),
         ("train.seed=4294967296", "less than or equal to 4294967295"),
         ("train.dtype=float16", "'float32' or 'bfloat16'"),
-        ("train.recompute=some", "'none', 'selective' or 'full'"),
+        ("train.recompute=some", "'none', 'norms', 'mlp', 'selective' or 'full'"),
         ("train.timeout_s=.inf", "finite"),
         ("train.run_dir=3", "must be a path"),
         ("context.kernel=fast", "'auto', 'flash', 'cpu', 'triton' or 'reference'"),
@@ -259,6 +259,16 @@ def test_settings_not_supported_with_zero_bubble() -> None:
         "train.compile=true": "which compiled blocks do not support",
     }.items():
         assert why in problems(*settings, setting)[setting.split("=")[0]]
+
+
+def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
+    assert load().compiles("cuda") and not load().compiles("cpu")
+    assert load("train.compile=true").compiles("cpu") and not load("train.compile=false").compiles("cuda")
+    assert not load("train.mlp_tile_tokens=100").compiles("cuda")
+    assert not config.load(None, ["parallel.tensor_parallel_size=2"], world_size=2).compiles("cuda")
+    pipeline = ["parallel.pipeline_parallel_size=2", "parallel.reshard_after=step"]
+    assert load(*pipeline).compiles("cuda")
+    assert not load(*pipeline, "parallel.pipeline_schedule=zero-bubble").compiles("cuda")
 
 
 @pytest.mark.parametrize(("kernel", "device"), [("cpu", "cuda"), ("flash", "cpu")])

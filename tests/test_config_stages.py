@@ -73,7 +73,7 @@ def test_overrides_reach_a_stage(file: Path) -> None:
         ("stages.2.parallel.shard_ranks=1", "stages.2.parallel.shard_ranks", "cannot differ between stages"),
         ("stages.2.optimizer.eps=1", "stages.2.optimizer", "not permitted"),
         ("stages.2.batch.tokens_per_rnk=1", "stages.2.batch.tokens_per_rnk", "did you mean batch.tokens_per_rank?"),
-        ("stages.2.train.recompute=some", "stages.2.train.recompute", "'none', 'selective' or 'full'"),
+        ("stages.2.train.recompute=some", "stages.2.train.recompute", "'none', 'norms', 'mlp', 'selective' or 'full'"),
         ("stages.2.data.max_length=9000", "stages.2.data.max_length", "2 processes hold documents of at most 2048 tokens"),
         ("stages.2.data.stores=[{path: a}]", "stages.2.data.stores", "each store needs either weight or epochs"),
         ("context.degree=2", "context.degree", "only applies to context.mode static"),

@@ -175,7 +175,7 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
 
 @pytest.mark.parametrize(
     "setting",
-    ["train.recompute=selective", "train.recompute=full", "parallel.reduce_after=micro_batch"],
+    ["train.recompute=norms", "train.recompute=selective", "train.recompute=full", "parallel.reduce_after=micro_batch"],
 )
 def test_the_run_is_the_same_with(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str

@@ -51,6 +51,13 @@ SWAPPED = [
 MEASURED = {
     "activations": (1, ["batch.tokens_per_rank=2048"]),
     "bfloat16, recompute selective": (1, ["batch.tokens_per_rank=2048", "train.recompute=selective", "train.dtype=bfloat16"]),
+    "recompute norms": (1, ["batch.tokens_per_rank=2048", "train.recompute=norms"]),
+    "bfloat16, recompute norms, heads swapped for tokens": (2, [*SWAPPED, "train.recompute=norms", "train.dtype=bfloat16"]),
+    "recompute mlp": (1, ["batch.tokens_per_rank=2048", "train.recompute=mlp", "model.intermediate_size=512"]),
+    "recompute norms, split documents, output norms": (
+        2,
+        ["batch.tokens_per_rank=1024", "train.recompute=norms", "model.output_norms=true", "model.qk_norm=true"],
+    ),
     "received keys kept": (4, [*ON_4, "context.keep_kv=true", "train.recompute=selective"]),
     "a large vocabulary, gradients reduced at once": (
         2,
@@ -108,7 +115,9 @@ def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelSha
     [
         ([("parallel.reshard_after", "step")], ("parallel.reshard_after", "block")),
         ([("context.keep_kv", True)], ("context.keep_kv", False)),
-        ([], ("train.recompute", "selective")),
+        ([], ("train.recompute", "norms")),
+        ([("train.recompute", "norms")], ("train.recompute", "mlp")),
+        ([("train.recompute", "mlp")], ("train.recompute", "selective")),
         ([("train.recompute", "selective")], ("train.recompute", "full")),
         ([], ("train.mlp_tile_tokens", 2048)),
         ([("train.recompute", "full")], ("parallel.reduce_after", "micro_batch")),
@@ -234,7 +243,7 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
     configured = estimate(SPEC, CONFIG, 8, heaviest(CONFIG, None, 8), fused=True).total
     assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, None, fused=True), Memory)
     assert isinstance(refuse_too_large(SPEC, CONFIG, None, 8, configured, fused=True), Memory)
-    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=selective\. `longctx estimate`"):
+    with pytest.raises(DoesNotFit, match=r"activations .*fit is --train.recompute=norms\. `longctx estimate`"):
         refuse_too_large(SPEC, CONFIG, None, 8, 90 << 30, fused=True)
     with pytest.raises(DoesNotFit, match=r"no memory setting saves enough: lower batch\.tokens_per_rank"):
         refuse_too_large(SPEC, CONFIG, None, 8, 1 << 30, fused=True)
@@ -251,8 +260,9 @@ def test_training_is_refused_before_it_starts(
 
 def test_choices_differ_where_the_settings_do() -> None:
     found = {tuple(settings.values()): memory.total for settings, memory in choices(SPEC, CONFIG, None, (8, 16), fused=True)}
-    assert len(found) == 2 * 3 * 2 * 3
-    assert found["full", False, "block", 8] < found["selective", False, "block", 8] < found["none", False, "block", 8]
+    assert len(found) == 2 * 5 * 2 * 3
+    recompute = [found[mode, False, "block", 8] for mode in ("none", "norms", "mlp", "selective", "full")]
+    assert recompute == sorted(recompute, reverse=True)
     assert found["none", False, "block", 16] < found["none", False, "block", 8] < found["none", False, "step", 8]
     assert found["none", False, "block", 8] < found["none", True, "block", 8]
 
@@ -261,7 +271,7 @@ def test_choices_differ_where_the_settings_do() -> None:
     ("settings", "left"),
     [
         (ZERO_BUBBLE, 4),
-        (["train.recompute=full", "train.offload_activations=true"], 12),
+        (["train.recompute=full", "train.offload_activations=true"], 24),
     ],
 )
 def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int) -> None:

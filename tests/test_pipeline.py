@@ -47,6 +47,7 @@ SPLITS = {
     "1f1b": (2, pipeline(2, "1f1b")),
     "gpipe": (2, pipeline(2, "gpipe")),
     "interleaved, recompute full": (2, [*INTERLEAVED, "train.recompute=full"]),
+    "1f1b, recompute mlp": (2, [*pipeline(2, "1f1b"), "train.recompute=mlp"]),
     "zero-bubble": (2, ZERO_BUBBLE),
     "1f1b, domain of 2, recompute selective": (4, [*pipeline(2, "1f1b"), HALF, "train.recompute=selective"]),
     "gpipe, domain of 2, static": (4, [*pipeline(2, "gpipe"), HALF, *STATIC]),

@@ -51,6 +51,7 @@ def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str,
 
 OPTIONS = {
     "recompute": ["train.recompute=full"],
+    "recompute norms": ["train.recompute=norms"],
     "recompute, attention kept": ["train.recompute=selective", "parallel.reshard_after=step"],
     "MLP in tiles": ["train.mlp_tile_tokens=7", "context.keep_kv=true"],
     "reduced in every micro-batch": ["parallel.reduce_after=micro_batch", "context.max_remote_tokens=8"],

@@ -95,6 +95,11 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
     selective = of([*EIGHT_B, "train.recompute=selective"])
     assert selective.linear_s_per_token == pytest.approx(H100.linear_s_per_token * anew)
     assert replace(selective, linear_s_per_token=H100.linear_s_per_token) == H100
+    mlp = of([*EIGHT_B, "train.recompute=mlp"])
+    assert mlp.linear_s_per_token / H100.linear_s_per_token - 1 == pytest.approx(
+        32 * 2 * 4096 * 14336 / 3 / (32 * block + head)
+    )
+    assert of([*EIGHT_B, "train.recompute=norms"]) == H100, "recomputes no matrices"
     full = of([*EIGHT_B, "train.recompute=full"])
     assert full.attention_s_per_token2 == pytest.approx(H100.attention_s_per_token2 * 4.5 / 3.5)
     assert full.kv_bytes_per_token == H100.kv_bytes_per_token * 4 / 3

@@ -52,6 +52,7 @@ def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:
 
 SPLITS = {
     "2 × 1": (2, 10, []),
+    "2 × 1, recompute norms": (2, 3, ["train.recompute=norms"]),
     "2 × 2 static": (4, 6, ["context.mode=static", "context.degree=2", "batch.tokens_per_rank=750"]),
     "2 × 2 auto, selective": (4, 10, ["batch.tokens_per_rank=1000", "train.recompute=selective"]),
     "2 × 3 auto": (6, 6, ["batch.tokens_per_rank=500"]),
@@ -65,7 +66,7 @@ SPLITS = {
 """Ranks, steps, and settings. The store's vocabulary has 257 entries, so ranks hold unequal parts of it."""
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("2 × 1", "2 × 3 auto"), SPLITS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("2 × 1", "2 × 1, recompute norms", "2 × 3 auto"), SPLITS))
 def test_the_split_does_not_change_the_result(
     workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str
 ) -> None:

@@ -67,6 +67,7 @@ SPLITS = {
         2,
         ["train.mlp_tile_tokens=100", "train.recompute=selective", "batch.tokens_per_rank=750"],
     ),
+    "recompute norms": (3, ["train.recompute=norms", "batch.tokens_per_rank=500"]),
     "recompute full": (2, ["train.recompute=full", "batch.tokens_per_rank=750"]),
 }
 

@@ -106,6 +106,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.attention.kernels.compilation import compile_variants
     from longctx.memory.advisor import available_bytes, refuse_too_large
+    from longctx.parallel.float8 import check_float8
     from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
@@ -120,6 +121,8 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
         torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
     if launch.local_rank > 0:
         logging.getLogger("longctx.attention.kernels").setLevel(logging.ERROR)  # the warnings of local rank 0 are the same
+    if config.train.float8 is not None:
+        check_float8(device)
     available = available_bytes(device, launch.local_world_size)
     for stage, (own, store) in enumerate(open_stages(config)):
         with named(config, stage):
@@ -289,8 +292,10 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
         parameters = f"{trained:,} of {everything:,} parameters trained (LoRA of rank {config.lora.rank})"
+    precision = config.train.dtype + ("" if config.train.float8 is None else f", float8 {config.train.float8}")
+    compiled = ", compiled blocks" * config.compiles(mesh.device.type)
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
-        f"{config.train.dtype}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"{precision}{compiled}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
         f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

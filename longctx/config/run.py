@@ -1,5 +1,6 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
+import importlib.util
 from bisect import bisect_right
 from itertools import accumulate
 
@@ -26,6 +27,9 @@ from longctx.config.stages import Stage, laid_over
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
+
+FLOAT8_ROWS = 16
+"""Sizes of float8 products must be multiples of this."""
 
 
 class Config(BaseModel):
@@ -92,6 +96,26 @@ class Config(BaseModel):
         """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
+
+    def compiles(self, device: str) -> bool:
+        """Returns whether blocks are compiled on a device of type `device`: `train.compile`, or else its default."""
+        if self.train.compile is not None:
+            return self.train.compile
+        # Tiles would compile every block again for every number of tiles.
+        return device == "cuda" and not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
+
+    def fuses(self, device: str) -> bool:
+        """Returns whether blocks of the native decoder use fused operations: `train.fused`, or else its default."""
+        if self.train.fused is not None:
+            return self.train.fused
+        installed = importlib.util.find_spec("liger_kernel") is not None
+        return device == "cuda" and installed and not self.splits_blocks and not self.compiles(device)
+
+    @property
+    def splits_blocks(self) -> bool:
+        """Whether matrices are split over ranks, or the backward of a block in two: not for compiled or fused blocks."""
+        zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
+        return self.parallel.tensor_parallel_size > 1 or zero_bubble
 
     def domain(self, world_size: int) -> int:
         """Returns N, the number of ranks in the domain of a run on `world_size` processes."""

@@ -10,6 +10,7 @@ from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 
+Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = 1 << 40
 """Upper bound on tokens per step and per rank; keeps costs within 64 bits."""
 
@@ -282,10 +283,26 @@ class TrainSection(Section):
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
     )
-    compile: bool = Field(False, description="compile each block with torch.compile; the first steps take longer")
-    recompute: Literal["none", "selective", "full"] = Field(
+    float8: Literal["tensorwise", "rowwise"] | None = Field(
+        None,
+        description="compute the linear layers of the blocks in float8 by torchao (`pip install longctx[gpu]`); tensorwise: "
+        "one scale per tensor, faster; rowwise: one per row and column, more accurate; all else stays in dtype, which must be "
+        "bfloat16. Needs GPUs of compute capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)",
+    )
+    compile: bool | None = Field(
+        None,
+        description="compile each block and the loss with torch.compile; the first steps take longer (null: on GPUs, but not "
+        "with tensor parallelism or schedule zero-bubble, which cannot be compiled, nor with mlp_tile_tokens)",
+    )
+    fused: bool | None = Field(
+        None,
+        description="fused norms and gated products from liger-kernel (`pip install longctx[gpu]`), in blocks of the native "
+        "decoder that are not compiled (null: on GPUs, if liger-kernel is installed and supports the other settings)",
+    )
+    recompute: Recompute = Field(
         "none",
-        description="activation checkpointing: part of each block that backward recomputes; selective: everything but "
+        description="activation checkpointing: part of each block that backward recomputes, in ascending order; norms: norms, "
+        "RoPE and activation functions, which take little time; mlp: also the matrices of the MLP; selective: everything but "
         "attention; full: the whole block",
     )
     mlp_tile_tokens: int | None = Field(

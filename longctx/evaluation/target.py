@@ -106,7 +106,9 @@ class Target:
 
     def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
-        trainer = Trainer.build(self.config, mesh, self.source)
+        # Compiling takes longer than a short evaluation: only if the settings demand it.
+        train = self.config.train.model_copy(update={"compile": bool(self.config.train.compile)})
+        trainer = Trainer.build(self.config.model_copy(update={"train": train}), mesh, self.source)
         if self.found is None:
             return trainer, self
         different = trainer.model.differences(self.found.state["model"])

@@ -18,6 +18,7 @@ from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
 from longctx.model.spec import ModelSpec
+from longctx.parallel.recompute import MODES
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import make_planner
@@ -41,6 +42,8 @@ def savings(config: Config) -> list[tuple[str, Any]]:
         ("parallel.reshard_after", "block"),
         ("context.keep_kv", False),
         ("context.max_remote_tokens", config.batch.tokens_per_rank),
+        ("train.recompute", "norms"),
+        ("train.recompute", "mlp"),
         ("train.recompute", "selective"),
         ("parallel.shard_ranks", None),
         ("train.mlp_tile_tokens", 2048),
@@ -87,7 +90,7 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
     for ranks in worlds:
         if not allowed(config, ranks):
             continue
-        for recompute in ("none", "selective", "full"):
+        for recompute in MODES:
             for keep_kv in (False, True):
                 times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
                 candidates = heaviest(changed(config, times.items()), store, ranks)

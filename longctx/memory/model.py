@@ -14,7 +14,7 @@ from longctx.config import Config
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.model.spec import ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
-from longctx.training.loss import CHUNK_TOKENS
+from longctx.training.loss import tokens_at_once
 from longctx.training.run_profile import ELEMENT_BYTES
 
 
@@ -189,10 +189,15 @@ class _Step:
         # Kept by selective recomputation: out and log-sum-exp; with Ulysses also swapped q, k, v and outputs.
         swapped_in = self.queries + self.keys if self.swapped_share == 1 else 0
         self.operator_outputs = self.queries + lse + self.swap_part + swapped_in
+        # Kept by recomputation of cheap operations: outputs of the matrices around attention, and of those of the MLP.
+        self.around_attention = self.queries + self.keys + self.normed
+        self.of_mlp = 0 if train.mlp_tile_tokens else 2 * self.mlp + self.normed
         # Kept on the device from forward to backward, without received K and V.
         block_input = 0 if train.offload_activations and self.fused else self.stream
         self.saved = {
             "none": self.attention_part + self.mlp_part + self.swap_part,
+            "norms": block_input + self.operator_outputs + self.around_attention + self.of_mlp,
+            "mlp": block_input + self.operator_outputs + self.around_attention,
             "selective": block_input + self.operator_outputs,
             "full": block_input,
         }[self.recompute]
@@ -315,7 +320,11 @@ class _Step:
         """Returns the bytes that recomputing a block adds to what its first forward kept; 0 without recomputation."""
         if self.recompute == "none":
             return 0
-        there = self.operator_outputs if self.recompute == "selective" else 0
+        there = {
+            "norms": self.operator_outputs + self.queries + self.keys + min(self.of_mlp, 2 * self.mlp),
+            "mlp": self.operator_outputs + self.queries + self.keys,
+            "selective": self.operator_outputs,
+        }.get(self.recompute, 0)
         if self.fused or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a float32 copy
             there += self.stream
         return self.attention_part + self.swap_part + self.mlp_part - there
@@ -342,5 +351,9 @@ class _Step:
 
     def _logits(self) -> int:
         assert self.spec.vocab_size is not None
-        each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
-        return each * min(CHUNK_TOKENS, self.load.tokens) * self.spec.vocab_size // self.split
+        compiled = self.config.compiles("cuda" if self.fused else "cpu")
+        if compiled:  # logits and their gradient
+            each = 2 * self.number
+        else:
+            each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
+        return each * min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split

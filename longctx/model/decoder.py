@@ -74,8 +74,11 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+        out: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
         return out
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return self.activation(gate) * up
 
 
 class Block(nn.Module):

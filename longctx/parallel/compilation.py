@@ -10,7 +10,7 @@ from longctx.model.protocol import Model
 Forward = Callable[..., torch.Tensor]
 
 
-def compile_blocks(model: Model, backend: str = "inductor") -> None:
+def compile_blocks(model: Model, backend: Any = "inductor") -> None:
     """Compiles the blocks, in place, after recomputation and tensor parallelism are applied and before they are sharded.
 
     Attention is a single operator in them and causes no graph break. Token counts and layer numbers are symbolic, so that

@@ -6,21 +6,32 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from longctx.attention import OPERATORS
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.offload import Offload
 
-MODES = ("none", "selective", "full")
+MODES = ("none", "norms", "mlp", "selective", "full")
+"""From most memory to least, and from the least recomputation to the most."""
+PRODUCTS = [
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+    if hasattr(torch.ops.aten, name)
+]
+"""Matrix products as autograd's operators, whatever module or library calls them."""
+NARROW = 8
+"""Products that widen their input by more than this factor, as adapters do, are recomputed: they cost little for their size."""
 
 
 def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = None, offload: Offload | None = None) -> None:
     """Applies activation checkpointing to every block, in place, before the block is sharded.
 
-    Modes: none keeps all activations. selective recomputes all but attention, so that attention and its exchange run once; it
-    keeps the block's input, the attention output and its log-sum-exp. full keeps only the block's input and repeats attention.
+    Modes: none keeps all activations. Of the others, all keep the block's input; all but full keep the outputs of attention, so
+    that attention and its exchange run once. norms also keeps the outputs of all matrices, and recomputes cheap operations
+    only: norms, RoPE, activation functions. mlp keeps the outputs of the matrices around attention, and recomputes those of the
+    MLP. selective recomputes all matrices, full also attention. Gradients are the same, bit by bit.
     With `mlp_tile_tokens`, the MLP processes that number of tokens at a time and is recomputed tile by tile, in every mode.
     With `offload`, inputs of recomputed blocks are kept in host memory.
 
@@ -28,6 +39,8 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
     """
     if mode not in MODES:
         raise ValueError(f"recompute is {mode!r}: must be one of {', '.join(MODES)}")
+    if mode == "norms" and mlp_tile_tokens is not None:
+        mode = "mlp"  # tiles recompute the MLP anyway
     for block in model.layers:
         if mlp_tile_tokens is not None:
             mlp = getattr(block, "mlp", None)
@@ -36,15 +49,15 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
                     f"train.mlp_tile_tokens is {mlp_tile_tokens}, but {type(block).__name__} has no module `mlp` to tile: "
                     "remove it"
                 )
-            mlp.forward = partial(_in_tiles, _recomputed(mlp.forward, selective=False), mlp_tile_tokens)
+            mlp.forward = _in_tiles(_recomputed(mlp.forward, "full"), mlp_tile_tokens)
         if mode == "none":
             continue
-        forward = _recomputed(block.forward, selective=mode == "selective")
+        forward = _recomputed(block.forward, mode)
         block.forward = forward if offload is None else partial(offload, forward)
 
 
-def _recomputed(forward: Callable[..., torch.Tensor], *, selective: bool) -> Callable[..., torch.Tensor]:
-    contexts: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, OPERATORS)} if selective else {}
+def _recomputed(forward: Callable[..., torch.Tensor], mode: str) -> Callable[..., torch.Tensor]:
+    contexts: dict[str, Any] = {} if mode == "full" else {"context_fn": partial(_contexts, mode)}
 
     def recomputed(
         *given: Any, **named: Any
@@ -55,5 +68,37 @@ def _recomputed(forward: Callable[..., torch.Tensor], *, selective: bool) -> Cal
     return recomputed
 
 
-def _in_tiles(forward: Callable[[torch.Tensor], torch.Tensor], tokens: int, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([forward(tile) for tile in x.split(tokens, dim=-2)], dim=-2)
+def _contexts(mode: str) -> Any:
+    """Returns the contexts of one block's forward and recomputation, which keep what `mode` says."""
+    if mode == "selective":
+        return create_selective_checkpoint_contexts(OPERATORS)
+    since_attention: dict[bool, int] = {}
+    """Number of products since attention; in recomputation apart, as torch before 2.13 asks there too."""
+
+    def keeps(recomputing: bool, operator: Any, given: tuple[Any, ...]) -> bool:
+        if operator in OPERATORS:
+            since_attention[recomputing] = 0
+            return True
+        if operator not in PRODUCTS:
+            return False
+        left, right = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1][:2]
+        if left.shape[-1] * NARROW < right.shape[-1]:
+            return False
+        count = since_attention.get(recomputing)
+        if count is None:  # queries, keys and values
+            return True
+        since_attention[recomputing] = count + 1
+        return mode == "norms" or count == 0  # the first product after attention is its output matrix, others are the MLP
+
+    def policy(context: Any, operator: Any, *given: Any, **named: Any) -> CheckpointPolicy:
+        kept = keeps(context.is_recompute, operator, given)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def tiled(x: torch.Tensor) -> torch.Tensor:  # a function, as torch.compile would compile a partial again for every layer
+        return torch.cat([forward(tile) for tile in x.split(tokens, dim=-2)], dim=-2)
+
+    return tiled

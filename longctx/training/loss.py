@@ -7,6 +7,7 @@ and two numbers per token are exchanged.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,11 +24,67 @@ FEW_LABELS = 0.5
 Rows = slice | torch.Tensor
 
 
+def tokens_at_once(compiled: bool) -> int:
+    """Returns the default number of rows of logits in memory at a time: more if no float32 logits are written."""
+    return 4 * CHUNK_TOKENS if compiled else CHUNK_TOKENS
+
+
+def _scores(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns the logits in float32 or better, bounded by the soft cap if it is not 0."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _log_total(logits: torch.Tensor, targets: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the log-sum-exp of every row and the logit of its target [rows, 1], both [rows]."""
+    scores = _scores(logits, softcap)
+    return scores.logsumexp(-1), scores.gather(1, targets).squeeze(1)
+
+
+def _gradient(
+    logits: torch.Tensor,
+    log_total: torch.Tensor,
+    targets: torch.Tensor,
+    here: torch.Tensor,
+    counts: torch.Tensor,
+    divisor: torch.Tensor,
+    softcap: float,
+) -> torch.Tensor:
+    """Returns the gradient of Σ counts · -log p / divisor with respect to the logits, before the soft cap, in their dtype."""
+    scores = _scores(logits, softcap)
+    gradient = (scores - log_total.unsqueeze(-1)).exp_()
+    if torch.compiler.is_compiling():  # can be fused with the other operations, unlike a scatter
+        entries = torch.arange(logits.shape[1], device=logits.device)
+        gradient = torch.where(here & (entries == targets), gradient - 1, gradient)
+    else:
+        gradient.scatter_add_(1, targets, -here.to(gradient.dtype))
+    gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
+    if softcap:
+        gradient.mul_(1 - (scores / softcap).square())
+    return gradient.div_(divisor).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _run(function: Callable[..., Any], compiled: bool, *given: Any) -> Any:
+    """Calls a function of one chunk, compiled for any number of rows if that is wanted; torch treats 0 and 1 as constants."""
+    if not compiled or len(given[0]) < 2:
+        return function(*given)
+    for each in given:
+        if isinstance(each, torch.Tensor) and each.dim():
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+    return _compiled(function)(*given)
+
+
 @dataclass
 class _Chunk:
-    """One chunk of the loss: float32 logits [rows, entries of this rank], their log-sum-exp and the targets' logits [rows]."""
+    """One chunk of the loss: logits [rows, entries of this rank], their log-sum-exp and the targets' scores [rows]."""
 
     logits: torch.Tensor
+    """In the dtype of the hidden states, without soft cap."""
     log_total: torch.Tensor
     target_logits: torch.Tensor
     targets: torch.Tensor
@@ -36,7 +93,13 @@ class _Chunk:
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None, softcap: float
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        part: VocabularyPart | None,
+        softcap: float,
+        compiled: bool = False,
     ) -> "_Chunk":
         first = 0 if part is None else part.first
         valid = labels != IGNORED_LABEL
@@ -45,22 +108,18 @@ class _Chunk:
         here = valid.unsqueeze(-1) if part is None else (targets >= 0) & (targets < weight.shape[0])
         targets = targets.where(here, 0)
         logits = F.linear(hidden, weight)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if softcap:
-            logits = softcap * torch.tanh(logits / softcap)
-        log_total, target_logits = logits.logsumexp(-1), logits.gather(1, targets).where(here, 0).squeeze(1)
+        log_total, target_logits = _run(_log_total, compiled, logits, targets, softcap)
+        target_logits = target_logits.where(here.squeeze(1), 0)
         if part is not None:
             gathered = part.gather(torch.stack([log_total, target_logits]))
             log_total, target_logits = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
         return cls(logits, log_total, target_logits, targets, here)
 
-    def gradient(self, counts: torch.Tensor, softcap: float) -> torch.Tensor:
-        """Returns the gradient of Σ counts · -log p with respect to the logits before the soft cap; overwrites the logits."""
-        slope = None if not softcap else 1 - (self.logits / softcap).square()
-        gradient = (self.logits - self.log_total.unsqueeze(-1)).exp_()
-        gradient.scatter_add_(1, self.targets, -self.here.to(gradient.dtype))
-        gradient = gradient.where(counts.unsqueeze(-1) != 0, 0).mul_(counts.unsqueeze(-1))
-        return gradient if slope is None else gradient.mul_(slope)
+    def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
+        """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
+        return _run(  # type: ignore[no-any-return]
+            _gradient, compiled, self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
+        )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -77,6 +136,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunks: Sequence[Rows],
         part: VocabularyPart | None,
         softcap: float,
+        compiled: bool,
     ) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for_hidden, for_weight, *_ = ctx.needs_input_grad
@@ -85,13 +145,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         weight_gradient = (
             torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32)) if for_weight else None
         )
+        divided_by = torch.full((), divisor, dtype=counts.dtype, device=hidden.device)
         for rows in chunks:
-            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap)
+            chunk = _Chunk.of(hidden[rows], weight, labels[rows], part, softcap, compiled)
             losses = (chunk.log_total - chunk.target_logits).where(counts[rows] != 0, 0) * counts[rows]
             total += losses.sum(dtype=torch.float64)
             if not (for_hidden or for_weight):
                 continue
-            gradient = chunk.gradient(counts[rows], softcap).div_(divisor).to(hidden.dtype)
+            gradient = chunk.gradient(counts[rows], divided_by, softcap, compiled)
             if hidden_gradient is not None:
                 hidden_gradient[rows] = gradient @ weight
             if weight_gradient is not None:
@@ -102,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = (None if saved is None else saved * gradient.to(saved.dtype) for saved in ctx.saved_tensors)
-        return (*gradients, *[None] * 6)
+        return (*gradients, *[None] * 7)
 
 
 def cross_entropy_sum(
@@ -110,10 +171,11 @@ def cross_entropy_sum(
     weight: Projection,
     labels: torch.Tensor,
     divisor: float = 1,
-    chunk_tokens: int = CHUNK_TOKENS,
+    chunk_tokens: int | None = None,
     weights: torch.Tensor | None = None,
     softcap: float = 0.0,
     rows: torch.Tensor | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Returns Σ weight · -log p(target) / `divisor` over valid targets, a float32 scalar (float64 for float64 inputs).
 
@@ -126,19 +188,22 @@ def cross_entropy_sum(
             chunk. If tensor parallelism splits the weight by entries and hidden by tokens, every rank passes all labels and
             gets the whole loss.
         labels: int64 [tokens], -100 where nothing is predicted. Without valid targets the loss and its gradients are 0.
-        chunk_tokens: maximum number of rows of logits in memory at a time.
+        chunk_tokens: maximum number of rows of logits in memory at a time (None: `tokens_at_once`).
         weights: weights of the tokens [tokens] (None: 1).
         softcap: bounds the logits by tanh (0: no bound).
         rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
+        compiled: compile what follows the product with an output weight, so that it reads the logits once for the loss and once
+            for their gradient, and float32 logits are never written.
     """
     if not isinstance(weight, torch.Tensor):
-        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens, weights, rows)
+        return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows)
     hidden, weight, part = vocabulary_part(hidden, weight)
     counts = (labels != IGNORED_LABEL).to(torch.promote_types(hidden.dtype, torch.float32))
     if weights is not None:
         counts = counts * weights.to(counts.dtype).where(labels != IGNORED_LABEL, 0)
-    chunks = _chunks(len(labels), rows, chunk_tokens)
-    loss: torch.Tensor = _ChunkedCrossEntropy.apply(hidden, weight, labels, counts, divisor, chunks, part, softcap)  # type: ignore[no-untyped-call]  # torch's own
+    chunks = _chunks(len(labels), rows, chunk_tokens or tokens_at_once(compiled))
+    given = hidden, weight, labels, counts, divisor, chunks, part, softcap, compiled
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(*given)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
 
@@ -235,7 +300,7 @@ def greedy_choices(
     for some in (labelled_rows(labels) if rows is None else rows).split(chunk_tokens):
         if isinstance(weight, torch.Tensor):
             chunk = _Chunk.of(hidden[some], weight, labels[some], part, softcap)
-            logits, target = chunk.logits, chunk.target_logits.unsqueeze(-1)
+            logits, target = _scores(chunk.logits, softcap), chunk.target_logits.unsqueeze(-1)
         else:
             logits = weight(hidden[some]).float()
             target = logits.gather(1, labels[some].unsqueeze(-1))

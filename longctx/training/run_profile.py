@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from longctx.config import Config
+from longctx.config.settings import Recompute
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import LayerSpec, ModelSpec
@@ -39,7 +40,7 @@ class Described(BaseModel):
     device: Literal["cpu", "cuda"]
     gpu: str | None = None
     cpu: str | None = None
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     keep_kv: bool = False
     tensor_parallel_size: int = Field(1, ge=1)
 
@@ -96,10 +97,11 @@ def work_of(
     """Returns the work per token of the slowest pipeline rank.
 
     `spec` must have a vocabulary; `tokens_per_rank` determines where stages are cut. Recomputation repeats all matrices of a
-    block but the last one of the MLP, as torch stops when all saved tensors are there. Tensor parallelism has 4 collectives per
-    block in forward, 4 in backward and 3 in a recomputed forward, each with (tp - 1)/tp of [tokens, hidden] per rank; those of
-    embedding and head are not counted. Every stage receives [tokens, hidden] / tp in forward and in backward. Attention windows
-    are not counted: plans assume full attention. Raises ProfileError if tp does not divide the KV heads.
+    block (mode mlp: only those of the MLP, norms: none), but never the last one of the MLP, as torch stops when all saved
+    tensors are there. Tensor parallelism has 4 collectives per block in forward, 4 in backward and 3 in a recomputed forward,
+    each with (tp - 1)/tp of [tokens, hidden] per rank; those of embedding and head are not counted. Every stage receives
+    [tokens, hidden] / tp in forward and in backward. Attention windows are not counted: plans assume full attention. Raises
+    ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -107,8 +109,9 @@ def work_of(
     layers, head = _slowest_rank(spec, pipeline, tokens_per_rank)
     in_blocks = sum(layer.matrix_parameters for layer in layers)
     computed, collectives = float(in_blocks + head), 2 * COLLECTIVES
+    last = sum(layer.hidden_size * layer.intermediate_size for layer in layers)
     if recompute != "none":
-        computed += (in_blocks - sum(layer.hidden_size * layer.intermediate_size for layer in layers)) / 3
+        computed += {"norms": 0, "mlp": 2 * last}.get(recompute, in_blocks - last) / 3
         collectives += COLLECTIVES - 1
     if spec.adapted:  # frozen weights have no gradients, which take a third of the operations
         computed -= (in_blocks + head) / 3

@@ -11,14 +11,17 @@ from longctx.attention import HybridAttention, Mask, RingAttention, packed_atten
 from longctx.attention.exchange import Exchange
 from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_rank_empty
+from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader
 from longctx.data.store import TOKENIZER, Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
+from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.parallel.mesh import Launch, Mesh, host_threads, join
 from longctx.parallel.offload import Offload
@@ -60,12 +63,16 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     with torch.device("meta"):
         model = source.build([layer for index in own_stages for layer in splits[index]])
     train, on_gpu = config.train, mesh.device.type == "cuda"
+    if train.float8 is not None:
+        convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
+    if config.fuses(mesh.device.type):
+        _fuse(model, config, mesh.device)
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
         assert isinstance(model, StagedModel)  # `model_source` returns such models for tensor parallelism
         parallelize(model, mesh.tensor)
-    if train.compile:
+    if config.compiles(mesh.device.type):
         compile_blocks(model)
     stages = None
     if pipeline.ranks > 1:
@@ -84,6 +91,17 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         return model, None
     assert isinstance(model, StagedModel)
     return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+
+
+def _fuse(model: Model, config: Config, device: torch.device) -> None:
+    """Fuses operations of the native decoder. Raises UserError for other models and devices if `train.fused` is set."""
+    if isinstance(model, Decoder):
+        from longctx.model.fused import check_device, fuse
+
+        check_device(device)
+        fuse(model)
+    elif config.train.fused:
+        raise UserError("train.fused is set, but transformers' own code runs this model: set train.compile instead")
 
 
 def make_planner(
@@ -158,7 +176,8 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
 
 def padding(config: Config) -> int:
     """Returns the multiple to which the tokens per rank of every micro-batch are padded."""
-    return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size)
+    float8 = 1 if config.train.float8 is None else FLOAT8_ROWS
+    return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size, float8)
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:

@@ -310,6 +310,7 @@ class Trainer:
             weights=counted,
             softcap=self.model.spec.logit_softcap,
             rows=None if rows is None else copy_to(rows, device),
+            compiled=self.config.compiles(device.type),
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)

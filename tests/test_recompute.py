@@ -1,0 +1,116 @@
+"""What every mode of recomputation repeats in backward, with and without compilation; gradients are the same."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longctx.attention import RingAttention
+from longctx.model.decoder import Decoder
+from longctx.model.presets import PRESETS
+from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.recompute import MODES, _contexts, apply_recompute
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.planner import make_plan
+
+LAYERS, TOKENS = 2, 48
+SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": LAYERS, "qkv_bias": True})
+REPEATED = {"none": 0, "norms": 0, "mlp": 2, "selective": 6, "full": 6}
+"""Matrices of a block that backward computes again: gate and up, or all but the last."""
+
+
+Counts = Counter[str]
+
+
+class Counting(TorchDispatchMode):
+    """Counts what is computed: recomputation returns what it kept without calling this mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counts = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        self.calls[str(function)] += 1
+        return function(*given, **(named or {}))
+
+
+def train(mode: str, backend: Any = None, tiles: int | None = None) -> list[torch.Tensor]:
+    """Returns the gradients of a step."""
+    model = Decoder(SHAPE)
+    model.initialize(0)
+    apply_recompute(model, mode, mlp_tile_tokens=tiles)
+    if backend is not None:
+        torch._dynamo.reset()
+        compile_blocks(model, backend=backend)
+    plan = make_plan([TOKENS], ranks=1, tokens_per_rank=TOKENS, profile=HardwareProfile.load("cpu-2core"))
+    attention = RingAttention(plan.layout(0, 0))
+    model(torch.arange(TOKENS), torch.arange(TOKENS), attention, lambda hidden, _: hidden.square().sum()).backward()
+    return [parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None]
+
+
+def train_counted(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
+    with Counting() as counting:
+        return train(mode, tiles=tiles), counting.calls
+
+
+def train_compiled(mode: str, tiles: int | None = None) -> tuple[list[torch.Tensor], Counts]:
+    """Partitions the blocks as inductor does; returns the calls in the forward and backward of one block."""
+    calls: Counts = Counter()
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        calls.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    return train(mode, backend, tiles), calls
+
+
+def products(calls: Counts) -> int:
+    return calls["aten.mm.default"] + calls["aten.addmm.default"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
+    runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in MODES}
+    wanted, plain = runs["none"]
+    layers = plain["longctx.ring_attention.default"]
+    assert layers == (1 if compiled else LAYERS), "compiled once for all layers"
+    for mode, (gradients, calls) in runs.items():
+        assert all(torch.equal(a, b) for a, b in zip(gradients, wanted, strict=True)), mode
+        assert products(calls) - products(plain) == layers * REPEATED[mode], mode
+        assert calls["longctx.ring_attention.default"] == layers * (2 if mode == "full" else 1), mode
+
+
+def test_with_tiles_the_mlp_is_repeated_by_tile_only() -> None:
+    """Twice, tile by tile: when the block is recomputed, and in the backward of each tile."""
+    wanted, (_, tiled) = train("none"), train_counted("none", tiles=16)
+    for mode in ("norms", "mlp"):
+        gradients, calls = train_counted(mode, tiles=16)
+        for a, b in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+        assert products(calls) - products(tiled) == LAYERS * 3 * 2, mode
+
+
+def test_tiles_compile_once_for_all_layers() -> None:
+    wanted, plain = train_counted("selective", tiles=16)
+    gradients, calls = train_compiled("selective", tiles=16)
+    for a, b in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert calls["longctx.ring_attention.default"] == 1 and plain["longctx.ring_attention.default"] == LAYERS
+
+
+def test_the_outputs_of_adapters_are_not_kept() -> None:
+    """They are as large as the output of the matrix that they adapt, and cost little."""
+    x, down, up = torch.randn(4, 64), torch.randn(64, 4), torch.randn(4, 64)
+    forward, again = _contexts("norms")
+    with forward:
+        wanted = x @ down @ up
+    with Counting() as counting, again:
+        found = x @ down @ up
+    assert torch.equal(found, wanted)
+    assert counting.calls["aten.mm.default"] == 1
