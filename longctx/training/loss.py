@@ -25,7 +25,7 @@ Rows = slice | torch.Tensor
 
 
 def tokens_at_once(compiled: bool) -> int:
-    """Returns the default number of rows of logits in memory at a time: more if no float32 logits are written."""
+    """Returns the default number of rows of logits in memory at a time: more if what follows is fused."""
     return 4 * CHUNK_TOKENS if compiled else CHUNK_TOKENS
 
 
@@ -192,8 +192,7 @@ def cross_entropy_sum(
         weights: weights of the tokens [tokens] (None: 1).
         softcap: bounds the logits by tanh (0: no bound).
         rows: rows with a label, see `rows_with_labels`; logits are computed for these rows only (None: for all rows).
-        compiled: compile what follows the product with an output weight, so that it reads the logits once for the loss and once
-            for their gradient, and float32 logits are never written.
+        compiled: compile what follows the product with an output weight, so that its operations on the logits are fused.
     """
     if not isinstance(weight, torch.Tensor):
         return _sum_by_projection(hidden, weight, labels, divisor, chunk_tokens or CHUNK_TOKENS, weights, rows)
