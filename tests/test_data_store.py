@@ -155,7 +155,7 @@ def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "texts" / "empty.txt").write_bytes(b"")
     (tmp_path / "texts" / "photo.jpg").write_bytes(b"\xff\xd8\x00")
     for tokenizer in ("bytes", "bpe"):
-        with pytest.raises(CorpusError, match=r"no document with text: 1 are empty, 1 files are not UTF-8 text \(photo.jpg\)"):
+        with pytest.raises(CorpusError, match=r"no document with text: 1 is empty, 1 files are not UTF-8 text \(photo.jpg\)"):
             prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
     (tmp_path / "none.jsonl").write_bytes(b"")

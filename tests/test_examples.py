@@ -100,7 +100,7 @@ def test_an_example_equals_one_unpacked_process(workers: Workers, name: str, sha
             torch.testing.assert_close(ring_gradients, gradients, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("call", [*NAMES, "own_trainer --fsdp"])
+@pytest.mark.parametrize("call", [*NAMES, pytest.param("own_trainer --fsdp", marks=pytest.mark.slow)])
 def test_an_example_runs_under_torchrun(call: str) -> None:
     name, *options = call.split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

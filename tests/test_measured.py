@@ -70,7 +70,7 @@ def test_other_weights_in_one_mode_are_found(store: Path, workers: Workers) -> N
 
 
 def step_of(seconds: float, predicted_s: float) -> MeasuredStep:
-    return MeasuredStep(1, 2.0, 1.0, 3, 100, "search", {"1": 3}, 1, seconds, predicted_s, 0.0)
+    return MeasuredStep(1, 2.0, 1.0, 3, 100, "search", {"1": 3}, 1, seconds, predicted_s, 0.0, 0.0)
 
 
 def test_figures_match_their_definitions() -> None:

@@ -19,6 +19,7 @@ from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, apply_recompute
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
+from tests.marks import slow_unless
 from tests.workers import Workers
 
 CASE = Case(2, (40, 9, 7), (Placement(0, 0, 2), Placement(1, 0, 1), Placement(2, 1, 1)), heads=4, kv_heads=2, head_dim=8)
@@ -89,7 +90,7 @@ def run_compiled(cases: list[Case], recompute: str) -> tuple[list[tuple[torch.Te
     return results, len(counter.graphs), sum(torch._dynamo.utils.counters["graph_break"].values()), starts
 
 
-@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("recompute", slow_unless(lambda mode: mode in ("none", "selective"), MODES))
 def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, recompute: str) -> None:
     """For any number of documents and tokens, although torch treats 0 and 1 as constants."""
     cases = [EMPTY, CASE, SINGLE, OTHER, MANY]

@@ -74,7 +74,7 @@ def products(calls: Counts) -> int:
     return calls["aten.mm.default"] + calls["aten.addmm.default"]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_what_the_mode_says_is_repeated(compiled: bool) -> None:
     runs = {mode: train_compiled(mode) if compiled else train_counted(mode) for mode in MODES}
     wanted, plain = runs["none"]

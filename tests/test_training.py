@@ -97,7 +97,7 @@ OPTIONS = [
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
-        (3, ["batch.tokens_per_rank=500"]),
+        pytest.param(3, ["batch.tokens_per_rank=500"], marks=pytest.mark.slow),
         (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750", "train.recompute=full"]),
         pytest.param(4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"], marks=pytest.mark.slow),
         pytest.param(

@@ -100,8 +100,8 @@ class Target:
             return ""
         return f"the store was made with another tokenizer than {file}: losses are meaningless if token ids differ"
 
-    def max_length(self, world_size: int, longest: int) -> int:
-        """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document."""
+    def max_length(self, world_size: int, longest: int | None = None) -> int:
+        """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document, if known."""
         return choose_max_length(self.config, world_size, self.found, longest)
 
     def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":

@@ -64,6 +64,11 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         model = source.build([layer for index in own_stages for layer in splits[index]])
     train, on_gpu = config.train, mesh.device.type == "cuda"
     if train.float8 is not None:
+        if not isinstance(model, Decoder):
+            raise UserError(
+                f"train.float8 is {train.float8}, but transformers' own code runs this model, for which float8 is not tested: "
+                "omit it, or set model.implementation to native where the family has it"
+            )
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
     if config.fuses(mesh.device.type):
         _fuse(model, config, mesh.device)
