@@ -1,4 +1,4 @@
-"""An 8B model on 64 ranks takes the memory that is estimated, with every way to save; not yet with tensor or pipeline ranks."""
+"""An 8B model on 64 ranks takes the memory that is estimated, with every way to save; not yet with split models or heads."""
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ SETTINGS = {
     "copies in every node": [SELECTIVE, "parallel.shard_ranks=8"],
     "MLP in tiles": [SELECTIVE, "train.mlp_tile_tokens=1024"],
     "float32": [SELECTIVE, "train.dtype=float32"],
-    "head exchange": [SELECTIVE, "context.ulysses_degree=2"],
     "static": [SELECTIVE, "context.mode=static"],
 }
 TOO_HIGH = {"gradients reduced at once": [SELECTIVE, "parallel.reduce_after=micro_batch"]}
