@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models, normalizers, pre_tokenizers
@@ -33,14 +33,18 @@ def test_round_trip(tokenizer: Tokenizer, text: str) -> None:
 
 @pytest.mark.parametrize("tokenizer", [BPE, BYTES], ids=["bpe", "bytes"])
 @given(text=st.text())
+@example(text=END_OF_DOCUMENT)
 def test_bytes_lose_nothing(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.encode_batch([text])[0][1:] == (0, 0)
 
 
 @given(text=st.text())
+@example(text=END_OF_DOCUMENT)
 def test_bytes_are_bytes_and_agree_with_the_tokenizers_library(text: str) -> None:
     assert BYTES.encode(text).tolist() == list(text.encode())
-    assert TokenizerJson.from_str(BYTES.text).encode(text).ids == list(text.encode())
+    plain = TokenizerJson.from_str(BYTES.text)
+    plain.encode_special_tokens = True
+    assert plain.encode(text).ids == list(text.encode())
 
 
 def test_what_is_put_around_a_text_makes_no_other_tokens() -> None:
