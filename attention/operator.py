@@ -13,7 +13,6 @@ compilation without a guard on the micro-batch.
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -43,8 +42,7 @@ class Begun(NamedTuple):
         return cls(this, kept, itertools.chain([next(steps)], steps))
 
 
-@dataclass
-class Unfinished:
+class Unfinished(NamedTuple):
     """A backward pass that waits for returning gradients: those of K and V so far, in the accumulation dtype."""
 
     this: RingPass
@@ -273,4 +271,4 @@ def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor 
 forward.register_autograd(_gradients, setup_context=_setup_context)
 
 OPERATORS = [torch.ops.longctx.ring_attention_begin.default, torch.ops.longctx.ring_attention.default]
-"""Operators whose outputs selective recomputation keeps, so that no exchange is repeated."""
+"""Those that exchange messages in forward."""

@@ -21,7 +21,7 @@ from longctx.attention import host_to_device, operator
 from tests.training_cases import start
 
 CODE = Path(longctx.__file__).parent
-RINGS = {
+RINGS: dict[str, Any] = {
     "longctx::ring_attention_begin": operator.begin._init_fn,
     "longctx::ring_attention": operator.forward._init_fn,
     "longctx::ring_attention_finish": operator.finish._init_fn,

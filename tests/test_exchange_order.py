@@ -60,10 +60,8 @@ def logs(case: Case) -> list[Log]:
     return made
 
 
-@given(data=st.data(), case=cases(max_ranks=9))
-@settings(max_examples=60, deadline=None)
-def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
-    """Each rank receives exactly the messages sent to it, in order; otherwise gloo aborts and NCCL hangs."""
+def varied(data: st.DataObject, case: Case) -> Case:
+    """Draws what changes the messages of a case: mask, kept keys, nodes, and swapped heads."""
     case = replace(
         case,
         mask=data.draw(masks(case.lengths)),
@@ -72,6 +70,14 @@ def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
     )
     if data.draw(st.booleans()):
         case = data.draw(swapped(case))
+    return case
+
+
+@given(data=st.data(), case=cases(max_ranks=9))
+@settings(max_examples=60, deadline=None)
+def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
+    """Each rank receives exactly the messages sent to it, in order; otherwise gloo aborts and NCCL hangs."""
+    case = varied(data, case)
     sent: dict[tuple[int, int], list[int]] = defaultdict(list)
     awaited: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank, log in enumerate(logs(case)):
@@ -139,14 +145,7 @@ def left_over(posted: list[list[set[Message]]]) -> int:
 @settings(max_examples=40, deadline=None)
 def test_rounds_meet(data: st.DataObject, case: Case) -> None:
     """No rank waits for ever if it must end a batch before the next, as in a stream of NCCL; batches have at most the cap."""
-    case = replace(
-        case,
-        mask=data.draw(masks(case.lengths)),
-        keep_kv=data.draw(st.booleans()),
-        ranks_per_node=data.draw(st.none() | st.integers(1, 4)),
-    )
-    if data.draw(st.booleans()):
-        case = data.draw(swapped(case))
+    case = varied(data, case)
     cap = data.draw(st.sampled_from([4, 8, 64]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "OPERATIONS_PER_BATCH", cap)

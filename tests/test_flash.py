@@ -326,10 +326,10 @@ def of_flash_2() -> ModuleType:
     def _flash_attn_fwd(
         q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None,
         causal=False, softcap=None, window_size_left=None, window_size_right=None,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+    ):  # type: ignore[no-untyped-def]  # only its names matter  # fmt: skip
         raise AssertionError
 
-    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):  # type: ignore[no-untyped-def]
+    def _flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0):  # type: ignore[no-untyped-def]  # as above
         raise AssertionError
 
     module = ModuleType("flash_attn.cute.interface")
@@ -404,7 +404,7 @@ class Variants:
 def test_all_variants_of_a_ring_are_compiled(lengths: list[int], degree: int, window: int | None) -> None:
     """Flash-attn 4 compiles by: causal, limited to the left, limited to the right."""
     kernel = Variants()
-    with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]
+    with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]  # it only records
         choose_kernel.cache_clear()
         request = Request("cpu", torch.float32, 8, 8, deterministic=True)
         compile_variants("variants", request, (4, 2), window=window is not None)

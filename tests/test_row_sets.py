@@ -1,6 +1,7 @@
 """Rows that are one range are sent and read in place; others are copied. Both give the same numbers."""
 
 from collections import Counter
+from random import Random
 
 import torch
 from hypothesis import given
@@ -20,13 +21,13 @@ from tests.attention_cases import Case
     order=st.randoms(use_true_random=False),
     seed=st.integers(0, 99),
 )
-def test_reading_writing_and_adding(sizes: list[tuple[int, int]], order: object, seed: int) -> None:
+def test_reading_writing_and_adding(sizes: list[tuple[int, int]], order: Random, seed: int) -> None:
     """Ranges with or without gaps, in any order; equal bit by bit to indexing with all rows."""
     ranges, stop = [], 0
     for gap, count in sizes:
         ranges.append(range(stop + gap, stop + gap + count))
         stop += gap + count
-    order.shuffle(ranges)  # type: ignore[attr-defined]
+    order.shuffle(ranges)
     rows, index = RowSet.of(ranges, "cpu"), row_index(ranges, "cpu")
     generator = torch.Generator().manual_seed(seed)
     buffer, values = torch.randn(stop + 1, 3, generator=generator), torch.randn(len(index), 3, generator=generator)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -209,6 +210,19 @@ def test_kill_and_resume(store: Path, tmp_path: Path) -> None:
         (step["step"], step["loss"], step["grad_norm"]) for step in steps_in(whole)
     ]
     assert len(steps_in(whole)) == 16
+
+
+@pytest.mark.slow
+def test_a_killed_rank_leaves_a_way_on(store: Path, tmp_path: Path) -> None:
+    """The other rank says what may have happened, and which checkpoint is there."""
+    run = tmp_path / "run"
+    process = start_process(command(store, run, "--train.steps=2000", "--checkpoint.every=2"))
+    wait_for_step(process, run, 5)
+    workers = [pid for pid in children(process.pid) if b"longctx\0train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(max(workers), signal.SIGKILL)
+    _, said = process.communicate()
+    assert "another rank ended: its own output says why, or it was killed" in said
+    assert re.search(rf"the newest checkpoint of {run} is of step \d+: --resume continues after it", said)
 
 
 def test_sigterm_saves(store: Path, tmp_path: Path) -> None:

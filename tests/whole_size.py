@@ -18,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from longctx.attention import operator
 from longctx.attention.kernels import KERNELS, cpu
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
@@ -33,13 +32,7 @@ from longctx.training.objective import StepWeights
 from longctx.training.run_profile import run_profile
 from longctx.training.setup import make_planner, padding
 from longctx.training.trainer import Trainer
-
-OPERATORS: dict[str, Any] = {
-    "longctx::ring_attention_begin": operator.begin._init_fn,
-    "longctx::ring_attention": operator.forward._init_fn,
-    "longctx::ring_attention_backward": operator.backward._init_fn,
-    "longctx::ring_attention_finish": operator.finish._init_fn,
-}
+from tests.host_waits import RINGS
 
 
 class Sizes:
@@ -81,9 +74,9 @@ class Live(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in OPERATORS:
+        if func._schema.name in RINGS:
             with self:
-                return OPERATORS[func._schema.name](*args, **(kwargs or {}))
+                return RINGS[func._schema.name](*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for tensor in tree_iter(out):
             self.add(tensor)

@@ -207,7 +207,8 @@ def _train(
             # A peer has died or is stuck, or this is a bug: the traceback for those who debug, then where it happened.
             traceback.print_exc()
             where = "; ".join(getattr(error, "__notes__", [f"rank {launch.rank}"]))
-            print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
+            print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr)
+            print(_after_failure(config, str(error)), file=sys.stderr, flush=True)
             return 1
         groups.close()
         stop.release_interrupts()
@@ -218,6 +219,17 @@ def _train(
         saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"
         print(f"stopped by {stop.number.name} after step {steps_done}; {saved}", file=sys.stderr)
     return 0 if finished else 128 + stop.number
+
+
+def _after_failure(config: Config, error: str) -> str:
+    """Returns what may have happened, and how to go on."""
+    from longctx.training.checkpoint import newest
+
+    found = newest(config.train.run_dir)[0]
+    ended = "another rank ended: its own output says why, or it was killed, often for lack of memory; " * ("by peer" in error)
+    if found is None:
+        return f"{ended}{config.train.run_dir} has no checkpoint: start again"
+    return f"{ended}the newest checkpoint of {config.train.run_dir} is of step {found.step}: --resume continues after it"
 
 
 def _check_traced(config: Config, traced: range | None) -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import domain_rules, mesh_rules
-from longctx.config.run import FLOAT8_ROWS, Config
+from longctx.config.run import Config
+from longctx.config.speed_rules import float8_rules, fused_rules
 from longctx.errors import UserError
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
@@ -41,8 +42,8 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
         _pipeline,
         _tensor,
         _train,
-        _float8,
-        _fused,
+        float8_rules,
+        fused_rules,
         _eval,
         _checkpoint,
         _memory,
@@ -328,53 +329,6 @@ def _train(config: Config) -> Iterator[Problem]:
         yield Problem("batch.pad_to_multiple_of", batch.pad_to_multiple_of, rule, fix, ("batch.tokens_per_rank",))
     if not all(0 <= beta < 1 for beta in optimizer.betas):
         yield Problem("optimizer.betas", list(optimizer.betas), "each must be in [0, 1)", "the default is [0.9, 0.95]")
-
-
-def _float8(config: Config) -> Iterator[Problem]:
-    """Checks that float8 is supported with the other settings."""
-    recipe, train, parallel = config.train.float8, config.train, config.parallel
-    if recipe is None:
-        return
-    if importlib.util.find_spec("torchao") is None:
-        rule = "float8 needs torchao, which is not installed"
-        yield Problem("train.float8", recipe, rule, "pip install 'longctx[gpu]', or omit it")
-    if train.dtype != "bfloat16":
-        rule = f"everything but the linear layers must be in bfloat16, but train.dtype is {train.dtype}"
-        yield Problem("train.float8", recipe, rule, "set train.dtype to bfloat16, or omit it", ("train.dtype",))
-    if parallel.tensor_parallel_size > 1:
-        rule = "not supported with tensor parallelism, where each rank would scale its part of a tensor differently"
-        fix = "set parallel.tensor_parallel_size to 1, or omit it"
-        yield Problem("train.float8", recipe, rule, fix, ("parallel.tensor_parallel_size",))
-    if parallel.pipeline_parallel_size > 1 and parallel.pipeline_schedule == "zero-bubble":
-        rule = "schedule zero-bubble computes weight gradients apart, which torchao's layers do not support"
-        yield Problem("train.float8", recipe, rule, "use schedule 1f1b, or omit it", ("parallel.pipeline_schedule",))
-    if config.lora.rank is not None:
-        rule = "not supported with LoRA, whose base weights are frozen"
-        yield Problem("train.float8", recipe, rule, "omit one of the two settings", ("lora.rank",))
-    for key, tokens in (
-        ("batch.tokens_per_rank", config.batch.tokens_per_rank),
-        ("train.mlp_tile_tokens", train.mlp_tile_tokens or 0),
-    ):
-        if tokens % FLOAT8_ROWS:
-            rule = f"float8 products need a multiple of {FLOAT8_ROWS} tokens, to which the tokens of each rank are padded"
-            fix = f"set it to {tokens + -tokens % FLOAT8_ROWS}, or omit train.float8"
-            yield Problem(key, tokens, rule, fix, ("train.float8",))
-
-
-def _fused(config: Config) -> Iterator[Problem]:
-    """Checks that fused operations are installed and supported with the other settings."""
-    if not config.train.fused:
-        return
-    if importlib.util.find_spec("liger_kernel") is None:
-        rule = "fused operations need liger-kernel, which is not installed"
-        yield Problem("train.fused", True, rule, "pip install 'longctx[gpu]', or omit it")
-    if config.train.compile:
-        rule = "compiled blocks fuse these operations themselves"
-        yield Problem("train.fused", True, rule, "omit one of the two settings", ("train.compile",))
-    if config.splits_blocks:
-        rule = "not supported with tensor parallelism, nor with schedule zero-bubble"
-        others = ("parallel.tensor_parallel_size", "parallel.pipeline_schedule")
-        yield Problem("train.fused", True, rule, "omit it", others)
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

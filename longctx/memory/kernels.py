@@ -9,6 +9,7 @@ import torch
 
 from longctx.attention.kernels import KERNELS, Request
 from longctx.attention.kernels.flash import Flash
+from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.config import Config
 from longctx.model.spec import LayerSpec
 from longctx.training.run_profile import ELEMENT_BYTES
@@ -18,8 +19,8 @@ FLOAT32 = 4
 MULTIPROCESSORS = 132
 """Of an H100, over which flash-attn 2 splits the keys for a deterministic dQ."""
 
-PLAIN = "torch's flash operators"
-"""The library that is assumed on machines without a GPU: it is always there, and needs the most memory."""
+PLAIN = LIBRARIES[-1].name
+"""Torch's own library, which is assumed on machines without a GPU: it is always there, and needs the most memory."""
 
 
 @cache

@@ -21,6 +21,7 @@ PRODUCTS = [
     if hasattr(torch.ops.aten, name)
 ]
 """Matrix products as autograd's operators, whatever module or library calls them."""
+BEGIN = torch.ops.longctx.ring_attention_begin.default
 NARROW = 8
 """Products that widen their input by more than this factor, as adapters do, are recomputed: they cost little for their size."""
 
@@ -77,7 +78,8 @@ def _contexts(mode: str) -> Any:
 
     def keeps(recomputing: bool, operator: Any, given: tuple[Any, ...]) -> bool:
         if operator in OPERATORS:
-            since_attention[recomputing] = 0
+            if operator is not BEGIN:  # which comes before the queries are computed
+                since_attention[recomputing] = 0
             return True
         if operator not in PRODUCTS:
             return False

@@ -117,9 +117,9 @@ class _Chunk:
 
     def gradient(self, counts: torch.Tensor, divisor: torch.Tensor, softcap: float, compiled: bool) -> torch.Tensor:
         """Returns the gradient of Σ counts · -log p / divisor with respect to the logits."""
-        return _run(  # type: ignore[no-any-return]
-            _gradient, compiled, self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
-        )
+        given = self.logits, self.log_total, self.targets, self.here, counts, divisor, softcap
+        found: torch.Tensor = _run(_gradient, compiled, *given)
+        return found
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
