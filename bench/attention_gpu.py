@@ -32,7 +32,7 @@ from matplotlib.figure import Figure
 
 import attention_checks
 import attention_times
-from attention_times import GPU_SMOKE, SMOKE, Sizes
+from attention_times import FIRST, GPU_SMOKE, SMOKE, Sizes
 from harness import Table, command, device_facts, facts, median_s, options
 from longctx.attention.kernels import KERNELS, KernelError, choose_kernel
 from longctx.attention.kernels.flash import Flash
@@ -45,6 +45,7 @@ PIECE_COLUMNS = "piece", "gb_per_s", "share_of_copy", "failed"
 def main() -> None:
     parser = options(__doc__, "attention_gpu", minutes=25.0)
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, also on a CPU")
+    parser.add_argument("--first", action="store_true", help="the few sizes of first_contact.py")
     parser.add_argument("--kernels", help="only these kernels, such as triton,reference (default: all that run here)")
     parser.add_argument("--layers", type=int, default=32, help="number of layers of the model, for the efficiency tables")
     parser.add_argument("--append", action="store_true", help="keep the rows of OUT and measure only missing rows")
@@ -53,7 +54,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not given.smoke:
         parser.error("no GPU is available: --smoke tests the script on a CPU")
-    sizes = Sizes() if not given.smoke else GPU_SMOKE if device.type == "cuda" else SMOKE
+    smoke = GPU_SMOKE if device.type == "cuda" else SMOKE
+    sizes = smoke if given.smoke else FIRST if given.first else Sizes()
     deadline = time.monotonic() + given.minutes * 60
     about = facts("torch", "triton", "flash-attn-4", "flash-attn-3", "flash-attn")
     about |= {**device_facts(), "command": command(given.out)}

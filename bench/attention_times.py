@@ -61,6 +61,15 @@ class Sizes:
         return Request(device.type, self.dtype, self.head_dim, self.head_dim)
 
 
+FIRST = replace(
+    Sizes(),
+    tokens=(8192, 32768, 131072),
+    degrees=(1, 4),
+    documents=(1,),
+    checked_dtypes=(torch.bfloat16,),
+    checked_head_dims=(128,),
+)
+"""What first_contact.py measures."""
 SMOKE = Sizes(
     tokens=(64, 128),
     degrees=(1, 2, 4),

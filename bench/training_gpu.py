@@ -53,6 +53,7 @@ def main() -> None:
     parser = options(__doc__, "training_gpu", minutes=25.0)
     parser.add_argument("--steps", type=int, default=7, help="maximum steps per row, including warm-up")
     parser.add_argument("--only", default="", metavar="TEXT", help='only rows with it in their label ("longctx 1b 32768 none")')
+    parser.add_argument("--first", action="store_true", help="the few rows of first_contact.py")
     parser.add_argument("--smoke", action="store_true")
     given = parser.parse_args()
     if not torch.cuda.is_available() and not given.smoke:
@@ -62,7 +63,7 @@ def main() -> None:
     about |= {"memory_gib": f"{gpu.memory / 2**30:.1f}", "command": command(given.out)}
     table = Table(given.out.with_suffix(".csv"), COLUMNS, about)
     deadline = time.monotonic() + given.minutes * 60
-    for run in runs(gpu, smoke=given.smoke):
+    for run in runs(gpu, smoke=given.smoke, first=given.first):
         if given.only not in run.label or has(table, run):
             continue
         if deadline - time.monotonic() < START_S:

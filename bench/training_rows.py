@@ -3,6 +3,7 @@
 Memory is estimated by `longctx estimate`.
 """
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from longctx.config import Config
 from longctx.memory.advisor import as_override, changed, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.parallel.recompute import MODES
 from longctx.training.utilisation import peak_flops
 
 MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
@@ -36,16 +38,23 @@ class Option:
         return Option(f"{self.name}, {other.name}", {**self.settings, **other.settings})
 
 
-NONE, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in ("none", "selective", "full"))
+NONE, NORMS, MLP, SELECTIVE, FULL = (Option(mode, {"train.recompute": mode}) for mode in MODES)
 TILES = Option("MLP in tiles", {"train.mlp_tile_tokens": 8192})
 HOST_INPUTS = Option("inputs in host memory", {"train.offload_activations": True})
 HOST_OPTIMIZER = Option("optimizer in host memory", {"train.offload_optimizer": True})
 TRITON = Option("kernel triton", {"context.kernel": "triton"})
 NOT_COMPILED = Option("not compiled", {"train.compile": False})
-MEMORY_OPTIONS = [SELECTIVE, NONE, FULL, *(SELECTIVE + each for each in (TILES, HOST_INPUTS, HOST_OPTIMIZER, NOT_COMPILED))]
+FLOAT8 = Option("float8", {"train.float8": "rowwise"})
+FLOAT8_HERE = [FLOAT8] if importlib.util.find_spec("torchao") else []
+MEMORY_OPTIONS = [
+    *(SELECTIVE, NONE, NORMS, MLP, FULL),
+    *(SELECTIVE + each for each in (NOT_COMPILED, *FLOAT8_HERE, TILES, HOST_INPUTS, HOST_OPTIMIZER)),
+]
 LADDER = [
     NONE,
+    NORMS,
     NONE + TILES,
+    MLP,
     SELECTIVE,
     SELECTIVE + TILES,
     SELECTIVE + TILES + HOST_INPUTS,
@@ -139,10 +148,19 @@ class Run:
         return [option for option in self.options if self.bytes(option) <= MEMORY_SHARE * gpu.memory]
 
 
-def runs(gpu: Gpu, *, smoke: bool = False) -> Iterator[Run]:
-    """Yields the rows, the most important first; with `smoke` those of a tiny model with one length."""
+def runs(gpu: Gpu, *, smoke: bool = False, first: bool = False) -> Iterator[Run]:
+    """Yields the rows, the most important first; with `smoke` those of a tiny model with one length.
+
+    With `first`, only those of first_contact.py: one model, two lengths, and the choices of recomputation and compilation.
+    """
     library = gpu.attention not in ("triton", "cpu")
     every = LADDER + LADDER_OF_TRITON if library else LADDER
+    if first:
+        model, lengths = ("tiny", (256, 512)) if smoke else (MODELS[0], LENGTHS[:2])
+        yield from (Run("longctx", model, tokens, every) for tokens in lengths)
+        for option in (SELECTIVE, SELECTIVE + NOT_COMPILED, NORMS, *(SELECTIVE + each for each in FLOAT8_HERE), MLP, FULL):
+            yield Run("longctx", model, lengths[0], [option])
+        return
     (model, *others), (shortest, *longer) = (("tiny",), (512,)) if smoke else (MODELS, LENGTHS)
     yield Run("longctx", model, shortest, every)
     yield Run("transformers", model, shortest, [CHECKPOINTING])
