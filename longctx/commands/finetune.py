@@ -175,6 +175,7 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
             "steps": steps,
             "dtype": "bfloat16" if on_gpu else "float32",
             "recompute": "selective",
+            "fit_memory": True,
             "run_dir": str(out),
         },
         "optimizer": {

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import math
 import sys
 import traceback
 from contextlib import nullcontext
@@ -95,17 +96,22 @@ def train(config: Config, *, resume: bool = False, resume_if_any: bool = False, 
     launch = Launch.read()
     check(config, world_size=launch.world_size)
     _check_traced(config, profile_steps)
-    device, found = _prepare(config, launch, resume, resume_if_any)
-    return _train(config, launch, device, found, profile_steps)
+    device, available, found = _prepare(config, launch, resume, resume_if_any)
+    return _train(config, launch, device, available, found, profile_steps)
 
 
-def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool) -> "tuple[torch.device, Checkpoint | None]":
-    """Checks everything that can be checked before processes join. Returns the device and the checkpoint to continue from."""
+def _prepare(
+    config: Config, launch: "Launch", resume: bool, resume_if_any: bool
+) -> "tuple[torch.device, int | None, Checkpoint | None]":
+    """Checks everything that can be checked before processes join.
+
+    Returns the device, the bytes that this rank can use (None: unknown), and the checkpoint to continue from.
+    """
     import torch
 
     from longctx.attention.kernels import Request, choose_kernel
     from longctx.attention.kernels.compilation import compile_variants
-    from longctx.memory.advisor import available_bytes, refuse_too_large
+    from longctx.memory.advisor import available_bytes, fitted, refuse_too_large
     from longctx.parallel.float8 import check_float8
     from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
@@ -123,7 +129,8 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
         logging.getLogger("longctx.attention.kernels").setLevel(logging.ERROR)  # the warnings of local rank 0 are the same
     if config.train.float8 is not None:
         check_float8(device)
-    available = available_bytes(device, launch.local_world_size)
+    available, on_gpu = available_bytes(device, launch.local_world_size), device.type == "cuda"
+    config = fitted(config, launch.world_size, available, fused=on_gpu)
     for stage, (own, store) in enumerate(open_stages(config)):
         with named(config, stage):
             spec = own.model_source(store.tokenizer.vocab_size).spec
@@ -141,7 +148,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
             check_vocabulary(own, spec)
             check_checkpoint(own, store, launch.world_size)
             check_pairs(own, store)
-            refuse_too_large(spec, own, store, launch.world_size, available, fused=device.type == "cuda")
+            refuse_too_large(spec, own, store, launch.world_size, available, fused=on_gpu)
     # Weights and two moments, in float32.
     size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
     found, damaged = open_run_folder(
@@ -151,7 +158,7 @@ def _prepare(config: Config, launch: "Launch", resume: bool, resume_if_any: bool
     if launch.rank == 0:
         for sentence in damaged + _notes(config, device):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    return device, found
+    return device, available, found
 
 
 def _notes(config: Config, device: "torch.device") -> list[str]:
@@ -168,9 +175,11 @@ def _train(
     config: Config,
     launch: "Launch",
     device: "torch.device",
+    available: int | None,
     found: "Checkpoint | None",
     traced: range | None,
 ) -> int:
+    from longctx.memory.advisor import changes_said, fitted
     from longctx.model.source import lines_on
     from longctx.parallel import mesh
     from longctx.training.first_steps import mix_lines
@@ -189,13 +198,17 @@ def _train(
             mix = mix_lines(trainer.config, trainer.loader.sampler, config.steps_of(trainer.stage))
             line, first = stage_line(config, trainer.stage), _first_line(trainer, store, found)
             of_model = lines_on(trainer.config.model_source(), config.model.from_pretrained)
-            lines = [line] * bool(line), [first], mix, of_model, _left_out(trainer, store), profile.lines
+            lines = [line] * bool(line), [first], [fit] * bool(fit), mix, of_model, _left_out(trainer, store), profile.lines
             print(*chain(*lines), sep="\n", flush=True)
 
     stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         mesh.record_messages(device, config.train.run_dir / "nccl")
         groups = join_run(config, launch, device)
+        least = min(groups.gather_objects(math.inf if available is None else available))  # all ranks decide the same
+        given = config
+        config = fitted(given, launch.world_size, None if math.isinf(least) else int(least), fused=device.type == "cuda")
+        fit = changes_said(given, config)
         try:
             finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:

@@ -319,6 +319,11 @@ class TrainSection(Section):
         description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
         "CPU)",
     )
+    fit_memory: bool = Field(
+        False,
+        description="if the memory estimate does not fit into the memory of each rank, with room to spare, train with the "
+        "cheapest changes of other settings with which it does: recomputation, exchange stages, resharding and others",
+    )
     peak_flops: float | None = Field(
         None,
         gt=0,

@@ -21,10 +21,12 @@ from longctx.model.spec import ModelSpec
 from longctx.parallel.recompute import MODES
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import make_planner
+from longctx.training.setup import make_planner, open_data
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
+ROOM = 0.85
+"""Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
 Settings = dict[str, Any]
 """New values by dotted name."""
 Choice = tuple[Settings, Memory]
@@ -80,6 +82,33 @@ def as_override(name: str, value: object) -> str:
     return f"--{name}={yaml_text(value)}"
 
 
+def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) -> Config:
+    """Returns the settings of a run, with `train.fit_memory` those with which every stage fits at the least cost in time.
+
+    They need at most ROOM of `available` bytes per rank by estimate (None: unknown, nothing changes), or as little as possible.
+    """
+    if not config.train.fit_memory or available is None:
+        return config
+    for number in range(len(config.stage_ends)):
+        own = config.at_stage(number)
+        store = open_data(own)
+        spec, room = own.model_source(store.tokenizer.vocab_size).spec, int(ROOM * available)
+        if not fits(spec, own, ranks, heaviest(own, store, ranks), room, fused=fused):
+            # The ranks that share weights have joined already when all ranks agree on the changes.
+            keep = ("parallel.shard_ranks",)
+            tried = (cheapest_change(spec, own, store, ranks, limit, fused=fused, keep=keep) for limit in (room, available))
+            config = changed(config, next((change for change in tried if change is not None), {}).items())
+    return config
+
+
+def changes_said(before: Config, after: Config) -> str:
+    """Returns a line on the settings that `fitted` changed; empty if there are none."""
+    old, new = before.model_dump(), after.model_dump()
+    names = [(section, key) for section in ("context", "parallel", "train") for key in new[section]]
+    changes = [as_override(f"{s}.{key}", new[s][key]) for s, key in names if new[s][key] != old[s][key]]
+    return f"train.fit_memory: {' '.join(changes)}" if changes else ""
+
+
 def allowed(config: Config, ranks: int) -> bool:
     """Returns whether the configuration rules allow these settings on `ranks` processes."""
     return not broken_rules(config, ranks)
@@ -102,15 +131,17 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
 
 
 def cheapest_change(
-    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool
+    spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool, keep: Sequence[str] = ()
 ) -> Settings | None:
     """Returns the cheapest valid change that makes a run fit into `available` bytes per rank, or None.
+
+    Settings named in `keep` do not change.
 
     This is the cheapest single setting that is enough. If none is, it is the set with the cheapest most expensive change; ties
     are decided by the next most expensive one, so no change of the set could be left out.
     """
     planned: dict[tuple[object, ...], Sequence[Load]] = {}
-    for change in _sets(savings(config)):
+    for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
         tried = changed(config, change.items())
         context = tried.context
         # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
