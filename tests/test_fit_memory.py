@@ -28,7 +28,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(store: Path, *more: str) -> list[str]:
-    given = ["batch.tokens_per_rank=2000", "train.steps=4", "data.max_length=500", "parallel.reshard_after=block"]
+    """Settings of a run that does not keep K and V."""
+    given = [
+        "context.keep_kv=false",
+        "batch.tokens_per_rank=2000",
+        "train.steps=4",
+        "data.max_length=500",
+        "parallel.reshard_after=block",
+    ]
     return ["train.fit_memory=true", f"data.store={store}", *given, *more]
 
 
@@ -54,6 +61,23 @@ def test_a_run_changes_only_as_much_as_it_must(store: Path, ranks: int) -> None:
         assert load(None, [*settings(store), *(word[2:] for word in said.split()[1:])], world_size=ranks) == found
         seen.add(said)
     assert len(seen) > 1
+
+
+def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
+    config = load(None, [word for word in settings(store) if "keep_kv" not in word], world_size=3)
+    keeping = changed(config, [("context.keep_kv", True)])
+    more, less = (needs(each, store, 3) for each in (keeping, config))
+    assert more > less
+    assert fitted(config, 3, int(more / ROOM) + 2, fused=False) == keeping
+    assert fitted(config, 3, int(less / ROOM) + 2, fused=False) == config
+    explicit = load(None, settings(store), world_size=3)
+    assert fitted(explicit, 3, 1 << 40, fused=False) == explicit
+
+
+def test_on_gpus_by_default(store: Path) -> None:
+    config = load(None, [word for word in settings(store) if word.split("=")[0] not in ("train.fit_memory", "context.keep_kv")])
+    assert fitted(config, 1, 1 << 40, fused=False) == config
+    assert fitted(config, 1, 1 << 40, fused=True).context.keep_kv
 
 
 def test_less_room_is_better_than_a_refusal(store: Path) -> None:

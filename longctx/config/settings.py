@@ -319,10 +319,11 @@ class TrainSection(Section):
         description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
         "CPU)",
     )
-    fit_memory: bool = Field(
-        False,
-        description="if the memory estimate does not fit into the memory of each rank, with room to spare, train with the "
-        "cheapest changes of other settings with which it does: recomputation, exchange stages, resharding and others",
+    fit_memory: bool | None = Field(
+        None,
+        description="use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv "
+        "is set, and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange stages, "
+        "resharding and others (null: on GPUs)",
     )
     peak_flops: float | None = Field(
         None,

@@ -86,14 +86,29 @@ def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) ->
     """Returns the settings of a run, with `train.fit_memory` those with which every stage fits at the least cost in time.
 
     They need at most ROOM of `available` bytes per rank by estimate (None: unknown, nothing changes), or as little as possible.
+    Received K and V are kept if that fits, unless the settings say otherwise.
     """
-    if not config.train.fit_memory or available is None:
+    wanted = config.train.fit_memory
+    if available is None or not (fused if wanted is None else wanted):
         return config
-    for number in range(len(config.stage_ends)):
+    room = int(ROOM * available)
+
+    def opened(config: Config, number: int) -> tuple[ModelSpec, Config, Store]:
         own = config.at_stage(number)
         store = open_data(own)
-        spec, room = own.model_source(store.tokenizer.vocab_size).spec, int(ROOM * available)
-        if not fits(spec, own, ranks, heaviest(own, store, ranks), room, fused=fused):
+        return own.model_source(store.tokenizer.vocab_size).spec, own, store
+
+    def has_room(config: Config, number: int) -> bool:
+        spec, own, store = opened(config, number)
+        return fits(spec, own, ranks, heaviest(own, store, ranks), room, fused=fused)
+
+    stages = range(len(config.stage_ends))
+    keeping = changed(config, [("context.keep_kv", True)])
+    if "keep_kv" not in config.context.model_fields_set and all(has_room(keeping, number) for number in stages):
+        return keeping
+    for number in stages:
+        if not has_room(config, number):
+            spec, own, store = opened(config, number)
             # The ranks that share weights have joined already when all ranks agree on the changes.
             keep = ("parallel.shard_ranks",)
             tried = (cheapest_change(spec, own, store, ranks, limit, fused=fused, keep=keep) for limit in (room, available))
