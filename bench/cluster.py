@@ -95,6 +95,8 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--modes", help="default: auto, static and every static degree that holds the longest document")
     parser.add_argument("--profile", type=Path, help="use this profile instead of measuring one")
+    parser.add_argument("--rate", type=float, help="bytes/s per rank instead of those of --network, to compare two versions")
+    parser.add_argument("--settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of the runs")
     parser.add_argument("--timeout", type=float, default=1500, help="seconds, for profile and comparison each")
     parser.add_argument("--out", type=Path, help="JSON file (default: bench/results/cluster-NODESxRANKS-NETWORK.json)")
     given = parser.parse_args()
@@ -134,6 +136,8 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     groups = stack.enter_context(limited_groups(ranks, given.share))
     speeds = [measure_flops(groups, given.tokens_per_rank)]
     rate, arithmetic = network_rate(given.network, speeds[0])
+    if given.rate is not None:
+        rate = arithmetic["bytes_per_s_of_a_rank"] = given.rate
     print("; ".join(f"{name} {value:,.4g}" for name, value in arithmetic.items()), flush=True)
     cluster = stack.enter_context(linked_namespaces(nodes, rate * per_node))
     lengths = make_lengths(given.mix, given.scale, longest_document(ranks, given.tokens_per_rank))
@@ -152,6 +156,7 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     speeds.append(measure_flops(groups, given.tokens_per_rank))
     words = ["compare", "--measure", str(config), "--modes", modes, "--steps", str(given.steps)]
     words += ["--warmup", str(given.warmup), "--out", str(measured), f"--context.profile={profile}"]
+    words += [f"--{setting}" for setting in given.settings]
     cluster.torchrun(words, per_node, groups, given.timeout)
     speeds.append(measure_flops(groups, given.tokens_per_rank))
     versions = harness.facts("longctx", "torch", "numpy")
@@ -225,7 +230,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
     head = (
         *("nodes × ranks, network", "auto, median step", "best static", "**auto over best static**", "in total"),
         *("auto over oracle", "in total", "prediction error of auto", "of best static", "losses differ by"),
-        "exchange wait per step of auto",
+        *("exchange wait per step of auto", "of best static"),
     )
     lines = []
     for result in results:
@@ -244,7 +249,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             *(speedups(oracle, auto) if oracle else ("—", "—")),
             *(f"{mode['prediction_error']:+.1%}" for mode in (auto, best)),
             f"{measured['loss_difference']:.0e}",
-            exchange_wait(auto),
+            *map(exchange_wait, (auto, best)),
         ]
         lines.append(line)
     words = (

@@ -19,6 +19,8 @@ from pathlib import Path
 PREFIX = "longctx-bench-"  # of names of namespaces and control groups; followed by the process id
 PORT = 29500
 PERIOD_US = 10_000
+MESSAGES = "messages"
+"""Group without a limit, of the threads that do not compute."""
 
 
 class ClusterError(Exception):
@@ -63,6 +65,7 @@ def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
             group.mkdir()
             for name, text in limits.items():
                 (group / name).write_text(text)
+        (top / MESSAGES).mkdir()
         yield groups
     except OSError as error:
         raise ClusterError(f"control groups cannot be created: {error}") from error
@@ -70,8 +73,22 @@ def limited_groups(ranks: int, share: float) -> Iterator[list[Path]]:
         remove_groups(top)
 
 
+def free_messages(groups: Sequence[Path]) -> None:
+    """Moves all threads but the first of each process out of the limited groups: they send messages, read data and plan.
+
+    Beside a GPU these do not wait until the GPU has computed. With control groups of version 2 nothing is moved.
+    """
+    for group in groups:
+        tasks, processes = group / "tasks", group / "cgroup.procs"
+        if not tasks.exists():
+            return
+        for thread in set(tasks.read_text().split()) - set(processes.read_text().split()):
+            with suppress(OSError):  # it has ended
+                (group.parent / MESSAGES / "tasks").write_text(thread)
+
+
 def remove_groups(top: Path) -> None:
-    for group in [*top.glob("rank-*"), top]:
+    for group in [*top.glob("rank-*"), top / MESSAGES, top]:
         for _ in range(50):  # killed processes take a moment to leave the group
             with suppress(OSError):
                 group.rmdir()
@@ -108,6 +125,7 @@ class Cluster:
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 if time.monotonic() > deadline:
                     raise ClusterError(f"`longctx {words[0]}` took longer than {timeout_s:.0f} s")
+                free_messages(groups)
                 time.sleep(0.2)
         finally:
             for process in started:  # launchers stop their ranks and wait for them
