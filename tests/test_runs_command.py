@@ -86,6 +86,17 @@ def test_runs_are_drawn_and_written_beside_the_first(run: Path, tmp_path: Path, 
     assert page.count("<img") == 4 + 2 and "<script" not in page and "url(" not in page
 
 
+@pytest.mark.parametrize(("factor", "said"), [(1.0, ""), (1.6, "1.60 times"), (0.5, "0.50 times")])
+def test_a_profile_that_is_far_off_is_doubted(run: Path, factor: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    log = run / "metrics.jsonl"
+    steps = [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+    log.write_text("".join(json.dumps({**step, "predicted_s": step["step_time_s"] / factor}) + "\n" for step in steps))
+    assert main(["runs", str(run)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (f"steps take {said} the predicted time" in out) == bool(said)
+    assert ("longctx profile CONFIG --out FILE" in out) == bool(said)
+
+
 def test_names_of_places_are_taken(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(run), "--png", str(tmp_path / "a.svg"), "--html", str(tmp_path / "a.html")]) == 0
     assert b"<svg" in (tmp_path / "a.svg").read_bytes() and (tmp_path / "a.html").exists()

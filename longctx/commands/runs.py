@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(table)
     console.print(SUMMARY_WORDS, style="dim", highlight=False)
     for log in runs:
+        if log.doubt():
+            console.print(log.doubt(), highlight=False, markup=False)
         if log.damaged:
             console.print(f"{log.path}: {log.damaged} damaged lines of metrics.jsonl left out", highlight=False, markup=False)
     print(f"written to {picture} and {page}")

@@ -23,6 +23,8 @@ PARTS = {
 LAST = 10
 """Number of steps whose mean is the final loss."""
 PAUSED = 5
+FAR_OFF = 1.5
+"""Measured over predicted step time, or its inverse, from which on the profile is in doubt."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,16 @@ class Run:
     def over_predicted(self) -> float:
         """Returns the median of measured over predicted step time."""
         return median(map(_over_predicted, self.usual()))
+
+    def doubt(self) -> str:
+        """Returns a line on a profile whose predictions are far off; empty if they are not."""
+        ratio = self.over_predicted()
+        if 1 / FAR_OFF <= ratio <= FAR_OFF:
+            return ""
+        return (
+            f"{self.name}: steps take {ratio:.2f} times the predicted time, so plans may be worse than they could be: measure "
+            "a profile of this machine (longctx profile CONFIG --out FILE), and train with --context.profile FILE"
+        )
 
     def degrees(self) -> dict[int, list[int]]:
         """Returns the number of documents of every step by degree class, ascending; see `degree_class`."""
