@@ -127,6 +127,7 @@ class Run:
             "batch.tokens_per_rank": self.tokens,
             "train.steps": steps,
             "train.dtype": "bfloat16",
+            "train.fit_memory": False,  # the row says what is measured
             "optimizer.warmup_steps": 1,
             "checkpoint.every": None,
             "log.tensorboard": False,
