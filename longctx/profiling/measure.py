@@ -147,7 +147,9 @@ def measure_profile(
     recompute, tensor = config.train.recompute, mesh.tensor.size()
     work = work_of(profiled.spec, config.train.dtype, recompute=recompute, keep_kv=config.context.keep_kv, tensor=tensor)
     profile = replace(profile, query_share=_short(query_share(profile, work)))
-    sources["query_share"] = Source("model: matrices to queries / all matrices, without messages of tensor parallelism")
+    sources["query_share"] = Source(
+        "model: 2 of 3 products of the matrices to queries / all products, less tensor-parallel messages"
+    )
     note(measure_step(profiled))
     tell("attention")
     for measurement in measure_attention(profiled):

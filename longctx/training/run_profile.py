@@ -100,9 +100,10 @@ def work_of(
     block (mode mlp: only those of the MLP, norms: none), but never the last one of the MLP, as torch stops when all saved
     tensors are there. Tensor parallelism has 4 collectives per block in forward, 4 in backward and 3 in a recomputed forward,
     each with (tp - 1)/tp of [tokens, hidden] per rank; those of embedding and head are not counted. Every stage receives
-    [tokens, hidden] / tp in forward and in backward. Queries are computed while K and V travel, also in a forward that is
-    recomputed with attention, and their gradients while those of K and V return. Attention windows are not counted: plans
-    assume full attention. Raises ProfileError if tp does not divide the KV heads.
+    [tokens, hidden] / tp in forward and in backward. While K and V travel, queries are computed, also in a forward that is
+    recomputed with attention; while their gradients return, so is the gradient of the queries' input. That of the weights does
+    not count, as compiled blocks compute it later. Attention windows are not counted: plans assume full attention. Raises
+    ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -131,7 +132,7 @@ def work_of(
         tensor_bytes=len(layers) * collectives * hidden_bytes * (tensor - 1) / tensor,
         pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
         gpus=gpus if pipeline.ranks > 1 else 1,
-        queries=sum(layer.query_parameters for layer in layers) * (1 + again / 3 - spec.adapted / 3) / tensor,
+        queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
     )
 
 

@@ -43,9 +43,9 @@ class HardwareProfile:
         exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2: in rings that cross nodes,
             K and V cross the network once per node and are then passed on inside the node (`context.two_level_exchange`).
             Optional, 2 by default.
-        query_share: share of `linear_s_per_token`, in [0, 1], that computes queries and their gradients while K and V, or their
-            gradients, travel. Queries hide the exchange at the same `overlap` as attention. 0, the default, for models that
-            compute queries before K and V are sent.
+        query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V travel, or the gradient of
+            their input while the gradients of K and V return. It hides the exchange at the same `overlap` as attention. 0, the
+            default, for models that compute queries before K and V are sent.
     """
 
     linear_s_per_token: float
