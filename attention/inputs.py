@@ -8,8 +8,9 @@ import torch.distributed as dist
 from longctx.errors import UserError
 from longctx.planning.layout import Layout
 
-Queries = Callable[[], torch.Tensor]
-"""Function that computes the queries [tokens, heads, head_dim]."""
+Queries = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
+"""Function that computes the queries [tokens, heads, head_dim]. It is given a function to call on its input, which returns the
+same tensor: compilers then see that the gradients of K and V are waited for after that of this tensor."""
 
 
 class AttentionInputError(UserError):
@@ -46,10 +47,10 @@ class CheckedAttention:
         """Computes attention. A function `q` is called for the queries once K and V are on their way, which hides messages."""
         if isinstance(q, torch.Tensor):
             self._check(q, k, v, sink_logits)
-            return self.attend(lambda: q, k, v, layer, sink_logits)
+            return self.attend(lambda sent: q, k, v, layer, sink_logits)
 
-        def queries() -> torch.Tensor:
-            computed = q()
+        def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            computed = q(sent)
             self._check(computed, k, v, sink_logits)
             return computed
 

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from longctx.attention.inputs import Queries
 from longctx.attention.merge import merge_
 from longctx.attention.ring_pass import Ring, RingPass, layer_name
 from longctx.attention.segment_builder import Call
@@ -89,15 +90,37 @@ def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def ring_attention(
-    queries: Callable[[], Tensor], k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int
-) -> Tensor:
+class _Sent(torch.autograd.Function):
+    """Returns x and `begun`. In backward, `begun` has no gradient before x has: `finish` needs it, so it comes later.
+
+    Autograd alone would run `finish` last, as its node is the oldest, but compilers move what does not depend on each other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, begun: Tensor) -> tuple[Tensor, Tensor]:
+        return x.view_as(x), begun.view_as(begun)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor, dbegun: Tensor) -> tuple[Tensor, Tensor]:
+        local = dx.to_local() if hasattr(dx, "to_local") else dx  # a DTensor with tensor parallelism
+        return dx, local.flatten()[:0]
+
+
+def ring_attention(queries: Queries, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int) -> Tensor:
     """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V have been sent.
 
-    Autograd runs the backward of `begin`, which is `finish`, after that of everything computed later, so of the queries.
+    Backward waits for the gradients of K and V after that of the input of `queries`.
     """
     begun = begin(k, v, call, layer)
-    out: Tensor = forward(queries(), k, v, sink_logits, begun, call, layer)[0]
+
+    def sent(x: Tensor) -> Tensor:
+        nonlocal begun
+        if x.requires_grad and begun.requires_grad:
+            x, begun = _Sent.apply(x, begun)  # type: ignore[no-untyped-call]  # torch's own
+        return x
+
+    q = queries(sent)
+    out: Tensor = forward(q, k, v, sink_logits, begun, call, layer)[0]
     return out
 
 

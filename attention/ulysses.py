@@ -70,7 +70,7 @@ class HybridAttention(CheckedAttention):
             )
         if self.swap is None:
             return self.plain.attend(queries, k, v, layer, sink_logits)
-        q = queries()
+        q = queries(lambda x: x)
         u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
         layer = NO_LAYER if layer is None else layer
@@ -79,10 +79,10 @@ class HybridAttention(CheckedAttention):
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out = self.wide.attend(lambda: wide_q, wide_k, wide_v, layer, own_logits)
+        out = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
         swapped: torch.Tensor = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
         out = swapped.view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain.attend(lambda: q, k, v, layer, sink_logits) if self.mixed else out
+        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:

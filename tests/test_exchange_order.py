@@ -128,7 +128,7 @@ def batches(case: Case) -> list[list[set[Message]]]:
     return found
 
 
-def left_over(posted: list[list[set[Message]]]) -> int:
+def left_over(posted: list[list[set[Any]]]) -> int:
     """Plays the batches; a rank begins one when all messages of the one before have met. Returns how many never end."""
     waiting = [list(batches) for batches in posted]
     while True:

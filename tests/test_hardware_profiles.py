@@ -57,6 +57,7 @@ def test_a_profile_survives_its_file(tmp_path: Path, write: Any) -> None:
         ),
         ({"latency_s": -0.5}, "latency_s is -0.5: must be a number ≥ 0"),
         ({"overlap": "much"}, r"overlap is 'much': must be in \[0, 1\]"),
+        ({"query_share": 1.5}, r"query_share is 1.5: must be in \[0, 1\]"),
         ({"ranks_per_node": 2.5}, "ranks_per_node is 2.5: must be a whole number"),
         ({"attention_efficiency": 0.5}, "attention_efficiency is 0.5: must be a list"),
         ({"attention_efficiency": [[64, 0.5], [32, 0.6]]}, r".*tokens \[64, 32\] must be ≥ 1 and strictly ascending"),

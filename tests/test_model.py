@@ -30,7 +30,7 @@ def packed(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def logits_of(made: Decoder, tokens: torch.Tensor, positions: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    return made(tokens, positions, lambda q, k, v, layer: reference_attention(q(), k, v, lengths))
+    return made(tokens, positions, lambda q, k, v, layer: reference_attention(q(lambda x: x), k, v, lengths))
 
 
 @pytest.mark.parametrize("tied", [True, False])

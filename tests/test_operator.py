@@ -1,5 +1,6 @@
 """The operator compiles without graph breaks or recompilation, and selective recomputation keeps its outputs."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -8,6 +9,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+from functorch.compile import make_boxed_compiler, make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longctx.attention import OPERATORS, RingAttention
@@ -17,7 +20,7 @@ from longctx.model.presets import PRESETS
 from longctx.model.rope import Rope
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.recompute import MODES, apply_recompute
-from longctx.planning.layout import Placement
+from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.marks import slow_unless
 from tests.workers import Workers
@@ -185,9 +188,9 @@ def run_told(keys_need_gradients: bool) -> tuple[list[str], list[str]]:
         tensor.requires_grad_(keys_need_gradients)
     weight = torch.ones(8, requires_grad=True)
 
-    def queries() -> torch.Tensor:
+    def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         Telling.events.append("queries")
-        product = q * weight
+        product = q * sent(weight)
         product.register_hook(lambda _: Telling.events.append("queries' gradient"))
         return product
 
@@ -208,3 +211,31 @@ def test_messages_travel_while_queries_are_computed(workers: Workers) -> None:
     for forward, backward in workers.run(run_told, 2, False):
         assert forward == ["post", "queries", "wait"]
         assert backward == ["post", "wait", "queries' gradient"]
+
+
+def test_compiled_blocks_await_the_last_gradients_after_those_of_the_queries() -> None:
+    """The operator that waits depends on a product of the queries' backward, so that no compiler can move it before."""
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph)
+
+    model = Decoder(PRESETS["tiny"].model_copy(update={"num_hidden_layers": 1, "vocab_size": 8}))
+    model.initialize(0)
+    compile_blocks(model, backend=aot_autograd(fw_compiler=make_boxed_compiler(lambda graph, _: graph), bw_compiler=keep))
+    attention = RingAttention(Layout.of([Placement(0, 0, 1)], [40], 0, 0))
+    model(torch.zeros(40, dtype=torch.int64), torch.arange(40), attention).sum().backward()
+
+    def before(name: str) -> set[torch.fx.Node]:
+        """Returns what an operator depends on."""
+        (last,) = [node for node in graphs[0].graph.nodes if name in str(node.target)]
+        found, new = set(), {last}
+        while new:
+            found |= new
+            new = {other for node in new for other in node.all_input_nodes} - found
+        return found
+
+    between = before("ring_attention_finish") - before("ring_attention_backward")
+    assert "aten.mm.default" in {str(node.target) for node in between}

@@ -55,8 +55,10 @@ def plain_time_s(
             intra += size * near / profile.intra_node_bytes_per_s
             inter += size * far / profile.inter_node_bytes_per_s
     exchange = profile.latency_s + max(intra, inter) if mates else 0.0
-    exposed = max(0.0, exchange - profile.overlap * attention)
-    return profile.linear_s_per_token * tokens + attention + exposed, exposed
+    linear = profile.linear_s_per_token * tokens
+    in_queries = min(profile.overlap * profile.query_share * linear, 2 / 3 * exchange)
+    exposed = max(0.0, exchange - profile.overlap * attention - in_queries)
+    return linear + attention + exposed, exposed
 
 
 @st.composite
@@ -124,6 +126,21 @@ def test_a_ring_across_nodes_pays_the_slow_network() -> None:
         times.append(int(score(slow, np.array([2000]), a, 16).exposed.max()))
     assert times[0] == pytest.approx(2e6 + 1000 * 393216 / 300e9 * 1e9, abs=2)
     assert times[1] == pytest.approx(2e6 + 1000 * 393216 / 40e9 * 1e9, abs=2)
+
+
+def test_queries_hide_the_first_fetch_and_the_return_but_not_the_fetch_in_between() -> None:
+    """Queries of all tokens of a rank do, also of documents that are not split; at most two of the three passes."""
+    slow = replace(H100, overlap=1.0, latency_s=0.0, attention_s_per_token2=1e-18, ranks_per_node=1, exchange_levels=1)
+    passes = 4096 * 393216 / 40e9
+    unsplit = Assignment(np.array([0, 0]), np.array([0, 0]), np.array([2, 1]), np.array([False, False]))
+    for share, expected in (
+        (0.0, passes),
+        (0.02, passes - 0.02 * 8.9e-5 * 12288),
+        (0.04, passes / 3),
+        (1.0, passes / 3),
+    ):
+        found = score(replace(slow, query_share=share), np.array([8192, 8192]), unsplit, 2)
+        assert found.exposed[0, 0] / 1e9 == pytest.approx(expected, abs=1e-8)
 
 
 @settings(max_examples=200, deadline=None)

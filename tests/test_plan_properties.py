@@ -1,10 +1,12 @@
 """Every plan keeps its guarantees for any lengths, ranks, budget and profile; auto is never worse than the other modes."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, largest_shards, least_degrees
@@ -13,9 +15,12 @@ from longctx.planning.cost.model import score
 from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
+from longctx.planning.planners.static import pack_static, static_bounds_ns
+from longctx.planning.planners.step import Step
 from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
+HIDDEN_BY_QUERIES = replace(H100, attention_s_per_token2=1e-15, overlap=1.0, query_share=1.0, ranks_per_node=1)
 
 
 @st.composite
@@ -37,6 +42,7 @@ def profiles(draw: st.DrawFn) -> HardwareProfile:
         step_s=draw(st.sampled_from([0.0, 0.3])),
         exchange_levels=draw(st.sampled_from([1, 1, 2])),
         attention_split_penalty=draw(st.sampled_from([0.0, 0.3, 1.7])),
+        query_share=draw(st.sampled_from([0.0, 0.07, 1.0])),
     )
 
 
@@ -96,6 +102,21 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
         assert best.makespan_s <= one.makespan_s
         assert one.winner == f"static:{degree}"
         assert set(one.degrees) == {degree}
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), profiles())
+@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES)
+def test_no_static_plan_beats_the_bounds_of_its_degree(request: dict[str, Any], profile: HardwareProfile) -> None:
+    """The first bound of a degree holds for higher degrees too."""
+    step = Step(profile, np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"])
+    on_all_ranks = 0
+    for degree in range(1, step.ranks + 1):
+        found = pack_static(step, degree)
+        if found is not None:
+            bounds = static_bounds_ns(step, degree)
+            on_all_ranks = max(on_all_ranks, bounds[0])
+            assert max(on_all_ranks, bounds[1]) <= found.makespan_ns
 
 
 @settings(max_examples=60, deadline=None)

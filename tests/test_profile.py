@@ -324,10 +324,12 @@ def test_the_command_in_one_process(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in not_measured:
         assert getattr(found, name) == getattr(H100, name)
         assert content["measured"]["not_measured"][name] == "one process: taken from h100-nvlink-ib"
-    given = {"kv_bytes_per_token", "exchange_levels"}  # given by the model and the settings
+    given = {"kv_bytes_per_token", "exchange_levels", "query_share"}  # given by the model and the settings
     assert set(content["measured"]["relative_residual"]) == set(found.to_dict()) - not_measured - given
     assert found.exchange_levels == 2
     assert found.kv_bytes_per_token == 1 * 2 * 2 * 8 * 4 * 3
+    queries, others = 64 * 4 * 8, 64 * 8 * (4 + 2 + 2) + 3 * 64 * 128 + 300 * 64
+    assert found.query_share == pytest.approx(2 / 3 * queries / (queries + others), rel=1e-3)
     assert content["measured"]["ranks"] == 1
     assert content["measured"]["model"]["vocab_size"] == 300
     check = content["measured"]["check"]

@@ -20,9 +20,9 @@ from longctx.memory.advisor import changed, cheapest_change, choices, heaviest
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError
-from longctx.planning.cost.scaling import RankWork, scale
+from longctx.planning.cost.scaling import RankWork, query_share, scale
 from longctx.planning.planner import make_plan
-from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile
+from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile, work_of
 from longctx.training.setup import make_attention, make_planner
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
@@ -84,6 +84,7 @@ def test_every_constant_is_scaled_by_what_it_grows_with() -> None:
     assert found.kv_bytes_per_token == 1 * 2 * 1 * 32 * 4 * 3
     assert (found.latency_s, found.launch_s) == (CPU.latency_s / 2, CPU.launch_s / 2)
     assert found.step_s == pytest.approx(CPU.step_s * (block + 257 * 64) / (2 * tiny + 4096 * 128))
+    assert found.query_share == pytest.approx(2 / 3 * 64 * 2 * 32 / (block + 257 * 64), rel=1e-3)
     for name in ("attention_efficiency", "overlap", "intra_node_bytes_per_s", "inter_node_bytes_per_s", "ranks_per_node"):
         assert getattr(found, name) == getattr(CPU, name)
 
@@ -94,7 +95,8 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
     anew = (32 * block + head + 32 * (block - 4096 * 14336) / 3) / (32 * block + head)
     selective = of([*EIGHT_B, "train.recompute=selective"])
     assert selective.linear_s_per_token == pytest.approx(H100.linear_s_per_token * anew)
-    assert replace(selective, linear_s_per_token=H100.linear_s_per_token) == H100
+    same = {"linear_s_per_token": H100.linear_s_per_token, "query_share": H100.query_share}
+    assert replace(selective, **same) == H100
     mlp = of([*EIGHT_B, "train.recompute=mlp"])
     assert mlp.linear_s_per_token / H100.linear_s_per_token - 1 == pytest.approx(
         32 * 2 * 4096 * 14336 / 3 / (32 * block + head)
@@ -115,6 +117,46 @@ def test_recomputation_splits_and_kept_keys_are_scaled_too() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib", "examples/slow_network.yaml"])
+def test_profiles_count_the_matrices_to_queries(name: str) -> None:
+    profile, described = read_described(name)
+    assert described is not None
+    assert profile.query_share == pytest.approx(query_share(profile, described.work), rel=2e-3)
+
+
+def test_queries_of_a_run_hide_messages_while_they_travel() -> None:
+    """Two products of the matrix to queries do: forward, which may be repeated, and the gradient of its input."""
+    block, head = 4096 * 128 * 2 * 40 + 3 * 4096 * 14336, 128256 * 4096
+    queries, last = 32 * 4096 * 4096 * 2 / 3, 32 * 4096 * 14336
+
+    def share(*settings: str, ranks: int = 1) -> float:
+        return of([*EIGHT_B, *settings], ranks=ranks).query_share
+
+    assert share() == H100.query_share == pytest.approx(queries / (32 * block + head), rel=1e-3)
+    again = (32 * block - last) / 3
+    assert share("train.recompute=selective") == pytest.approx(queries / (32 * block + head + again), rel=1e-3)
+    assert share("train.recompute=full") == pytest.approx(3 / 2 * queries / (32 * block + head + again), rel=1e-3)
+    tensor = of([*EIGHT_B, "parallel.tensor_parallel_size=4"], ranks=8)
+    assert tensor.query_share * tensor.linear_s_per_token == pytest.approx(H100.query_share * H100.linear_s_per_token / 4)
+    pipeline = share("parallel.pipeline_parallel_size=2", ranks=8)
+    assert pipeline == pytest.approx(15 / 32 * queries / (15 * block + head), rel=0.02)
+    assert share("context.ulysses_degree=8") == 0, "heads are swapped once the queries are there"
+    assert share("context.ulysses_degree=auto") == H100.query_share, "a choice of each micro-batch"
+
+
+def test_queries_that_are_computed_first_hide_nothing() -> None:
+    """Those of models of transformers; a profile without the constant hides nothing either."""
+    described = read_described("h100-nvlink-ib")[1]
+    assert described is not None
+    spec = described.model.spec
+    first = replace(spec, layers=tuple(replace(layer, query_parameters=0) for layer in spec.layers))
+    assert scale(H100, described.work, work_of(first, "bfloat16")) == replace(H100, query_share=0.0)
+    older = replace(H100, query_share=0.0)
+    assert scale(older, described.work, work_of(spec, "bfloat16", recompute="full")).query_share == 0
+    frozen = replace(spec, layers=tuple(replace(layer, adapter_parameters=1) for layer in spec.layers))
+    assert scale(H100, described.work, work_of(frozen, "bfloat16")).query_share == pytest.approx(1.5 * H100.query_share)
+
+
 def measured(folder: Path, **changes: Any) -> str:
     """Writes a file as `longctx profile` does for the 8B model, with some values changed; None: omitted."""
     content = yaml.safe_load((SHIPPED / "h100-nvlink-ib.yaml").read_text("utf-8"))
@@ -133,7 +175,14 @@ def test_a_profile_measured_in_a_split_is_scaled_out_of_it(tmp_path: Path) -> No
     mine = measured(tmp_path, said=said, **split.to_dict())
     assert of([*settings, mine], ranks=8) == split
     back = of([*EIGHT_B, mine])
-    for name in ("linear_s_per_token", "attention_s_per_token2", "kv_bytes_per_token", "ranks_per_node", "step_s"):
+    for name in (
+        "linear_s_per_token",
+        "query_share",
+        "attention_s_per_token2",
+        "kv_bytes_per_token",
+        "ranks_per_node",
+        "step_s",
+    ):
         assert getattr(back, name) == pytest.approx(getattr(H100, name)), name
     mine = measured(tmp_path, said=said, **{**split.to_dict(), "intra_node_bytes_per_s": 1.0})
     with pytest.raises(

@@ -44,6 +44,16 @@ def test_exposed_time_is_what_the_bytes_take() -> None:
     assert ring / 1e9 == pytest.approx(shard_s * (7 - 1 - swaps), rel=1e-4)
 
 
+def test_queries_hide_messages_only_on_ranks_that_do_not_swap_heads() -> None:
+    """Heads are swapped once the queries are there: nothing of them is left to hide K and V."""
+    ready = replace(H100, overlap=1.0, attention_s_per_token2=1e-18, latency_s=1.0, query_share=0.0)
+    for profile in (ready, replace(ready, query_share=1.0)):
+        swapping, plain = plan_of(8 * 4096, 8, profile), plan_of(7 * 4096, 7, profile)
+        exposed = [micro_batch_ns(plan, 0, 4, 32, 8) / 1e9 - 4096 * 8.9e-5 for plan in (swapping, plain)]
+        assert exposed[0] > 1
+        assert (exposed[1] > 1) == (profile == ready)
+
+
 @given(
     lengths=st.lists(st.integers(1, 200_000), min_size=1, max_size=20),
     ranks=st.sampled_from([6, 8, 16, 32]),

@@ -1,7 +1,6 @@
 """FLOPs match an independent counter; times of a step and its trace are correct."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from longctx.attention.inputs import Queries
 from longctx.cli import main
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder
@@ -35,8 +35,8 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     model = Decoder(shape)
     model.initialize(0)
 
-    def dense(queries: Callable[[], torch.Tensor], k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        q = queries()
+    def dense(queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+        q = queries(lambda x: x)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         heads = (x.transpose(0, 1) for x in (q, k, v))
         scores = torch.matmul(*(x if n == 0 else x.transpose(1, 2) for n, x in enumerate(list(heads)[:2])))

@@ -69,7 +69,7 @@ class Row:
             if no micro-batch gathers or reduces weights; a lower bound for other plans.
         tight_bound_s: tight lower bound on the time of any plan of these documents; at least `lower_bound_s`.
         unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan can avoid.
-        exchange_share: waiting for K and V, not hidden by attention.
+        exchange_share: waiting for K and V.
         idle_share: waiting for the slowest rank of the micro-batch.
         fixed_share: launches of micro-batches, and the optimizer.
         padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.

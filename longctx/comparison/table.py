@@ -82,9 +82,9 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
         "all steps: --baseline static:DEGREE",
         "plain static: the best power-of-two degree of every step, documents packed by tokens alone",
         "gap: time above the lower bound, which assumes a free network; in the last line, the part that no plan can avoid",
-        "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by attention), and for the slowest "
-        "rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; nothing "
-        "is padded",
+        "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by computation), and for "
+        "the slowest rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; "
+        "nothing is padded",
         "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one stage; "
         "more stages need less memory",
     ]

@@ -52,13 +52,16 @@ class SelfAttention(nn.Module):
         self.k_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
-        def heads(proj: nn.Module) -> torch.Tensor:
+        def heads(proj: nn.Module, x: torch.Tensor) -> torch.Tensor:
             wide: torch.Tensor = proj(x).unflatten(-1, (-1, self.head_dim))
             return wide
 
-        k, v = rotate(self.k_norm(heads(self.k_proj)), cos, sin), heads(self.v_proj)
-        # Queries are computed while keys and values travel.
-        out: torch.Tensor = attention(lambda: rotate(self.q_norm(heads(self.q_proj)), cos, sin), k, v, self.layer)
+        k, v = rotate(self.k_norm(heads(self.k_proj, x)), cos, sin), heads(self.v_proj, x)
+
+        def queries(sent: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:  # while keys and values travel
+            return rotate(self.q_norm(heads(self.q_proj, sent(x))), cos, sin)
+
+        out: torch.Tensor = attention(queries, k, v, self.layer)
         updated: torch.Tensor = self.o_proj(out.flatten(1))
         return updated
 

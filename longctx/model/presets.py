@@ -103,8 +103,11 @@ def _spec(shape: ModelShape) -> ModelSpec:
     sizes = (shape.hidden_size, *attention, shape.intermediate_size, matrices, norms + biases)
     output_norm = shape.hidden_size if shape.output_norms else 0
     of_heads = heads * shape.head_dim if shape.qk_norm else 0
+    queries = shape.hidden_size * shape.num_attention_heads * shape.head_dim
     return ModelSpec(
-        layers=tuple(LayerSpec(*sizes, window, output_norm + of_heads, output_norm) for window in windows),
+        layers=tuple(
+            LayerSpec(*sizes, window, output_norm + of_heads, output_norm, query_parameters=queries) for window in windows
+        ),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         tie_word_embeddings=shape.tie_word_embeddings,

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from longctx.attention import HybridAttention, RingAttention, by_layer
+from longctx.attention.inputs import Queries
 from longctx.errors import UserError
 from longctx.model.spec import ModelSpec
 
@@ -19,10 +20,10 @@ from longctx.model.spec import ModelSpec
 class Attention(Protocol):
     """Attention within each document: q [tokens, heads, dim], k and v [tokens, kv_heads, dim] → [tokens, heads, dim].
 
-    `q` is a function that returns the queries, called once K and V are on their way.
+    `q` is a function that returns the queries (see `longctx.attention.inputs.Queries`), called once K and V are on their way.
     """
 
-    def __call__(self, q: Callable[[], torch.Tensor], k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
+    def __call__(self, q: Queries, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor: ...
 
 
 @runtime_checkable

@@ -20,6 +20,7 @@ class LayerSpec:
             norm before either.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
     """
 
     hidden_size: int
@@ -35,6 +36,7 @@ class LayerSpec:
     idle_parameters: int = 0
     adapter_parameters: int = 0
     adapter_width: int = 0
+    query_parameters: int = 0
 
     @property
     def parameters(self) -> int:

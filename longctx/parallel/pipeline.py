@@ -230,7 +230,8 @@ class PipelineRun:
         """Returns the output of the head for each micro-batch, without gradients; zeros [tokens] on ranks without the head.
 
         All ranks of the pipeline and of the domain must call it with the same number. Micro-batches run through all stages one
-        after the other; with one stage per rank they overlap.
+        after the other; with one stage per rank they overlap. In this order no rank sends a message alone that another one does
+        not receive next; with stages in the outer loop, two ranks of several chunks would wait for each other on NCCL.
         """
         given = [inputs(number) for number in range(micro_batches)]
         for stage in self.stages:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from longctx.attention.exchange import Exchange, Pending, Rows
+from longctx.attention.inputs import Queries
 from longctx.errors import UserError
 from longctx.planning.calibration.fit import AttentionTime, fit_attention, fit_line
 from longctx.planning.layout import Layout
@@ -35,9 +36,9 @@ class _Through(torch.autograd.Function):
         return dout, part, part
 
 
-def no_attention(q: Callable[[], torch.Tensor], k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
+def no_attention(q: Queries, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
     """Replaces attention to time everything else. q, k and v must have the same head size."""
-    out: torch.Tensor = _Through.apply(q(), k, v)  # type: ignore[no-untyped-call]  # torch's own
+    out: torch.Tensor = _Through.apply(q(lambda x: x), k, v)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 

@@ -13,12 +13,13 @@ from longctx.model.presets import ModelShape
 from longctx.parallel.mesh import Mesh
 from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.scaling import query_share
 from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
 from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
 from longctx.profiling.profiled_run import Measurement, ProfiledRun
-from longctx.training.run_profile import read_described
+from longctx.training.run_profile import read_described, work_of
 
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
@@ -143,6 +144,12 @@ def measure_profile(
 
     tell("everything except attention")
     note(measure_linear(profiled))
+    recompute, tensor = config.train.recompute, mesh.tensor.size()
+    work = work_of(profiled.spec, config.train.dtype, recompute=recompute, keep_kv=config.context.keep_kv, tensor=tensor)
+    profile = replace(profile, query_share=_short(query_share(profile, work)))
+    sources["query_share"] = Source(
+        "model: 2 of 3 products of the matrices to queries / all products, less tensor-parallel messages"
+    )
     note(measure_step(profiled))
     tell("attention")
     for measurement in measure_attention(profiled):

@@ -100,7 +100,9 @@ def work_of(
     block (mode mlp: only those of the MLP, norms: none), but never the last one of the MLP, as torch stops when all saved
     tensors are there. Tensor parallelism has 4 collectives per block in forward, 4 in backward and 3 in a recomputed forward,
     each with (tp - 1)/tp of [tokens, hidden] per rank; those of embedding and head are not counted. Every stage receives
-    [tokens, hidden] / tp in forward and in backward. Attention windows are not counted: plans assume full attention. Raises
+    [tokens, hidden] / tp in forward and in backward. While K and V travel, queries are computed, also in a forward that is
+    recomputed with attention; while their gradients return, so is the gradient of the queries' input. That of the weights does
+    not count, as compiled blocks compute it later. Attention windows are not counted: plans assume full attention. Raises
     ProfileError if tp does not divide the KV heads.
     """
     for layer in spec.layers:
@@ -130,6 +132,7 @@ def work_of(
         tensor_bytes=len(layers) * collectives * hidden_bytes * (tensor - 1) / tensor,
         pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
         gpus=gpus if pipeline.ranks > 1 else 1,
+        queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
     )
 
 
@@ -204,6 +207,8 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         tokens_per_rank=config.batch.tokens_per_rank,
         gpus=ranks,
     )
+    if config.context.ulysses_degree not in (1, "auto"):
+        wanted = replace(wanted, queries=0.0)  # heads are swapped once the queries are there
     found = _scaled(name, profile, described, wanted, "this run", node)
     return replace(found, lines=(*found.lines, *lines, *_doubts(name, described, device, gpu, config.train.dtype)))
 

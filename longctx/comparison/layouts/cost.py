@@ -5,7 +5,8 @@ splits. This module adds the collectives of weights and gradients over the domai
 
 - If blocks gather weights, twice per micro-batch; if micro-batches reduce gradients (float32), once per micro-batch. The part
   not hidden by the linear work of a full micro-batch, at the profile's overlap, is added to the launch time of every
-  micro-batch. Collectives once per step are added to the step, and not hidden. The optimizer's own time is not counted.
+  micro-batch; work on queries does not count, as it hides K and V. Collectives once per step are added to the step, and not
+  hidden. The optimizer's own time is not counted.
 - A collective over several nodes uses the network cards of all its ranks in a node (NCCL rings): its bandwidth is their sum, at
   most that of the links inside the node.
 """
@@ -121,8 +122,9 @@ class Split:
 def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfile:
     """Returns the profile of the slowest pipeline rank of a split. Tensor ranks must fit in a node.
 
-    launch_s = launch time of the rank's layers + max(0, 2 · gather + reduce - overlap · linear_s_per_token · tokens_per_rank),
-    if blocks gather and micro-batches reduce; collectives once per step are in step_s instead.
+    launch_s = launch time of the rank's layers + max(0, 2 · gather + reduce - hidden) if blocks gather and micro-batches
+    reduce, where hidden = overlap · (1 - query_share) · linear_s_per_token · tokens_per_rank. Collectives once per step are in
+    step_s instead.
     """
     work = work_of(
         spec,
@@ -145,7 +147,7 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
         in_micro_batch += reduce
     else:
         in_step += reduce
-    hidden = known.overlap * scaled.linear_s_per_token * split.tokens_per_rank
+    hidden = scaled.overlap * (1 - scaled.query_share) * scaled.linear_s_per_token * split.tokens_per_rank
     return replace(scaled, launch_s=scaled.launch_s + max(0.0, in_micro_batch - hidden), step_s=in_step)
 
 

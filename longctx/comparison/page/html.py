@@ -188,8 +188,9 @@ def _method(c: Comparison) -> str:
 <p>Every way of planning gets the same documents, ranks and token budget, and its plan is checked: each document is in exactly
 one micro-batch, and no rank holds more tokens than the budget. All plans are then scored by one cost model, in which attention
 is a ring exchange that is hidden behind computation as far as the profile says, whatever the system itself would use:</p>
-<pre>rank       = linear · tokens + Σ attention · s² / degree / efficiency(s / (1 + penalty · (degree − 1)))
-             + max(0, exchange − overlap · attention)
+<pre>rank       = linear · tokens + attention + max(0, exchange − hidden)
+attention  = Σ attention · s² / degree / efficiency(s / (1 + penalty · (degree − 1)))
+hidden     = overlap · attention + min(overlap · share of queries · linear · tokens, 2/3 · exchange)
 exchange   = latency + max(bytes inside the node / bandwidth, bytes across nodes / bandwidth)
 step       = fixed + Σ over micro-batches (launch + slowest rank)
 lower      = fixed + launch · fewest micro-batches + all work at its best efficiency / ranks

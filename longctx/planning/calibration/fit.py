@@ -109,7 +109,10 @@ class OverlapTime:
 
 
 def fit_overlap(times: Sequence[OverlapTime]) -> tuple[float, float]:
-    """Returns (overlap in [0, 1], residual) for both = attention + max(0, exchange - overlap · attention)."""
+    """Returns (overlap in [0, 1], residual) for both = attention + max(0, exchange - overlap · attention).
+
+    Nothing computes queries in these measurements, so the result does not include what they hide.
+    """
 
     def modelled(overlap: float) -> list[float]:
         return [t.attention + max(0.0, t.exchange - overlap * t.attention) for t in times]

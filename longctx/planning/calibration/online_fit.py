@@ -43,7 +43,7 @@ class Observation:
         seconds: measured time of the step.
         tokens: tokens per rank.
         attention: Σ length² / degree / efficiency per rank, in tokens².
-        exposed_s: exchange that attention does not hide, in seconds.
+        exposed_s: exchange that attention and queries do not hide, in seconds.
         step_s: fixed cost of a step, in seconds.
         pipeline: pipeline that ran the micro-batches.
     """

@@ -1,8 +1,8 @@
 """Lower bounds on step time under the cost model.
 
 The lower bound spreads all work evenly at its best efficiency and treats the network as free. The tight bound is closer if only
-a few documents are long. A document's busiest rank takes at least as long as with that document alone: overlap is at most 1, so
-attention to other documents hides no more exchange than it costs. If a step takes M nanoseconds beyond its fixed costs, every
+a few documents are long. A document's busiest rank takes at least as long as with that document alone: attention and queries of
+other documents hide no more exchange than the time that they take. If a step takes M nanoseconds beyond its fixed costs, every
 document therefore has a degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees
 rise, is at most M. The tight bound is the smallest M that meets both conditions. Its distance from the lower bound is the part
 of a plan's gap that no plan can avoid.
@@ -17,8 +17,8 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import (
     NANOSECONDS,
     attention_ns,
+    exposed_ns,
     gather_ns,
-    hidden_ns,
     linear_ns,
     mate_ns,
     nanoseconds,
@@ -128,9 +128,10 @@ def least_time_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers
     both = np.floor((degrees - 1) * (intra * (inter / (intra + inter)))).astype(np.int64)  # best split over both networks
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     exchange = nanoseconds(profile.latency_s) + np.maximum(across, both)
-    exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
-    shard, smallest = largest_shards(lengths, degrees), 2 * (lengths // (2 * degrees))  # smallest: the longest wait
+    shard = largest_shards(lengths, degrees)
+    least_linear = linear_ns(profile, 2 * (lengths // (2 * degrees)))  # of the smallest shard: the longest wait
+    exposed = np.where(degrees > 1, exposed_ns(profile, attention, least_linear, exchange), 0)
     rounding = 4 + 2 * degrees  # the time of every peer was rounded up
-    time = attention + np.maximum(linear_ns(profile, shard), linear_ns(profile, smallest) + exposed) - rounding
+    time = attention + np.maximum(linear_ns(profile, shard), least_linear + exposed) - rounding
     result: Integers = np.where(shard <= tokens_per_rank, np.maximum(0, time), NEVER)
     return result

@@ -43,6 +43,9 @@ class HardwareProfile:
         exchange_levels: 1: K and V go directly from their owner to every rank that needs them. 2: in rings that cross nodes,
             K and V cross the network once per node and are then passed on inside the node (`context.two_level_exchange`).
             Optional, 2 by default.
+        query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V travel, or the gradient of
+            their input while the gradients of K and V return. It hides the exchange at the same `overlap` as attention. 0, the
+            default, for models that compute queries before K and V are sent.
     """
 
     linear_s_per_token: float
@@ -58,6 +61,7 @@ class HardwareProfile:
     step_s: float
     exchange_levels: int = 2
     attention_split_penalty: float = 0.3
+    query_share: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -76,8 +80,10 @@ class HardwareProfile:
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 problems.append(f"{name} is {value!r}: must be a number ≥ 0")
-        if not _is_number(self.overlap) or not 0 <= self.overlap <= 1:
-            problems.append(f"overlap is {self.overlap!r}: must be in [0, 1]")
+        for name in ("overlap", "query_share"):
+            value = getattr(self, name)
+            if not _is_number(value) or not 0 <= value <= 1:
+                problems.append(f"{name} is {value!r}: must be in [0, 1]")
         if not isinstance(self.ranks_per_node, int):
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be a whole number")
         if self.exchange_levels not in (1, 2):

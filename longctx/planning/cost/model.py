@@ -98,8 +98,9 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
     inside, _ = gather_ns(profile, degrees, most, intra, inter)
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
-    exposed = np.where(degrees > 1, np.maximum(0, exchange - hidden_ns(profile, attention)), 0)
-    result: Integers = linear_ns(profile, largest_shards(lengths, degrees)) + attention + exposed
+    linear = linear_ns(profile, largest_shards(lengths, degrees))
+    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange), 0)
+    result: Integers = linear + attention + exposed
     return result
 
 
@@ -128,9 +129,16 @@ def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[I
     return np.minimum(first, last), np.where(rest > last, node, np.maximum(first, last))
 
 
-def hidden_ns(profile: HardwareProfile, attention: Integers) -> Integers:
-    """Returns the exchange time that `attention` hides, both in nanoseconds."""
-    result: Integers = np.floor(profile.overlap * attention).astype(np.int64)
+def exposed_ns(profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers) -> Integers:
+    """Returns the part of a rank's exchange that its attention and its queries do not hide, all in nanoseconds.
+
+    K and V are fetched while the queries are computed, and their gradients return during the queries' own backward; but nothing
+    of it hides the fetch in between, so queries hide at most two of the three passes. Neither attention nor linear work hides
+    more than it takes: with more of either, a rank is never faster.
+    """
+    queries = np.floor(profile.overlap * profile.query_share * linear).astype(np.int64)
+    hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(queries, 2 * exchange // 3)
+    result: Integers = np.maximum(0, exchange - hidden)
     return result
 
 
@@ -190,7 +198,7 @@ def score(
     attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
-    exposed = np.maximum(0, exchange - hidden_ns(profile, attention))
+    exposed = exposed_ns(profile, attention, linear, exchange)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
     return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
 

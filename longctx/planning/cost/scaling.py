@@ -4,6 +4,7 @@
   collectives of tensor parallelism inside a node, and the messages between pipeline ranks.
 - attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it.
 - K and V: bytes are counted, not scaled.
+- queries: seconds per token, by the parameters that compute queries while K and V travel.
 - latency and launch: by layers; step: by parameters.
 
 Efficiencies, bandwidths and overlap are not scaled, although larger matrices reach more of a device's peak.
@@ -28,6 +29,7 @@ class RankWork:
         tensor_bytes: bytes received per token in tensor-parallel collectives.
         pipeline_bytes: bytes sent per token between pipeline ranks.
         gpus: number of GPUs of the whole run if it is a pipeline, else 1.
+        queries: part of `computed` that runs while K and V, or their gradients, travel.
     """
 
     layers: int
@@ -39,6 +41,7 @@ class RankWork:
     tensor_bytes: float = 0.0
     pipeline_bytes: float = 0.0
     gpus: int = 1
+    queries: float = 0.0
 
 
 def scale(
@@ -63,15 +66,24 @@ def scale(
             "run (`longctx profile`)"
         )
     layers = wanted.layers / known.layers
+    linear_s_per_token = arithmetic * (wanted.computed / known.computed) + _messages_s(profile, wanted, node)
+    queries = wanted.queries / known.queries if known.queries else 0.0
     return replace(
         profile,
-        linear_s_per_token=arithmetic * (wanted.computed / known.computed) + _messages_s(profile, wanted, node),
+        linear_s_per_token=linear_s_per_token,
+        query_share=min(1.0, profile.query_share * queries * (profile.linear_s_per_token / linear_s_per_token)),
         attention_s_per_token2=profile.attention_s_per_token2 * (wanted.attention / known.attention),
         kv_bytes_per_token=wanted.kv_bytes,
         latency_s=profile.latency_s * layers,
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (wanted.weights / known.weights),
     )
+
+
+def query_share(profile: HardwareProfile, work: RankWork) -> float:
+    """Returns the `query_share` of a profile of `work`, not in a pipeline, by arithmetic; the profile's own is not read."""
+    messages_s = _messages_s(profile, work, work.gpus)
+    return work.queries / work.computed * max(0.0, 1 - messages_s / profile.linear_s_per_token)
 
 
 def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
@@ -97,6 +109,11 @@ def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: Ra
         ("K and V", wanted.kv_bytes / known.kv_bytes, f"{known.kv_bytes:,} → {wanted.kv_bytes:,} bytes per token"),
         ("latency and launch", wanted.layers / known.layers, f"{known.layers} → {wanted.layers} layers"),
         ("step", wanted.weights / known.weights, f"{known.weights / 1e6:,.4g}M → {wanted.weights / 1e6:,.4g}M weights"),
+        (
+            "share of queries",
+            scaled.query_share / profile.query_share if profile.query_share else 1.0,
+            f"{profile.query_share:.3g} → {scaled.query_share:.3g} of linear",
+        ),
         (
             "ranks per node",
             scaled.ranks_per_node / profile.ranks_per_node,

@@ -11,7 +11,7 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, spread
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, hidden_ns, linear_ns
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns, exposed_ns, linear_ns
 from longctx.planning.plan import Plan
 
 PASSES = 3
@@ -37,9 +37,10 @@ def choose_ulysses_degree(plan: Plan, micro_batch: int, query_heads: int, kv_hea
 def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_heads: int, kv_heads: int) -> int:
     """Returns the modelled time of a micro-batch's slowest rank at a Ulysses degree u that divides the ranks.
 
-    The time of a rank is linear + attention + max(0, exchange - hidden exchange) + swaps. A document of length s on d ranks
-    that swap heads costs each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads, and the
-    swaps of s/d tokens. Documents that do not swap heads cost the same as with u = 1.
+    The time of a rank is linear + attention + exposed exchange + swaps. A document of length s on d ranks that swap heads costs
+    each rank attention(s, d/u) / u, the exchange of a ring of d/u ranks with 1/u of the heads, and the swaps of s/d tokens.
+    Documents that do not swap heads cost the same as with u = 1. On ranks that swap heads, queries are computed before anything
+    is sent, and hide nothing.
     """
     placements, profile, ranks = plan.micro_batches[micro_batch], plan.profile, plan.ranks
     rows = [(plan.lengths[p.document], p.first_rank, p.degree) for p in placements]
@@ -53,7 +54,8 @@ def micro_batch_ns(plan: Plan, micro_batch: int, ulysses_degree: int, query_head
         exchange = exchange + _ring_ns(profile, documents[:, swapped], ranks, ulysses_degree)
     swapped_tokens = _on_ranks(np.where(swapped, shards, 0), first, degree, ranks)
     swaps = _swaps_ns(profile, swapped_tokens, ulysses_degree, query_heads / kv_heads)
-    return int((linear + attention + np.maximum(0, exchange - hidden_ns(profile, attention)) + swaps).max())
+    hiding = np.where(swapped_tokens > 0, 0, linear)
+    return int((linear + attention + exposed_ns(profile, attention, hiding, exchange) + swaps).max())
 
 
 def _swaps_ns(profile: HardwareProfile, tokens: Integers, u: int, queries_per_kv_head: float) -> Integers:

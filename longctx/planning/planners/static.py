@@ -95,7 +95,8 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     in_its_node = np.minimum(degrees, profile.ranks_per_node)  # at most
     _, across = gather_ns(profile, degrees, in_its_node, *mate_ns(profile, lengths, degrees))
     exchange = int(across.sum()) - degree * len(lengths)  # the time of every peer was rounded up
-    exposed = max(0, exchange - math.ceil(profile.overlap * attention))
+    queries = min(math.ceil(profile.overlap * profile.query_share * linear), -(-2 * max(0, exchange) // 3))
+    exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
     work = max(0, linear + attention + exposed - rounding)
     total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
     on_all_ranks = fixed + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
