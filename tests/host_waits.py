@@ -17,16 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 
 import longctx
-from longctx.attention import host_to_device, operator
+from longctx.attention import host_to_device, operator, ulysses
 from tests.training_cases import start
 
 CODE = Path(longctx.__file__).parent
-RINGS: dict[str, Any] = {
+OPERATORS: dict[str, Any] = {
     "longctx::ring_attention_begin": operator.begin._init_fn,
     "longctx::ring_attention": operator.forward._init_fn,
     "longctx::ring_attention_finish": operator.finish._init_fn,
     "longctx::ring_attention_backward": operator.backward._init_fn,
+    "longctx::gather_tokens": ulysses.gather_tokens._init_fn,
+    "longctx::gather_heads": ulysses.gather_heads._init_fn,
 }
+"""Python functions of the custom operators, which are opaque to modes."""
 DATA_DEPENDENT = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal", "is_nonzero", "bincount")
 READS = ("cpu", "numpy", "tolist", "item", "__bool__", "__float__", "__int__", "__index__")
 
@@ -46,7 +49,22 @@ class HostWaits(TorchDispatchMode):
     def has(self, value: Any) -> bool:
         if is_traceable_wrapper_subclass(value):
             return any(self.has(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-        return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in self.on_device
+        return isinstance(value, torch.Tensor) and self.has_one(value)
+
+    def has_one(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a plain tensor is the device's."""
+        return tensor.untyped_storage()._cdata in self.on_device
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        new = tensor.clone()
+        self.mark(new)
+        return new
+
+    def value(self, name: str, tensor: torch.Tensor, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Returns what the host reads from a tensor."""
+        with _disable_current_modes():
+            out = original(tensor, *arguments, **named)
+            return out.clone() if name == "cpu" else out
 
     def note(self, operation: str) -> None:
         stack = traceback.extract_stack(sys._getframe(1))
@@ -58,9 +76,9 @@ class HostWaits(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
-        if name in RINGS:
+        if name in OPERATORS:
             with self:  # a custom operator is opaque to modes
-                return RINGS[name](*args, **kwargs)
+                return OPERATORS[name](*args, **kwargs)
         given = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         if any(map(is_traceable_wrapper_subclass, given)):
             return NotImplemented  # a DTensor, whose operations on local tensors come here next
@@ -93,9 +111,7 @@ class HostWaits(TorchDispatchMode):
         def copied(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
             if self.has(tensor) or device == "cpu":  # the settings' device is a torch.device
                 return tensor
-            new = tensor.clone()
-            self.mark(new)
-            return new
+            return self.to_device(tensor)
 
         for module in list(sys.modules.values()):
             if getattr(module, "copy_to", None) is original:
@@ -117,9 +133,7 @@ class HostWaits(TorchDispatchMode):
             if not self.has(tensor):
                 return original(tensor, *arguments, **named)
             self.note(name)
-            with _disable_current_modes():
-                out = original(tensor, *arguments, **named)
-                return out.clone() if name == "cpu" else out
+            return self.value(name, tensor, original, *arguments, **named)
 
         return read
 
@@ -131,7 +145,7 @@ class HostWaits(TorchDispatchMode):
             out = original(source, *arguments, **named)
             if device and not self.has(source):
                 self.note(f"pageable copy by {name}")
-                self.mark(out)
+                return self.to_device(out)
             return out
 
         return copy

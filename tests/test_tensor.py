@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn import functional as F
 
 from longctx.model.decoder import Decoder
 from longctx.parallel.mesh import make_groups
+from longctx.parallel.tensor import ENDS
 from longctx.training.loss import cross_entropy_sum, rows_with_labels
 from longctx.training.metrics import StepMetrics
 from tests import profile_cases
@@ -208,6 +212,27 @@ def loss_over_a_split_vocabulary() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_cross_entropy_over_a_split_vocabulary(workers: Workers, ranks: int) -> None:
     workers.run(loss_over_a_split_vocabulary, ranks)
+
+
+def gradient_of_a_split_embedding() -> None:
+    mesh = make_groups(torch.device("cpu"), tensor=dist.get_world_size()).tensor
+    entries, tokens = 5, torch.tensor([0, 4, 4, 2])
+    model = nn.Module()
+    model.embed_tokens = nn.Embedding(entries, 3)
+    parallelize_module(model, mesh, {"embed_tokens": ENDS["embed_tokens"]})
+    weight = model.embed_tokens.weight
+    whole = weight.full_tensor().detach().requires_grad_()
+    F.embedding(tokens, whole).square().sum().backward()
+    out = model.embed_tokens(tokens)
+    assert torch.equal(out, F.embedding(tokens, whole).chunk(mesh.size())[mesh.get_local_rank()])
+    out.square().sum().backward()
+    assert weight.grad.placements == (Shard(0),), "a whole gradient on every rank would take its size in memory"
+    assert len(weight.grad.to_local()) == len(weight.to_local())
+    assert torch.equal(weight.grad.full_tensor(), whole.grad)
+
+
+def test_the_gradient_of_a_split_embedding_is_split(workers: Workers) -> None:
+    workers.run(gradient_of_a_split_embedding, 2)
 
 
 def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_path: Path) -> None:

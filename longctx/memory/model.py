@@ -129,10 +129,13 @@ class _Step:
         self.fixed = (
             Memory("", parameters=weights // self.shards, optimizer=moments // self.shards) if on_device else Memory("")
         )
+        # A pipeline adds up gradients, and reduces them after its last backward.
+        alone, in_pipeline = load.micro_batches == 1, config.pipeline.ranks > 1
+        self.reduced_at_once = not in_pipeline and (alone or config.parallel.reduce_after == "micro_batch")
         # Gradients of earlier micro-batches: whole if they are reduced at the end of the step.
-        spread = 1 if config.parallel.reduce_after == "step" else self.shards
-        self.unreduced = 0 if load.micro_batches == 1 else FLOAT32 * self.trained // spread
-        self.earlier_gradients = 0 if load.first and config.pipeline.ranks == 1 else self.unreduced
+        spread = self.shards if self.reduced_at_once else 1
+        self.unreduced = 0 if alone and not in_pipeline else FLOAT32 * self.trained // spread
+        self.earlier_gradients = 0 if load.first and not in_pipeline else self.unreduced
 
     def _count_parameters(self) -> None:
         """Counts the parameters of this rank before sharding."""
@@ -234,11 +237,13 @@ class _Step:
             yield replace(moment(), pipeline=self.pipeline())
 
     def _in_block(self, moment: str, **parts: int) -> Memory:
-        """Returns a moment in the backward of the last block.
+        """Returns a moment in the backward of a block.
 
-        The gradient of the head already exists; the block's new gradients exist next to the earlier ones until they are added.
+        The gradient of the head already exists; the block's new gradients exist next to the earlier ones until they are added,
+        or reduced: then next to those of the block after it, which are being reduced in float32.
         """
         fresh = self.number * (self.trained_head + self.trained_block)
+        fresh += FLOAT32 * self.trained_block if self.reduced_at_once and self.layers > 1 else 0
         gradients = self.earlier_gradients + fresh
         return replace(self.fixed, moment=moment, gathered_weights=self.gathered(2), gradients=gradients, **parts)
 
@@ -282,25 +287,28 @@ class _Step:
             self.fixed,
             moment="loss",
             gathered_weights=self.gathered(1),
-            gradients=self.earlier_gradients + (FLOAT32 + self.number) * self.trained_head,
+            gradients=self.earlier_gradients + FLOAT32 * self.trained_head,
             activations=self.activations + self.stream * int(self.split > 1) + 2 * self.normed + self.norm,
             remote_kv=self.kept,
             logits=self._logits(),
         )
 
     def _end_of_backward(self) -> Memory:
-        """Returns the moment after all blocks: the embedding gradient exists in the compute dtype, gathered, and in float32.
+        """Returns the moment after all blocks, when the gradients outside of them are added or reduced, but not yet freed.
 
-        If gradients are reduced once per step, those of the blocks are reduced before this moment of the last micro-batch.
+        Weights are not gathered then. If gradients are reduced once per step, those of the blocks are reduced before this
+        moment of the last micro-batch.
         """
-        root, unreduced = FLOAT32 * self.trained_root, self.unreduced
-        at_once = self.config.parallel.reduce_after == "step"
-        held = max(unreduced, root + min(root, unreduced)) if at_once else unreduced + root
+        root, fresh = FLOAT32 * self.trained_root, self.number * self.trained_root
+        copies = 0 if self.fused else 2 * root  # gloo's
+        reduced = (fresh if self.reduced_at_once else root) + root + copies
+        held = self.unreduced + reduced if self.reduced_at_once else max(self.unreduced + fresh, reduced)
+        kept = self.config.parallel.reshard_after == "step" and self.load.micro_batches > 1
         return replace(
             self.fixed,
             moment="end of backward",
-            gathered_weights=self.gathered(1),
-            gradients=held + 2 * self.number * self.trained_root,
+            gathered_weights=self.gathered(0) if kept else 0,
+            gradients=held,
             activations=self.tables + self.normed,
         )
 
@@ -350,10 +358,16 @@ class _Step:
         return round((fetched + sent) * at_once) + self.keys, round(under_way + computed) + self.keys
 
     def _logits(self) -> int:
+        """Returns the bytes that the loss needs next to the head's gradient in float32: of one chunk; of the last one's logits
+        and their gradient, while the head's is rounded; or in backward, where the rounded one exists twice.
+        """
         assert self.spec.vocab_size is not None
-        compiled = self.config.compiles("cuda" if self.fused else "cpu")
-        if compiled:  # logits and their gradient
-            each = 2 * self.number
+        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu"), self.number < FLOAT32
+        numbers = min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
+        with_gradient = 2 * self.number * numbers
+        if compiled:
+            chunk = with_gradient
         else:
-            each = (5 if self.spec.logit_softcap else 3) * FLOAT32 + (self.number if self.number < FLOAT32 else 0)
-        return each * min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
+            chunk = (5 if self.spec.logit_softcap else 3) * FLOAT32 * numbers + (with_gradient if rounded else 0)
+        head = self.number * self.trained_head
+        return max(chunk, with_gradient + (head if rounded else 0), 2 * head - FLOAT32 * self.trained_head)

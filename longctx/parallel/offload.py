@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from longctx.attention.host_to_device import copy_to
+
 Packed = tuple[torch.device, torch.Tensor, torch.cuda.Event | None]
 
 
@@ -54,4 +56,4 @@ def _from_host(packed: torch.Tensor | Packed) -> torch.Tensor:
     device, host, copied = packed
     if copied is not None:
         torch.cuda.current_stream(device).wait_event(copied)
-    return host.to(device, non_blocking=True)
+    return copy_to(host, device)

@@ -1,6 +1,6 @@
 """Pipeline parallelism: stages of consecutive layers, run by the schedules of `torch.distributed.pipelining`.
 
-The schedule passes only the number of a micro-batch, and each stage looks up layout, positions and labels itself. So no
+The schedule tells a stage only the number of a micro-batch, and each stage looks up layout, positions and labels itself. So no
 metadata is sent, and all messages between stages have one shape: a stage pads hidden states to the token budget on exit and
 cuts them to the real tokens on entry.
 
@@ -121,15 +121,17 @@ class Stage(nn.Module):
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
+        self.micro_batch: int
+        """The next one; not an argument, as FSDP would copy it to the GPU, where reading it makes the host wait."""
         self.wire_rows: int
         self.tensor_ranks: int
 
-    def forward(self, hidden: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Runs micro-batch number `micro_batch` [1] through this stage. Returns hidden states for the next stage, or the loss.
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Runs the micro-batch number `micro_batch` through this stage. Returns hidden states for the next stage, or the loss.
 
         The first stage ignores `hidden`.
         """
-        given = self.inputs(int(micro_batch))
+        given = self.inputs(self.micro_batch)
         x = self.embed(given.tokens) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
         out = self.run(self.layers, x, given.positions, given.attention, given.head if self.is_last else None)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
@@ -213,13 +215,13 @@ class PipelineRun:
 
         for stage in self.stages:
             stage.inputs = prepare
-        numbers = torch.arange(runs)
+        ignored = torch.empty(runs, device=self.mesh.device)
         losses: list[torch.Tensor] = []
         schedule = self._schedule_of(runs)
-        hidden = (numbers,) if self.stages[0].is_first else ()
+        hidden = (ignored,) if self.stages[0].is_first else ()
         self.clock.spans.clear()  # of an earlier schedule whose times were not taken
         with self.clock.span(SCHEDULE):
-            schedule.step(*hidden, micro_batch=numbers, target=numbers, losses=losses, return_outputs=False)
+            schedule.step(*hidden, target=ignored, losses=losses, return_outputs=False)
         self._add_up_tied_gradient()
         if not self.has_head:
             return torch.zeros(micro_batches, device=self.mesh.device)
@@ -244,7 +246,8 @@ class PipelineRun:
             hidden = self.hidden(self.mesh.device)
             if not stage.is_first:
                 dist.recv(hidden, before, group=self.group)
-            out = stage(hidden, torch.tensor([number]))
+            stage.micro_batch = number
+            out = stage(hidden)
             if stage.is_last:
                 found[number] = out
             else:
@@ -262,13 +265,13 @@ class PipelineRun:
         """Returns the schedule for `runs` micro-batches; cached until the number changes."""
         if self._schedule is None or self._schedule[0] != runs:
             hidden = self.hidden(torch.device("meta")).requires_grad_()
-            number = torch.empty(1, dtype=torch.int64, device="meta")
+            ignored = torch.empty(1, device="meta")
             loss = torch.empty((), dtype=torch.promote_types(self.dtype, torch.float32), device="meta", requires_grad=True)
             stages = [
                 _WatchedStage(
                     self,
                     stage,
-                    input_args=number if stage.is_first else hidden,
+                    input_args=ignored if stage.is_first else hidden,
                     output_args=loss if stage.is_last else hidden,
                 )
                 for stage in self.stages
@@ -290,7 +293,7 @@ class PipelineRun:
         gradient.to_local().copy_(total)
 
 
-def _own_loss(output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+def _own_loss(output: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
     """Returns the output: the last stage computes the loss itself."""
     return output
 
@@ -353,6 +356,7 @@ class _WatchedStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
+        self.stage.micro_batch = fwd_chunk_id
         with self._watch(fwd_chunk_id, "forward pass"):
             return super().forward_one_chunk(fwd_chunk_id, *arguments, **named)
 

@@ -11,6 +11,7 @@ If a size is not divisible, the last ranks have less (as in `torch.chunk`); only
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn import functional as F
 
 from longctx.model.protocol import StagedModel
 
@@ -52,8 +54,30 @@ over each rank's heads. gather: a module that needs all tokens. columns: a matri
 summed over ranks and split over tokens.
 """
 
+
+class SplitEmbedding(RowwiseParallel):
+    """Splits an embedding over the vocabulary, and its gradient too: torch's own rule makes a whole gradient on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split = super()._apply(module, device_mesh)
+        assert isinstance(split, nn.Embedding)
+        vars(split)["forward"] = partial(_own_rows, split)
+        return split
+
+
+def _own_rows(embedding: nn.Embedding, tokens: DTensor) -> DTensor:
+    """Returns the rows of this rank's entries, and zeros for other entries."""
+    weight = embedding.weight
+    assert isinstance(weight, DTensor)
+    local = weight.to_local()
+    entries = tokens.to_local() - first_entry(weight)
+    here = (entries >= 0) & (entries < len(local))
+    rows = F.embedding(entries.where(here, 0), local).where(here.unsqueeze(-1), 0)
+    return DTensor.from_local(rows, weight.device_mesh, [Partial()], run_check=False)
+
+
 ENDS: dict[str, ParallelStyle] = {
-    "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+    "embed_tokens": SplitEmbedding(input_layouts=Replicate(), output_layouts=Shard(0)),
     "norm": SequenceParallel(sequence_dim=0),
     "lm_head": ColwiseParallel(),
 }
@@ -102,5 +126,10 @@ def vocabulary_part(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.T
     mesh = weight.device_mesh
     assert isinstance(hidden, DTensor)
     gathered = hidden.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-    largest = -(-weight.shape[0] // mesh.size())
-    return gathered, weight.to_local(), VocabularyPart(mesh.get_group(), largest * mesh.get_local_rank())
+    return gathered, weight.to_local(), VocabularyPart(mesh.get_group(), first_entry(weight))
+
+
+def first_entry(weight: DTensor) -> int:
+    """Returns the first vocabulary entry of this rank's rows."""
+    largest = -(-weight.shape[0] // weight.device_mesh.size())
+    return largest * weight.device_mesh.get_local_rank()
