@@ -154,6 +154,20 @@ def test_the_workspace_of_kernels_is_counted(kernel: str, deterministic: bool, m
     assert working(kernel) - working("reference") == WORKSPACES[kernel, deterministic]
 
 
+def test_experts_that_a_token_does_not_use_are_counted() -> None:
+    """Weights, moments and gradients have all experts."""
+    idle, parts = 10**9, []
+    for more in (0, idle):
+        layers = tuple(replace(layer, idle_parameters=more) for layer in SPEC.layers)
+        shape = replace(SPEC, layers=layers)
+        assert shape.parameters == SPEC.parameters + more * len(layers)
+        parts.append(estimate(shape, CONFIG, 8, [LOAD], fused=True).parts)
+    before, after = parts
+    assert after["parameters"] - before["parameters"] == 4 * idle * len(SPEC.layers) // 8
+    assert after["optimizer"] - before["optimizer"] == 8 * idle * len(SPEC.layers) // 8
+    assert after["gradients"] - before["gradients"] >= 4 * idle * len(SPEC.layers)
+
+
 def test_which_kernel_is_counted() -> None:
     request = Request("cuda", torch.bfloat16, 128, 128)
     found = [kernels.kernel_on_gpus(name, request) for name in ("auto", "flash", "triton")]

@@ -140,7 +140,8 @@ class _Step:
     def _count_parameters(self) -> None:
         """Counts the parameters of this rank before sharding."""
         layer, adapted = self.layer, self.spec.adapted
-        self.block = layer.matrix_parameters // self.split + layer.other_parameters + layer.adapter_parameters
+        matrices = layer.matrix_parameters + layer.idle_parameters
+        self.block = matrices // self.split + layer.other_parameters + layer.adapter_parameters
         # One vocabulary matrix.
         self.embedding = self.spec.vocabulary_parameters // self.split
         # Outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
