@@ -41,7 +41,7 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 	$(BIN)/python examples/code_conversations.py --ask examples/smollm2.py | $(BIN)/longctx generate $(RUN)/merged --chat --max-new-tokens 60
 
 test: check  ## Lint, check types and run the tests
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
 
 check: $(VENV)/installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .
