@@ -137,7 +137,7 @@ class Recorder:
 
     def runs(self, stage: Stage, given: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
         """Names the last message that was received without a name: it is for this stage."""
-        self.running = stage.index, int(named["micro_batch"] if named else given[1])
+        self.running = stage.index, stage.micro_batch
         if self.unnamed is not None:
             self.unnamed.name, self.unnamed = ("fwd", *self.running), None
 
