@@ -64,19 +64,22 @@ class Post:
         return None if self.batched else frozenset((self.messages[0].sender, self.messages[0].receiver))
 
 
-@dataclass
 class Operation:
     """Stands for `dist.P2POp`."""
 
-    op: Any
-    tensor: torch.Tensor
-    peer: int
-    group: Group
-    tag: Any = 0
-
-    @property
-    def group_peer(self) -> int:
-        return self.group.ranks.index(self.peer)
+    def __init__(
+        self,
+        op: Any,
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: Group | None = None,
+        tag: Any = 0,
+        group_peer: int = -1,
+    ) -> None:
+        assert group is not None
+        self.op, self.tensor, self.group, self.tag = op, tensor, group, tag
+        self.peer = group.ranks[group_peer] if peer is None else peer
+        self.group_peer = group.ranks.index(self.peer)
 
 
 @dataclass
@@ -143,7 +146,7 @@ class Recorder:
 
     @torch.no_grad()
     def _message(self, sends: bool, tensor: torch.Tensor, peer: int, name: Any) -> Message:
-        message = Message(*((self.rank, peer) if sends else (peer, self.rank)), tuple(tensor.shape), name)
+        message = Message(*((self.rank, peer) if sends else (peer, self.rank)), tuple(tensor.shape) or (1,), name)
         if not sends:
             tensor.fill_(0 if tensor.is_floating_point() else 1)
         if name == 0 and tensor.is_floating_point():  # of `PipelineRun.forward`: others have names
