@@ -1,0 +1,94 @@
+"""Recurrence: linear attention and short convolutions of one micro-batch, over documents split over ranks."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from longctx.attention.exchange import Exchange
+from longctx.attention.linear.convolution import Halo, convolve
+from longctx.attention.linear.scan import Scan, linear_attention
+from longctx.attention.linear.segments import Segments
+from longctx.attention.linear.sending import MakeExchange
+from longctx.planning.layout import Layout
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """Runs `function` as it is also in a compiled block: its index tensors and messages differ between micro-batches."""
+    return cast("Function", torch.compiler.disable(function))
+
+
+class Recurrence:
+    """Layers that carry something along a document, for one micro-batch; every rank of the domain must call them alike.
+
+    Every head or tail of a document is a segment. Its convolution needs the last rows of the segments before it, and its state
+    begins with theirs: both are sent by the ranks that hold them, in forward, and their gradients back in backward.
+    """
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
+    ) -> None:
+        """Args:
+        layout: `plan.layout(micro_batch, rank)`; None: every row is a document of its own.
+        group: process group of the domain, ranks in order; None: the default group. Not used if no document is split.
+        exchange: class that moves the rows.
+        """
+        self._segments_of = Segments.alone if layout is None else partial(Segments.of, layout)
+        self._name = "" if layout is None else f"micro-batch {layout.micro_batch}, "
+        self._group, self._exchange = group, exchange
+        self.last = "before the first layer"
+        """Layer that this rank entered last, for error messages."""
+        self._segments: dict[int, Segments] = {}
+        self._halos: dict[tuple[int, int, torch.device], Halo] = {}
+        self._scans: dict[tuple[int, torch.device], Scan] = {}
+
+    @not_compiled
+    def convolve(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, layer: int | None = None
+    ) -> torch.Tensor:
+        """Returns the causal convolution [tokens, channels] of x [tokens, channels] with `weight` [channels, kernel].
+
+        Output t of a document is the sum of weight[:, kernel - 1 - i] · x[t - i] over its tokens t - i, plus `bias` [channels].
+        """
+        key = len(x), weight.shape[1] - 1, x.device
+        if key not in self._halos:
+            self._halos[key] = Halo.build(self._segments_with(len(x)), weight.shape[1] - 1, x.device)
+        return convolve(x, weight, bias, self._halos[key], self._make("convolution", layer))
+
+    @not_compiled
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None = None,
+        layer: int | None = None,
+    ) -> torch.Tensor:
+        """Returns linear attention [tokens, heads, v_dim]; see `longctx.attention.linear.scan`."""
+        key = len(q), q.device
+        if key not in self._scans:
+            self._scans[key] = Scan.build(self._segments_with(len(q)), q.device)
+        return linear_attention(q, k, v, decay, beta, self._scans[key], self._make("linear attention", layer))
+
+    def _segments_with(self, rows: int) -> Segments:
+        if rows not in self._segments:
+            self._segments[rows] = self._segments_of(rows)
+        return self._segments[rows]
+
+    def _make(self, kind: str, layer: int | None) -> MakeExchange:
+        place = f"{kind} of {'an unknown layer' if layer is None else f'layer {layer}'}"
+
+        def make(name: str) -> Exchange:
+            self.last = f"{place}, {name} pass"
+            return self._exchange(self._group, f"{self._name}{self.last}")
+
+        return make

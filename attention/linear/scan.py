@@ -1,0 +1,193 @@
+"""Linear attention over documents that are split over ranks.
+
+The state at the end of a segment is an affine function of the state S before it: M S + B, with M [k_dim, k_dim] per head (a
+number without delta rule), and so is every output: o + W S. Each rank computes M, B, W and o of its segments at once, all ranks
+of a ring exchange M and B, and each combines those before its segments to their initial states S. This costs one message per
+pair of ranks and layer, however many segments; autograd runs the same in reverse.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from longctx.attention.linear.chunked import Chunks, scan_chunks
+from longctx.attention.linear.segments import Messages, Segment, Segments, carried_rows, state_messages
+from longctx.attention.linear.sending import MakeExchange, receive
+from longctx.attention.segment_builder import RowSet, row_index
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some segments of a buffer: their rows, and their chunks."""
+
+    segments: tuple[Segment, ...]
+    rows: RowSet
+    chunks: Chunks
+
+    @classmethod
+    def of(cls, segments: list[Segment], device: torch.device | str) -> "Group | None":
+        if not segments:
+            return None
+        ranges = [segment.rows for segment in segments]
+        return cls(tuple(segments), RowSet.of(ranges, device), Chunks.of(list(map(len, ranges)), device))
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        initial: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the outputs of its rows, and the states at the ends of its segments; initial states are zero if not given."""
+        if initial is None:
+            initial = v.new_zeros(len(self.segments), *v.shape[1:2], k.shape[2], v.shape[2])
+        return scan_chunks(q, k, v, decay, beta, initial, self.chunks)
+
+    def split(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the rows of every segment."""
+        return list(x.split(self.chunks.lengths))
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The segments of a buffer for linear attention.
+
+    Attributes:
+        first: segments at the start of a document, with a state of zero before them.
+        later: the others.
+        order: index tensor from [rows of first; rows of later] to the rows of the buffer; None: they are in order.
+        carried: number in [first; later] of every segment that others follow, whose state is sent or used here.
+        messages: the exchange of states; items are (document, place).
+        before: for each later segment, the rows of the states before it in [own; received], in the order of the document.
+    """
+
+    first: Group | None
+    later: Group | None
+    order: torch.Tensor | None
+    carried: torch.Tensor
+    messages: Messages
+    before: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def build(cls, segments: Segments, device: torch.device | str) -> "Scan":
+        """Builds the scan; index tensors are on `device`."""
+        first = [segment for segment in segments.own if not segment.place]
+        later = [segment for segment in segments.own if segment.place]
+        ordered = first + later
+        order = None
+        if first and later:
+            rows = row_index([segment.rows for segment in ordered], "cpu")
+            order = torch.argsort(rows).to(device)
+        messages, own = state_messages(segments, device), carried_rows(segments)
+        states = own | {item: len(own) + row for item, row in messages.received.items()}
+        numbers = {(segment.document, segment.place): number for number, segment in enumerate(ordered)}
+        carried = torch.tensor([numbers[item] for item in own], dtype=torch.int64, device=device)
+        before = tuple(tuple(states[segment.document, place] for place in range(segment.place)) for segment in later)
+        return cls(Group.of(first, device), Group.of(later, device), order, carried, messages, before)
+
+
+def linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    scan: Scan,
+    make: MakeExchange,
+) -> torch.Tensor:
+    """Returns linear attention [tokens, heads, v_dim] within every document, in the dtype of v.
+
+    Computes and sends states in float32, or in float64 if v is float64.
+
+    Args:
+        q, k: [tokens, heads, k_dim]; scaled, and normalized if the model does so.
+        v: [tokens, heads, v_dim].
+        decay: [tokens, heads], logarithm of the factor of the state at every token, at most 0.
+        beta: [tokens, heads], strength of the delta rule; None: no delta rule.
+        scan: the segments.
+        make: makes the exchange of a pass.
+    """
+    if not len(q):
+        return v
+    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        wide_q, wide_k, wide_v, wide_decay = (x.to(wide) for x in (q, k, v, decay))
+        out = _attend(wide_q, wide_k, wide_v, wide_decay, None if beta is None else beta.to(wide), scan, make)
+    return out.to(dtype)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    scan: Scan,
+    make: MakeExchange,
+) -> torch.Tensor:
+    outs: list[torch.Tensor] = []
+    ends: list[torch.Tensor] = []
+    transitions: list[torch.Tensor] = []
+    reach = q  # replaced if there are later segments, which alone use it
+    if scan.first is not None:
+        out, end = scan.first.run(*_rows(scan.first, q, k, v, decay, beta))
+        outs, ends = [out], [end]
+        transitions = [end.new_zeros(*end.shape[:2], *(() if beta is None else (k.shape[2], k.shape[2])))]
+    if scan.later is not None:
+        out, reach, end, transition = _affine(scan.later, *_rows(scan.later, q, k, v, decay, beta))
+        outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
+    if len(scan.carried):
+        parts = [torch.cat(each).index_select(0, scan.carried) for each in (transitions, ends)]
+    else:
+        parts = [each[0][:0] for each in (transitions, ends)]
+    shapes = [part.shape[1:] for part in parts]
+    states, outs[0], received = receive(torch.cat([part.flatten(1) for part in parts], 1), outs[0], scan.messages.hop, make)
+    if scan.later is not None:
+        table = torch.cat([states, received]).split([shape.numel() for shape in shapes], dim=1)
+        starts = _combine(scan, *(each.unflatten(1, shape) for each, shape in zip(table, shapes, strict=True)))
+        begun = [torch.einsum("thk,hkv->thv", *each) for each in zip(scan.later.split(reach), starts, strict=True)]
+        outs[-1] = outs[-1] + torch.cat(begun)
+    return outs[0] if scan.order is None else torch.cat(outs).index_select(0, scan.order)
+
+
+def _rows(group: Group, *given: torch.Tensor | None) -> tuple[Any, ...]:
+    return tuple(None if x is None else group.rows.read(x) for x in given)
+
+
+def _affine(
+    group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and M of each segment.
+
+    M is [segments, heads, k_dim, k_dim], or [segments, heads] without delta rule.
+    """
+    if beta is None:
+        totals = [part.cumsum(0) for part in group.split(decay)]
+        out, end = group.run(q, k, v, decay, None)
+        return out, q * torch.cat(totals).exp()[..., None], end, torch.stack([total[-1] for total in totals]).exp()
+    # W and M are the output and the state of values of zero after a state of one.
+    k_dim = k.shape[2]
+    one = torch.eye(k_dim, dtype=q.dtype, device=q.device).expand(len(group.segments), v.shape[1], -1, -1)
+    initial = torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1)
+    out, end = group.run(q, k, torch.cat([torch.zeros_like(k), v], dim=-1), decay, beta, initial)
+    return out[..., k_dim:], out[..., :k_dim], end[..., k_dim:], end[..., :k_dim]
+
+
+def _combine(scan: Scan, transitions: torch.Tensor, ends: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the state before every later segment, from M and B of the segments before it."""
+    assert scan.later is not None
+    moves, added = transitions.unbind(), ends.unbind()
+    starts: list[torch.Tensor] = []
+    state, document, done = added[0], -1, 0
+    for segment, rows in zip(scan.later.segments, scan.before, strict=True):
+        if segment.document != document:
+            state, document, done = added[rows[0]], segment.document, 1
+        for row in rows[done:]:  # goes on from this rank's last segment of the document
+            move = moves[row]
+            state = added[row] + (move @ state if move.dim() > 1 else move[:, None, None] * state)
+        done = len(rows)
+        starts.append(state)
+    return starts

@@ -1,0 +1,191 @@
+"""Segments: what a rank holds of each document as runs of consecutive positions, and the messages between them.
+
+Layers that carry a state along a document, and convolutions, need what comes before a segment. Ring index r of a document holds
+its head and its tail, each a segment, or one segment if they are adjacent. So a document of degree n is a chain of up to 2n
+segments, which all ranks of its ring derive from its length. Both ends of a message order its content by document and position.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longctx.attention.ring_schedule import Hop, chunks
+from longctx.attention.segment_builder import RowSet
+from longctx.planning.layout import Layout, Shard
+
+
+@dataclass(frozen=True)
+class Link:
+    """One segment of a document's chain: the ring index that holds it, and its positions."""
+
+    ring_index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One segment of this rank: buffer rows [row, row + stop - start) are positions [start, stop) of a document.
+
+    `place` is its number in the chain of the document, which has `count` segments. `document` numbers this rank's documents.
+    """
+
+    document: int
+    place: int
+    count: int
+    start: int
+    stop: int
+    row: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.row, self.row + self.stop - self.start)
+
+    @property
+    def carried(self) -> bool:
+        """Whether other segments of the document follow, which need the state at its end."""
+        return self.place + 1 < self.count
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a buffer.
+
+    Attributes:
+        shards: the documents of this rank, in an order that all ranks share.
+        chains: the segments of each of them on all ranks, in the order of the document.
+        own: this rank's segments, which cover all rows; by row.
+    """
+
+    shards: tuple[Shard, ...]
+    chains: tuple[tuple[Link, ...], ...]
+    own: tuple[Segment, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, rows: int) -> "Segments":
+        """Returns the segments of a layout in a buffer of `rows` rows; those after its tokens are a document of their own.
+
+        Raises ValueError if the buffer has fewer rows than the layout.
+        """
+        if rows < layout.tokens:
+            raise ValueError(
+                f"the input has {rows} tokens, but the layout of micro-batch {layout.micro_batch}, rank {layout.rank} has "
+                f"{layout.tokens}: use the layout that it was packed with"
+            )
+        chains = tuple(map(chain_of, layout.shards))
+        own = [
+            Segment(document, place, len(chain), link.start, link.stop, shard.rows(link.start, link.stop).start)
+            for document, (shard, chain) in enumerate(zip(layout.shards, chains, strict=True))
+            for place, link in enumerate(chain)
+            if link.ring_index == shard.ring_index
+        ]
+        if layout.tokens < rows:
+            own.append(Segment(len(chains), 0, 1, 0, rows - layout.tokens, layout.tokens))
+        return cls(layout.shards, chains, tuple(own))
+
+    @classmethod
+    def alone(cls, rows: int) -> "Segments":
+        """Returns segments of which each is a document of one token."""
+        return cls((), (), tuple(Segment(row, 0, 1, 0, 1, row) for row in range(rows)))
+
+
+def chain_of(shard: Shard) -> tuple[Link, ...]:
+    """Returns all segments of a document that have tokens, in order."""
+    links = (Link(index, *span) for index in range(shard.degree) for span in chunks(shard, index))
+    return tuple(sorted(links, key=lambda link: link.start))
+
+
+Item = tuple[int, int]
+"""What a rank needs of another: (document, number), numbered along the document: a position, or a place in the chain."""
+
+
+@dataclass(frozen=True)
+class Messages:
+    """What a rank sends to and receives from the others of its rings, before a layer's segments can go on.
+
+    Attributes:
+        hop: peers, the rows that go to them, and the numbers of rows that come from them.
+        received: the received row of every item that this rank receives.
+    """
+
+    hop: Hop
+    received: dict[Item, int]
+
+    @classmethod
+    def build(
+        cls,
+        shards: Sequence[Shard],
+        needs: Callable[[int, int], Iterable[tuple[int, int]]],
+        row: Callable[[Item], int],
+        device: torch.device | str,
+    ) -> "Messages":
+        """Builds the messages of one exchange.
+
+        Args:
+            shards: this rank's shards, in an order that all ranks share.
+            needs: function of document and ring index that returns (owner's ring index, number) of all items that this ring
+                index needs of the document; ascending by number.
+            row: function of an own item that returns its row.
+            device: device of index tensors.
+        """
+        sends: dict[int, list[range]] = defaultdict(list)
+        receives: dict[int, list[Item]] = defaultdict(list)
+        for document, shard in enumerate(shards):
+            for target in range(shard.degree):
+                for source, number in needs(document, target):
+                    if target == shard.ring_index and source != target:
+                        receives[shard.rank_of(source)].append((document, number))
+                    elif source == shard.ring_index and target != source:
+                        at = row((document, number))
+                        sends[shard.rank_of(target)].append(range(at, at + 1))
+        arriving = [item for peer in sorted(receives) for item in receives[peer]]
+        hop = Hop(
+            tuple((peer, RowSet.of(sends[peer], device)) for peer in sorted(sends)),
+            tuple((peer, len(receives[peer])) for peer in sorted(receives)),
+        )
+        return cls(hop, {item: place for place, item in enumerate(arriving)})
+
+
+def halo_messages(segments: Segments, width: int, device: torch.device | str) -> Messages:
+    """Returns the messages that bring each segment the `width` rows before it; items are positions."""
+
+    def needs(document: int, target: int) -> list[tuple[int, int]]:
+        chain = segments.chains[document]
+        mine = [link for link in chain if link.ring_index == target]
+        before = {position for link in mine for position in range(max(0, link.start - width), link.start)}
+        return [
+            (link.ring_index, position)
+            for link in chain
+            if link.ring_index != target
+            for position in sorted(before)
+            if link.start <= position < link.stop
+        ]
+
+    def row(item: Item) -> int:
+        document, position = item
+        return segments.shards[document].rows(position, position + 1).start
+
+    return Messages.build(segments.shards, needs, row, device)
+
+
+def state_messages(segments: Segments, device: torch.device | str) -> Messages:
+    """Returns the messages that bring each rank the states of all segments before its own; items are places in the chain.
+
+    Rows are numbered as in `carried_rows`.
+    """
+    rows = carried_rows(segments)
+
+    def needs(document: int, target: int) -> list[tuple[int, int]]:
+        chain = segments.chains[document]
+        last = max((place for place, link in enumerate(chain) if link.ring_index == target), default=0)
+        return [(link.ring_index, place) for place, link in enumerate(chain[:last]) if link.ring_index != target]
+
+    return Messages.build(segments.shards, needs, rows.__getitem__, device)
+
+
+def carried_rows(segments: Segments) -> dict[Item, int]:
+    """Returns the row of the state of each own segment that others follow, by (document, place)."""
+    carried = [(segment.document, segment.place) for segment in segments.own if segment.carried]
+    return {item: row for row, item in enumerate(carried)}
