@@ -13,6 +13,7 @@ if __name__ != "longctx.attention":
 from longctx.attention.by_layer import LayerAttention, PackedAttention, by_layer
 from longctx.attention.exchange import ExchangeError, warm_up
 from longctx.attention.masks import Mask
+from longctx.attention.pooling import pool_documents
 from longctx.attention.reference import reference_attention
 from longctx.attention.ring import RingAttention, ring_attention
 from longctx.attention.ring_schedule import Schedule
@@ -29,6 +30,7 @@ __all__ = [
     "Schedule",
     "by_layer",
     "packed_attention",
+    "pool_documents",
     "reference_attention",
     "ring_attention",
     "warm_up",

@@ -17,6 +17,7 @@ interact outside attention: docs/families.md lists the models of transformers th
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -24,7 +25,16 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from longctx.attention.huggingface_check import HuggingFaceError, Kind, check_config, check_model, longest_exact
+from longctx.attention.huggingface_check import (
+    HuggingFaceError,
+    Kind,
+    check_config,
+    check_model,
+    longest_exact,
+    refuse_arguments,
+)
+from longctx.attention.linear import Recurrence, not_compiled
+from longctx.attention.linear.huggingface import linear_layers, replace_linear, restore_linear
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
@@ -34,20 +44,9 @@ Make = Callable[[float | None, float, int | None, torch.device], RingAttention |
 """Builds attention from scale, softcap, window and device."""
 CPU = torch.device("cpu")
 NAME = "longctx"
+IN_BOTH_DIRECTIONS = "longctx_in_both_directions"
+"""Name of the attention of encoders, whose tokens see earlier and later ones."""
 _PREPARED: WeakSet[torch.nn.Module] = WeakSet()
-_HARMLESS = {
-    "position_ids",  # already in q and k
-    "cache_position",
-    "use_cache",
-    "deterministic",
-    "output_hidden_states",
-    "return_dict",
-    "logits_to_keep",
-    "num_items_in_batch",
-    "labels",
-    "shift_labels",
-}
-"""Keyword arguments that reach the attention function and do not affect it."""
 
 
 class PackedTokens(Protocol):
@@ -63,23 +62,27 @@ class PackedTokens(Protocol):
     def positions(self) -> torch.Tensor: ...
 
 
-def prepare(model: Any) -> None:
+def prepare(model: Any, *, causal: bool = True) -> None:
     """Replaces the attention of a causal language model of transformers with ring attention, and checks that this is exact.
+
+    With `causal` False the model must be an encoder, with or without a head for masked tokens. Its own loss is not used:
+    compute yours from its logits, or from its hidden states.
 
     Call it after loading the weights, before or after sharding, before wrappers such as DDP, and on every rank, because the
     model runs on a few tokens. Raises HuggingFaceError, and leaves the model unchanged, if documents would see each other, if
     the loss would depend on how they are split, or if transformers is missing or too old.
     """
-    before = replace_attention(model)
+    before = replace_attention(model, causal)
     try:
-        check_model(model)
+        check_model(model, first_position(model), causal=causal)
     except HuggingFaceError:
         model.set_attn_implementation(before)
+        restore_linear(model)
         raise
     _PREPARED.add(model)
 
 
-def replace_attention(model: Any) -> str:
+def replace_attention(model: Any, causal: bool = True) -> str:
     """Does the first half of `prepare`, which needs no weights. Returns the name of the previous attention."""
     _register()
     name, config = type(model).__name__, getattr(model, "config", None)
@@ -87,13 +90,15 @@ def replace_attention(model: Any) -> str:
         raise HuggingFaceError(f"{name} is not a model of transformers: prepare the model that from_pretrained returned")
     before: str = config._attn_implementation
     _check_configs(model)
-    model.set_attn_implementation(NAME)
-    if config._attn_implementation != NAME:
+    wanted = NAME if causal else IN_BOTH_DIRECTIONS
+    model.set_attn_implementation(wanted)
+    if config._attn_implementation != wanted:
         model.set_attn_implementation(before)
         raise HuggingFaceError(
             f"{name} computes attention itself, not through transformers' attention interface, so its attention cannot be "
             "replaced: use another model"
         )
+    replace_linear(model)
     return before
 
 
@@ -108,11 +113,29 @@ def _register() -> None:
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)
+    AttentionInterface.register(IN_BOTH_DIRECTIONS, partial(attend, causal=False))
+    AttentionMaskInterface.register(IN_BOTH_DIRECTIONS, partial(describe_mask, causal=False))
+
+
+def is_causal(model: Any) -> bool:
+    """Returns whether a model with replaced attention sees only earlier tokens."""
+    return bool(model.config._attn_implementation != IN_BOTH_DIRECTIONS)
+
+
+def first_position(model: Any) -> int:
+    """Returns the position id of a document's first token: 0, but encoders with embeddings like RoBERTa's leave the ids up to
+    that of padding free."""
+    if is_causal(model):
+        return 0
+    wanted = "create_position_ids_from_inputs_embeds", "position_embeddings"
+    counting = (module for module in model.modules() if all(hasattr(module, name) for name in wanted))
+    return next((int(module.padding_idx) + 1 for module in counting), 0)
 
 
 def _check_configs(model: Any) -> None:
+    linear = bool(linear_layers(model))
     for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
-        check_config(config)
+        check_config(config, linear)
 
 
 def model_inputs(
@@ -135,14 +158,20 @@ def model_inputs(
         batch: this rank's share, from `pack_documents` or the `Loader` of longctx.data.
         target_tokens: number of targets of the whole step, over all ranks. The model's `loss` is then the sum over this rank's
             targets divided by it: sum gradients over micro-batches and ranks, do not average them. None: the model gets no
-            labels and computes no loss; use `batch.labels`, which are already shifted.
+            labels and computes no loss; use `batch.labels`, which are already shifted. Must be None for encoders.
         group, kernel, keep_kv, deterministic: see `ring_attention`.
         device: device of the model.
 
     Raises:
         HuggingFaceError: for a model that is not prepared, or documents that are too long for its RoPE.
     """
-    _check_call(model, batch.layout)
+    prepared = _check_call(model, batch.layout)
+    causal = is_causal(prepared)
+    if target_tokens is not None and not causal:
+        raise HuggingFaceError(
+            f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, whose own loss is a mean over the "
+            "tokens of one rank: leave it out, and compute the loss from the model's output and batch.labels"
+        )
     # Models cannot reshape empty inputs: a rank without tokens gets one padding token.
     missing = int(not len(batch.tokens))
     tokens, labels, positions = (
@@ -154,7 +183,7 @@ def model_inputs(
         return RingAttention(
             batch.layout,
             group=group,
-            mask=Mask(window=window),
+            mask=Mask(causal=causal, window=window),
             scale=scale,
             softcap=softcap,
             kernel=kernel,
@@ -165,7 +194,7 @@ def model_inputs(
 
     inputs = {
         "input_ids": tokens,
-        "position_ids": positions,
+        "position_ids": positions + first_position(prepared),
         "use_cache": False,
         "ring_attention": Rings(make),
     }
@@ -175,18 +204,20 @@ def model_inputs(
     return inputs
 
 
-def _check_call(model: torch.nn.Module, layout: Layout) -> None:
+def _check_call(model: torch.nn.Module, layout: Layout) -> Any:
+    """Returns the prepared model inside `model`. Raises HuggingFaceError if there is none, or if it is not exact any more."""
     prepared: Any = next((module for module in model.modules() if module in _PREPARED), None)
     if prepared is None:
         raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) first")
     config = prepared.config.get_text_config()
-    if config._attn_implementation != NAME:
+    if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS):
         raise HuggingFaceError(
             f"the attention of {type(prepared).__name__} was changed to {config._attn_implementation!r}, which would mix "
             "packed documents: call prepare(model) again"
         )
     _check_configs(prepared)
     check_length(config, max((shard.length for shard in layout.shards), default=0))
+    return prepared
 
 
 def check_length(config: Any, longest: int) -> None:
@@ -208,6 +239,16 @@ class Rings:
 
     def __init__(self, make: Make, kinds: Iterable[Kind] = (), device: torch.device = CPU) -> None:
         self.make, self._made = make, {(*kind, device): make(*kind, device) for kind in kinds}
+        self._recurrence: Recurrence | None = None
+
+    @not_compiled
+    def recurrence(self, device: torch.device) -> Recurrence:
+        """Returns the recurrence for linear layers."""
+        if self._recurrence is None:
+            attention = next(iter(self._made.values()), None) or self.of(None, 0.0, None, device)
+            ring = attention.plain if isinstance(attention, HybridAttention) else attention
+            self._recurrence = Recurrence(attention.layout, group=ring.group, exchange=ring.exchange)
+        return self._recurrence
 
     def of(
         self, scale: float | None, softcap: float, window: int | None, device: torch.device
@@ -221,7 +262,8 @@ class Rings:
     @property
     def last(self) -> str:
         """Layer and pass that this rank entered last, per kind; for error messages."""
-        return ", ".join(attention.last for attention in self._made.values())
+        made = [*self._made.values(), *([] if self._recurrence is None else [self._recurrence])]
+        return ", ".join(each.last for each in made)
 
 
 def attend(
@@ -229,8 +271,9 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: "CausalMask | None" = None,
+    attention_mask: "CausalMask | BidirectionalMask | None" = None,
     *,
+    causal: bool = True,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -243,8 +286,8 @@ def attend(
     """Computes attention for transformers, which calls this function in every layer.
 
     Takes query [1, heads, tokens, head_dim], and key and value [1, kv_heads, tokens, ..]; returns ([1, tokens, heads,
-    v_head_dim], None). `s_aux` [heads] are the learned sink logits of gpt-oss. Raises HuggingFaceError for arguments that would
-    change the result and are not supported.
+    v_head_dim], None). `s_aux` [heads] are the learned sink logits of gpt-oss. Encoders have `causal`
+    False. Raises HuggingFaceError for arguments that would change the result and are not supported.
     """
     if ring_attention is None:
         raise HuggingFaceError(
@@ -253,19 +296,20 @@ def attend(
             "to its attention and is not supported"
         )
     name = type(module).__name__
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise HuggingFaceError(f"{name} is not causal: only causal language models are supported")
+    if (getattr(module, "is_causal", True) if is_causal is None else is_causal) != causal:
+        raise HuggingFaceError(
+            f"{name} is not causal: only causal language models are supported, and encoders with masked.share or "
+            "prepare(model, causal=False)"
+            if causal
+            else f"{name} is causal, or does not say that it is not (is_causal=False): encoders are supported only if tokens "
+            "see earlier and later ones in all layers"
+        )
     if query.shape[0] != 1:
         raise HuggingFaceError(f"input_ids has batch size {query.shape[0]}: pack all documents into one row of tokens")
     if dropout:
         raise HuggingFaceError(f"{name} uses attention dropout {dropout}: set attention_dropout to 0 in its config")
-    refused = [key for key, value in others.items() if key not in _HARMLESS and value is not None and value is not False]
-    if refused:
-        raise HuggingFaceError(
-            f"{name} passes {', '.join(refused)} to its attention, which 'longctx' does not support: leave the argument out "
-            "when you call the model; if the model adds it itself, the model is not supported"
-        )
-    window = _one_window(attention_mask, sliding_window)
+    refuse_arguments(name, others)
+    window = _one_window(attention_mask, sliding_window, causal)
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
@@ -290,10 +334,13 @@ class CausalMask:
     window: int | None = None
 
 
-def describe_mask(*, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, **_: Any) -> CausalMask:
+def describe_mask(
+    *, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, causal: bool = True, **_: Any
+) -> "CausalMask | BidirectionalMask":
     """Describes the mask without building it; transformers calls this function before the first layer.
 
-    Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window.
+    Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window; or, if not `causal`, neither
+    full nor a window in both directions.
     """
     if attention_mask is not None and not bool(attention_mask.all()):
         raise HuggingFaceError("attention_mask hides tokens: leave it out, as packed documents have no padding between them")
@@ -302,12 +349,32 @@ def describe_mask(*, mask_function: Callable[..., Any], attention_mask: torch.Te
     # transformers derives packed sequences from jumps in the positions; the layout already has the exact boundaries.
     known = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
     names = {name for name, _ in parts}
+    if not causal:
+        if (
+            not {"bidirectional_mask_function"}
+            <= names
+            <= {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
+        ):
+            raise HuggingFaceError(
+                f"the model uses a mask of {', '.join(sorted(names))}: encoders are supported only with attention in both "
+                "directions, with or without a sliding window"
+            )
+        # Keys at a distance of `sliding_window` are visible.
+        both = [inside["sliding_window"] + 1 for name, inside in parts if name == "sliding_window_bidirectional_overlay"]
+        return BidirectionalMask(min(both, default=None))
     if not {"causal_mask_function"} <= names <= known:
         raise HuggingFaceError(
             f"the model uses a mask of {', '.join(sorted(names))}: 'longctx' supports only causal attention, with or without "
             "a sliding window"
         )
     return CausalMask(min(windows, default=None))
+
+
+@dataclass(frozen=True)
+class BidirectionalMask:
+    """As CausalMask, for encoders: every query sees `window` - 1 keys before itself and as many after it, or all if None."""
+
+    window: int | None = None
 
 
 @contextmanager
@@ -336,11 +403,20 @@ def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str
         yield name, inside
 
 
-def _one_window(attention_mask: CausalMask | torch.Tensor | None, sliding_window: int | None) -> int | None:
-    """Returns the sliding window of mask and argument, which must agree; some models pass only one of them."""
+def _one_window(
+    attention_mask: CausalMask | BidirectionalMask | torch.Tensor | None, sliding_window: int | None, causal: bool
+) -> int | None:
+    """Returns the sliding window of mask and argument, which must agree; some causal models pass only one of them.
+
+    Without a mask, encoders do not say whether the argument counts the tokens on one side or on both.
+    """
+    if attention_mask is None and not causal and sliding_window is not None:
+        raise HuggingFaceError(
+            f"the layer has a sliding window of {sliding_window}, but no mask: this encoder is not supported"
+        )
     if attention_mask is None:
         return sliding_window
-    if not isinstance(attention_mask, CausalMask):
+    if not isinstance(attention_mask, CausalMask if causal else BidirectionalMask):
         raise HuggingFaceError("a dense attention mask was given: leave attention_mask out, as the layout defines visibility")
     if sliding_window not in (None, attention_mask.window):
         raise HuggingFaceError(

@@ -5,21 +5,50 @@ model on a few tokens that each attend to themselves alone: the attention inputs
 on that token and its position, and on nothing else in the row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from longctx.attention.linear import Recurrence
 from longctx.errors import UserError
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Layer types that work on packed documents; others (convolutions, linear attention, ..) would mix documents."""
+LINEAR_LAYERS = (
+    "BambaMixer",
+    "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer",
+    "Mamba2Mixer",
+    "NemotronHMamba2Mixer",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+    "Zamba2MambaMixer",
+)
+"""Classes of the linear layers that are supported. The tests compare a model of each with its own code."""
+LINEAR_TYPES = ("linear_attention", "hybrid", "mlp", "moe")
+"""Layer types of models whose linear layers are supported."""
 ORIGINAL_LENGTH = "original_max_position_embeddings"
 TOKENS = 16
 REPLACED = [0, 3, 6, 10, 11, 15]
 """Rows that are replaced, with NaN embeddings; their neighbours on both sides must not change."""
+HARMLESS = {
+    "position_ids",  # already in q and k
+    "cache_position",
+    "use_cache",
+    "deterministic",
+    "output_hidden_states",
+    "return_dict",
+    "logits_to_keep",
+    "num_items_in_batch",
+    "labels",
+    "shift_labels",
+}
+"""Keyword arguments that reach attention and linear layers and do not affect them."""
 Kind = tuple[float | None, float, int | None]
 """Scale, softcap and window of a layer's attention."""
 TARGETS = 1000
@@ -30,18 +59,34 @@ class HuggingFaceError(UserError):
     """A model, or an argument of a model, that ring attention does not support exactly."""
 
 
-def check_config(config: Any) -> None:
-    """Raises HuggingFaceError for settings with which packed or split documents would train differently."""
-    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - set(LAYER_TYPES))
+def refuse_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raises HuggingFaceError for keyword arguments of a layer that could change its result."""
+    refused = [key for key, value in arguments.items() if key not in HARMLESS and value is not None and value is not False]
+    if refused:
+        raise HuggingFaceError(
+            f"{name} passes {', '.join(refused)} to its attention, which 'longctx' does not support: leave the argument out "
+            "when you call the model; if the model adds it itself, the model is not supported"
+        )
+
+
+def check_config(config: Any, linear: bool = False) -> None:
+    """Raises HuggingFaceError for settings with which packed or split documents would train differently.
+
+    `linear`: whether the model has linear layers that are supported.
+    """
+    known = {*LAYER_TYPES, *(LINEAR_TYPES if linear else ())}
+    unknown = sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - known)
     if unknown:
         raise HuggingFaceError(
             f"the model has layers of type {', '.join(unknown)}, which would mix packed documents and miss tokens on other "
-            f"ranks: only {' and '.join(LAYER_TYPES)} layers are supported"
+            f"ranks: only {' and '.join(LAYER_TYPES)} layers are supported, and linear layers of the classes "
+            f"{', '.join(LINEAR_LAYERS)}"
         )
     if getattr(config, "output_router_logits", False):
         raise HuggingFaceError(
             "output_router_logits is set in the model's config: the auxiliary loss of a mixture of experts counts the tokens "
-            "of one rank and micro-batch, so it would depend on how documents are split. Set it to False"
+            "of one rank and micro-batch, so it would depend on how documents are split. Set it to False (longctx train has "
+            "balance.document_loss instead, which does not)"
         )
     for name in ("layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
@@ -74,23 +119,25 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [rope for rope in ropes if isinstance(rope, dict)] + inside
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, first_position: int = 0, *, causal: bool = True) -> None:
     """Raises HuggingFaceError unless only attention mixes tokens and the loss is the sum over the given labels.
 
-    Runs the model five times on 16 tokens without gradients; on every rank if the model is sharded.
+    Positions count from `first_position`. The loss of an encoder, if not `causal`, is not checked, as it is not used. Runs the
+    model five times on 16 tokens without gradients; on every rank if the model is sharded.
     """
-    probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype)
+    probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position)
     with torch.no_grad(), _evaluating(model):
         logits = _check_rows(probe)
-        _check_loss(probe.name, probe, probe.tokens(), logits)
+        if causal:
+            _check_loss(probe.name, probe, probe.tokens(), logits)
 
 
-def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> frozenset[Kind]:
+def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype, *, causal: bool = True) -> frozenset[Kind]:
     """Does the checks of `check_model` except that of the loss, calling `forward`, which computes in `dtype`.
 
     Returns the kinds of attention of the model's layers.
     """
-    probe = _Probe(model, forward, dtype)
+    probe = _Probe(model, forward, dtype, causal)
     with torch.no_grad(), _evaluating(model):
         _check_rows(probe)
     return frozenset(probe.kinds)
@@ -106,7 +153,7 @@ def _check_rows(probe: "_Probe") -> torch.Tensor:
             "that computes attention through the interface in all layers"
         )
     others, positions = ids.clone(), places.clone()
-    others[REPLACED], positions[REPLACED] = ids[1], 0
+    others[REPLACED], positions[REPLACED] = probe.others(), 0
     replaced = probe.rows(others, positions, poisoned=True)
     kept = [row for row in range(TOKENS) if row not in REPLACED]
     if probe.differ([rows[kept] for rows in alone], [rows[kept] for rows in replaced]):
@@ -145,7 +192,10 @@ def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Ten
 class _Probe:
     """Runs a model on tokens that each attend only to themselves, by calling `forward`, which computes in `dtype`."""
 
-    def __init__(self, model: Any, forward: Callable[..., Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, forward: Callable[..., Any], dtype: torch.dtype, causal: bool = True, first_position: int = 0
+    ) -> None:
+        self.causal, self.first_position = causal, first_position
         self.model, self.call, self.name = model, forward, type(model).__name__
         if any(parameter.is_meta for parameter in model.parameters()):
             raise HuggingFaceError(f"{self.name} has no weights, as it is on the meta device: load them first")
@@ -157,15 +207,29 @@ class _Probe:
 
     def tokens(self) -> torch.Tensor:
         """Returns distinct token ids [TOKENS] without special ones, such as image tokens."""
-        config = self.model.config.get_text_config()
-        special = {*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict())}
+        config, special = self.model.config.get_text_config(), self._special()
         ordinary = [token for token in range(min(config.vocab_size, 4096)) if token not in special]
         return torch.tensor(ordinary, device=self.device)[torch.linspace(0, len(ordinary) - 1, TOKENS).long()]
+
+    def others(self) -> torch.Tensor:
+        """Returns the tokens of rows that are replaced, int64 [len(REPLACED)]: for encoders also special ones.
+
+        Some encoders (ESM) scale all embeddings by the share of mask tokens in the row.
+        """
+        special = [] if self.causal else sorted(self._special())[: len(REPLACED)]
+        ordinary = [int(self.tokens()[1])] * (len(REPLACED) - len(special))
+        return torch.tensor(special + ordinary, device=self.device)
+
+    def _special(self) -> set[int]:
+        config = self.model.config.get_text_config()
+        entries = self.embedding.num_embeddings
+        found = (*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict()))
+        return {token for token in found if 0 <= token < entries}
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
         """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
         if positions is not None:
-            arguments["position_ids"] = positions.to(self.device).unsqueeze(0)
+            arguments["position_ids"] = positions.to(self.device).unsqueeze(0) + self.first_position
         try:
             return self.call(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
         except HuggingFaceError:
@@ -185,12 +249,21 @@ class _Probe:
         alone = Alone()
         handle = self.embedding.register_forward_hook(_poison) if poisoned else None
         try:
-            logits = getattr(self.forward(ids, positions, ring_attention=alone), "logits", None)
+            found = self.forward(ids, positions, ring_attention=alone)
         finally:
             if handle is not None:
                 handle.remove()
+        logits = getattr(found, "logits", None)
+        if not self.causal:
+            if getattr(found, "pooler_output", None) is not None:
+                raise HuggingFaceError(
+                    f"{self.name} pools the first row only, not the first token of every document: load it with "
+                    "add_pooling_layer=False, and pool its hidden states with longctx.attention.pool_documents"
+                )
+            logits = found.last_hidden_state if logits is None and hasattr(found, "last_hidden_state") else logits
         if logits is None or logits.shape[:2] != (1, TOKENS):
-            raise HuggingFaceError(f"{self.name} does not return logits for every token: use a causal language model")
+            wanted = "a causal language model" if self.causal else "an encoder, or its model for masked tokens"
+            raise HuggingFaceError(f"{self.name} does not return logits for every token: use {wanted}")
         self.kinds |= alone.kinds
         return [*alone.seen, logits[0]]
 
@@ -211,6 +284,9 @@ class Alone:
         self.seen: list[torch.Tensor] = []
         self.kinds: set[Kind] = set()
 
+    def recurrence(self, _: torch.device) -> "_AloneRecurrence":
+        return _AloneRecurrence(self.seen)
+
     def of(self, scale: float | None, softcap: float, window: int | None, _: torch.device) -> "Alone":
         self.kinds.add((scale, softcap, window))
         return self
@@ -218,6 +294,22 @@ class Alone:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         self.seen.append(torch.cat([tensor.flatten(1) for tensor in (q, k, v)], dim=1))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+class _AloneRecurrence(Recurrence):
+    """A recurrence in which every token is a document; records its inputs in `seen`."""
+
+    def __init__(self, seen: list[torch.Tensor]) -> None:
+        super().__init__(None)
+        self.seen = seen
+
+    def convolve(self, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        self.seen.append(x)
+        return super().convolve(x, *others)
+
+    def attend(self, *given: Any) -> torch.Tensor:
+        self.seen.append(torch.cat([x.flatten(1) for x in given[:5] if x is not None], dim=1))
+        return super().attend(*given)
 
 
 def _poison(_module: torch.nn.Module, _inputs: Any, embedded: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,9 @@ Links between nodes have a limited rate; loopback replaces NVLink; latency is th
 planned with that profile.
 
 Computing. There are more ranks than cores, so a waiting rank would leave its core to the others, and imbalance would seem
-cheaper than it is. So every rank has a fixed quota of `--share` of a core, whether the others wait or not, like a GPU; the sum
-of all quotas must be below the number of cores. The machine should be idle otherwise.
+cheaper than it is. So the computing thread of every rank has a fixed quota of `--share` of a core, whether the others wait or
+not, like a GPU; the sum of all quotas must be below the number of cores. Its other threads, which send and read, have none
+(with control groups of version 2 they share the quota). The machine should be idle otherwise.
 
 Network. An H100 reaches 450e12 useful FLOP/s in bf16 (46 % of its 989e12; training reaches 40 to 50 %) and has 50e9 bytes/s of
 InfiniBand (400 Gb/s per GPU): 9,000 FLOP per byte, 18,000 per bf16 number. A rank here reaches F FLOP/s, measured on matrix

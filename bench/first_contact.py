@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from harness import command, device_facts, facts, markdown, median_s, options
+from training_rows import FASTEST
 
 HERE = Path(__file__).parent
 Rows = list[dict[str, str]]
@@ -151,7 +152,7 @@ def models(rows: Rows) -> list[str]:
             continue
         mfu, peak, estimate = (float(row[name]) if row[name] else None for name in ("mfu", "peak_gib", "estimate_gib"))
         verdicts = []
-        if mfu is not None and row["chosen"].startswith("fastest") and row["tokens"] in MFU_AIMS:
+        if mfu is not None and row["chosen"] == FASTEST and row["tokens"] in MFU_AIMS:
             verdicts.append(f"MFU {'reached' if mfu >= MFU_AIMS[row['tokens']] else 'not reached'}")
         if peak and estimate and abs(estimate / peak - 1) > MEMORY_AIM:
             verdicts.append(f"estimate off by {estimate / peak - 1:+.0%}")

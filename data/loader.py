@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from longctx.data.masking import Masking
 from longctx.data.mixture import make_steps
 from longctx.data.packing import StepBatch, pack
 from longctx.data.sampler import Piece
@@ -48,6 +49,7 @@ class Loader(Iterator[StepBatch]):
         seed, max_length, long_documents: see `Sampler`, which may raise SamplerError here.
         held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
+        masking: masks of an encoder's tokens (None: labels are next tokens).
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -65,6 +67,7 @@ class Loader(Iterator[StepBatch]):
         long_documents: str = "split",
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
+        masking: Masking | None = None,
     ) -> None:
         self.sampler = make_steps(
             store,
@@ -88,6 +91,7 @@ class Loader(Iterator[StepBatch]):
         self.planner = planner
         """Planner of the steps prepared from now on: once step n has been returned, of the steps from n + 2."""
         self._pad_to_multiple_of = pad_to_multiple_of
+        self._masking = masking
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -185,7 +189,7 @@ class Loader(Iterator[StepBatch]):
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
-        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of), next_cursor
+        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, self._masking), next_cursor
 
     def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         if plan.ranks != self._ranks:
@@ -215,10 +219,16 @@ def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_step(
-    store: Store, pieces: Sequence[Piece], plan: Plan, rank: int, step: int = 1, pad_to_multiple_of: int = 1
+    store: Store,
+    pieces: Sequence[Piece],
+    plan: Plan,
+    rank: int,
+    step: int = 1,
+    pad_to_multiple_of: int = 1,
+    masking: Masking | None = None,
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by a plan made from their lengths."""
-    targets = [store.target_tokens(piece.document, piece.start, piece.stop) for piece in pieces]
+    targets = [count_targets(store, piece, masking) for piece in pieces]
     weights = [float(store.weights[piece.document]) for piece in pieces]
     return StepBatch(
         step=step,
@@ -227,7 +237,7 @@ def read_step(
         tokens=sum(piece.length for piece in pieces),
         target_tokens=sum(targets),
         micro_batches=tuple(
-            pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=pad_to_multiple_of)
+            pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=pad_to_multiple_of, masking=masking)
             for index in range(len(plan.micro_batches))
         ),
         weights=() if set(weights) <= {1.0} else tuple(weights),
@@ -235,6 +245,13 @@ def read_step(
         store_documents=tuple(piece.document for piece in pieces),
         source_tokens=store.tokens_by_source([piece.document for piece in pieces], [piece.length for piece in pieces]),
     )
+
+
+def count_targets(store: Store, piece: Piece, masking: Masking | None) -> int:
+    """Returns the number of targets of a piece. With `masking` this reads the piece."""
+    if masking is not None:
+        return masking.target_tokens(store, piece)
+    return store.target_tokens(piece.document, piece.start, piece.stop)
 
 
 def _name(store: Store, piece: Piece) -> str:

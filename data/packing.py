@@ -1,8 +1,8 @@
 """Packing: fills the buffer of a rank for one micro-batch, by the plan's layout, from a store or from documents in memory.
 
 The buffer concatenates the spans [head; tail] of the rank's documents in the order of the layout; only these spans are read.
-Labels are shifted in the whole document before it is cut, so that they do not depend on the plan. This module needs only torch
-and numpy, so that your own trainer can use it.
+Labels are shifted in the whole document before it is cut, so that they do not depend on the plan; masked tokens do not either
+(see `masking`). This module needs only torch and numpy, so that your own trainer can use it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from longctx.data import IGNORED_LABEL
+from longctx.data.masking import Masking
 from longctx.errors import UserError
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
@@ -41,7 +42,8 @@ class MicroBatch:
         index: index of the micro-batch in the plan.
         layout: spans of documents that the rank holds, and their rows in the buffer.
         tokens: int64 `[T]`; padding is 0.
-        labels: int64 `[T]`; the next token of the same document, -100 without a target and in padding.
+        labels: int64 `[T]`; the next token of the same document, or with masking the token itself; -100 without a target and
+            in padding.
         positions: int64 `[T]`; position in the document, from 0; padding is 0.
     """
 
@@ -84,11 +86,23 @@ class StepBatch:
     source_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
-def pack(store: "Store", pieces: "Sequence[Piece]", layout: Layout, *, pad_to_multiple_of: int = 1) -> MicroBatch:
-    """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index."""
+def pack(
+    store: "Store",
+    pieces: "Sequence[Piece]",
+    layout: Layout,
+    *,
+    pad_to_multiple_of: int = 1,
+    masking: Masking | None = None,
+) -> MicroBatch:
+    """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index.
+
+    Labels are next tokens, or with `masking` the masked tokens.
+    """
 
     def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
         piece = pieces[document]
+        if masking is not None:
+            return masking.read(store, piece, start, stop)
         return store.read(piece.document, piece.start + start, piece.start + stop, end=piece.stop)
 
     return _fill(layout, read, pad_to_multiple_of)
@@ -101,7 +115,13 @@ def empty_micro_batch(index: int, rank: int) -> MicroBatch:
 
 
 def pack_documents(
-    plan: Plan, rank: int, documents: Sequence[Tokens], labels: Sequence[Tokens] | None = None, *, pad_to_multiple_of: int = 1
+    plan: Plan,
+    rank: int,
+    documents: Sequence[Tokens],
+    labels: Sequence[Tokens] | None = None,
+    *,
+    pad_to_multiple_of: int = 1,
+    shift: bool = True,
 ) -> tuple[list[MicroBatch], int]:
     """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
@@ -111,6 +131,7 @@ def pack_documents(
         documents: token ids `[tokens]` of each document, by the plan's document index.
         labels: as long as the documents and NOT shifted, -100 where a token is not a target; None: the documents.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
+        shift: whether a token predicts the next label; False: the label in its own place, for encoders.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
     sum of token losses by it, and sum gradients over the ranks.
@@ -118,7 +139,7 @@ def pack_documents(
     """
     tokens = _arrays("documents", documents, plan)
     unshifted = tokens if labels is None else _arrays("labels", labels, plan)
-    targets = [np.append(label[1:], IGNORED_LABEL) for label in unshifted]
+    targets = [np.append(label[1:], IGNORED_LABEL) for label in unshifted] if shift else unshifted
 
     def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
         return tokens[document][start:stop], targets[document][start:stop]

@@ -33,11 +33,12 @@ class SamplerError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start … stop - 1 of a document of the store, as a training document of its own."""
+    """Tokens start … stop - 1 of a document of the store, as a training document of its own, in one epoch."""
 
     document: int
     start: int
     stop: int
+    epoch: int = 0
 
     @property
     def length(self) -> int:
@@ -185,7 +186,7 @@ class Sampler:
         return tuple(pieces), cursor
 
     def in_order(self) -> tuple[Piece, ...]:
-        """Returns every piece once, in the order of the store."""
+        """Returns every piece once, in the order of the store, as of epoch 0."""
         spans = zip(self._document.tolist(), self._start.tolist(), self._stop.tolist(), strict=True)
         return tuple(Piece(*span) for span in spans)
 
@@ -211,7 +212,7 @@ class Sampler:
         if self._order[0] != epoch:
             self._order = (epoch, self._permutation(epoch))
         piece = self._order[1][place]
-        return Piece(int(self._document[piece]), int(self._start[piece]), int(self._stop[piece]))
+        return Piece(int(self._document[piece]), int(self._start[piece]), int(self._stop[piece]), epoch)
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         # RandomState, because NumPy promises never to change its streams (NEP 19); those of Generator may change.

@@ -355,6 +355,14 @@ class Store:
             labels[: after - start - 1] = np.where(targets, tokens[1:], IGNORED_LABEL)
         return tokens[: stop - start], labels
 
+    def tokens(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Reads tokens, int64 `[stop - start]`, of a span of a document, and which of them may be targets."""
+        if not 0 <= start <= stop <= self.lengths[document]:
+            raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}")
+        batch, row = self._locate(document)
+        first = int(batch.starts[row])
+        return batch.tokens[first + start : first + stop].astype(np.int64), self._trained(batch, row, start, stop)
+
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
         if stop - start == self.lengths[document]:

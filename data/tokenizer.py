@@ -30,6 +30,8 @@ KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|endâ–ofâ–
 ANOTHER_TOKENIZER = (
     "use a tokenizer that represents every character, such as --tokenizer bpe or bytes, or one with byte fallback"
 )
+KNOWN_MASKS = ("[MASK]", "<mask>", "<|mask|>")
+"""Mask tokens to look for in a given tokenizer.json, in this order."""
 LARGEST_VOCABULARY = (1 << 31) - 1
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 
@@ -123,6 +125,27 @@ class Tokenizer:
             raise TokenizerError(f"{path} cannot be read as a tokenizer.json: {error.strerror}") from error
         except ValueError as error:
             raise TokenizerError(f"{path}: {error}") from error
+
+    def mask_token(self, token: str | None = None) -> int:
+        """Returns the id of the mask token; by default of the first of `KNOWN_MASKS` in the vocabulary.
+
+        Raises TokenizerError if the vocabulary has none.
+        """
+        candidates = KNOWN_MASKS if token is None else (token,)
+        found = (self._inner.token_to_id(candidate) for candidate in candidates)
+        mask = next((number for number in found if number is not None), None)
+        if mask is None:
+            raise TokenizerError(
+                f"none of {', '.join(candidates)} is in the vocabulary: name its mask token (masked.token TOKEN)"
+            )
+        return mask
+
+    @cached_property
+    def ordinary(self) -> npt.NDArray[np.int64]:
+        """Ids of all tokens but special ones and the end of a document, ascending."""
+        special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        everything = set(self._inner.get_vocab(with_added_tokens=True).values())
+        return np.array(sorted(everything - special - {self.end_of_document}), np.int64)
 
     def save(self, path: Path) -> None:
         """Writes the tokenizer.json, byte for byte as it was given."""

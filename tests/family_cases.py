@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
+from longctx.attention.linear.huggingface import restore_linear
 from longctx.data.packing import pack_documents
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
@@ -184,6 +185,7 @@ def _classify(kind: str) -> Finding:
     loss_error, gradient_error = abs(ring_loss - loss) / abs(loss), largest_error(gradients(model), expected)
     exact = loss_error <= LOSS_TOLERANCE and gradient_error <= GRADIENT_TOLERANCE and router_loss_is_refused(model, documents)
     model.set_attn_implementation(plain)
+    restore_linear(model)
     model.zero_grad()
     unseparated(model, documents).backward()
     mixing = largest_error(gradients(model), expected)

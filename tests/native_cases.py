@@ -10,6 +10,7 @@ from longctx.config import load
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.model.pretrained_decoder import PretrainedDecoder
 from longctx.parallel.mesh import make_groups
+from longctx.training.setup import sizes_of_groups
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, make_documents
@@ -33,9 +34,8 @@ def step(folder: Path, settings: list[str]) -> tuple[float, Tensors, Tensors]:
 def make_trainer(folder: Path, settings: list[str]) -> Trainer:
     given = [*SETTINGS, f"model.from_pretrained={folder}", *settings]
     config = load(None, given, world_size=dist.get_world_size())
-    parallel = config.parallel
-    sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
-    return Trainer.build(config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes), config.model_source())
+    mesh = make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config))
+    return Trainer.build(config, mesh, config.model_source())
 
 
 def make_batch(trainer: Trainer) -> StepBatch:

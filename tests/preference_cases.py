@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from longctx.config import Config, load
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
-from longctx.data.sampler import Piece, Sampler
+from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.training.optimizer import learning_rate
 from longctx.training.reference import Reference
@@ -145,7 +145,8 @@ class Plain:
         for _ in range(STEPS):
             pieces, cursor = sampler.step(cursor)
             found.append([piece.document for piece in pieces[::2]])
-            assert list(pieces[1::2]) == [Piece(one + 1, 0, int(self.store.lengths[one + 1])) for one in found[-1]]
+            rejected = [(piece.document, piece.start, piece.stop) for piece in pieces[1::2]]
+            assert rejected == [(one + 1, 0, int(self.store.lengths[one + 1])) for one in found[-1]]
         return found
 
     def train(self) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:

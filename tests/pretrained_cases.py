@@ -13,6 +13,7 @@ from longctx.data.packing import StepBatch, pack_documents
 from longctx.model.huggingface import OURS
 from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Placement
+from longctx.training.setup import sizes_of_groups
 from longctx.training.trainer import Trainer
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, make_documents, unpacked
@@ -57,7 +58,9 @@ def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tens
 
 def make_trainer(folder: Path, settings: list[str]) -> Trainer:
     config = load(None, [*SETTINGS, f"model.from_pretrained={folder}", *settings], world_size=dist.get_world_size())
-    return Trainer.build(config, make_groups(torch.device("cpu"), timeout_s=60.0), config.model_source())
+    return Trainer.build(
+        config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes_of_groups(config)), config.model_source()
+    )
 
 
 def make_batch(ranks: int, rank: int) -> StepBatch:

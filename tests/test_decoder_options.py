@@ -24,6 +24,16 @@ def scaled(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}, "max_position_embeddings": 64}
 
 
+GPT = {
+    "norm": "layer",
+    "mlp": "plain",
+    "hidden_act": "gelu",
+    "linear_bias": True,
+    "position_embeddings": "learned",
+    "max_position_embeddings": 128,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
 Case = tuple[str, dict[str, Any], dict[str, Any]]
 """Model type, its configuration besides SIZES, and the options of our shape."""
 CASES: dict[str, Case] = {
@@ -42,7 +52,31 @@ CASES: dict[str, Case] = {
     "Qwen 2": ("qwen2", {"tie_word_embeddings": True}, {"qkv_bias": True, "tie_word_embeddings": True}),
     "Qwen 3": ("qwen3", {}, {"qk_norm": True}),
     "Mistral": ("mistral", {"sliding_window": 7}, {"sliding_window": 7}),
+    "Mixtral": (
+        "mixtral",
+        {"num_local_experts": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        {"num_experts": 6},
+    ),
+    "Qwen 3, experts": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "mlp_only_layers": [0]},
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "first_dense_layers": 1,
+            "norm_topk_prob": False,
+            "qk_norm": True,
+        },
+    ),
     "Phi 3, half of a head turned": ("phi3", {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
+    "GPT-2": (
+        "gpt2",
+        {"n_embd": 32, "n_inner": 48, "n_layer": 4, "n_head": 4, "n_positions": 128},
+        {
+            **GPT,
+        },
+    ),
     "Gemma 2": (
         "gemma2",
         {"query_pre_attn_scalar": 4, "sliding_window": 7, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3},
@@ -76,6 +110,8 @@ CASES: dict[str, Case] = {
         },
     ),
 }
+GPT_PARAMETERS = [name for name in GPT if name != "hidden_act"]
+EXPERTS = ("num_experts", "moe_intermediate_size", "first_dense_layers")
 GEMMA = {"hidden_act": "gelu", "output_norms": True, "embedding_scale": 32**0.5, "tie_word_embeddings": True}
 
 
@@ -83,14 +119,17 @@ def theirs_and_ours(name: str) -> tuple[torch.nn.Module, Decoder]:
     kind, given, options = CASES[name]
     torch.manual_seed(0)
     sizes = {**SIZES, "head_dim": 8, "vocab_size": 50, "pad_token_id": 49, "attn_implementation": "eager", **given}
+    if "num_experts" in options:
+        sizes |= {"experts_implementation": "eager"}  # torch's grouped product has no float64
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes)).double().eval()
     with torch.no_grad():
         for parameter in theirs.parameters():  # biases and norms too: at their first values they would hide mistakes
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     if kind.startswith("gemma"):
         options = {**GEMMA, **options}
-    options = {"rope_theta": 1e4, "rms_norm_eps": theirs.config.rms_norm_eps, **options}
-    ours = Decoder(ModelShape(**SIZES, head_dim=8, vocab_size=50, **options)).double()
+    eps = theirs.config.layer_norm_epsilon if kind == "gpt2" else theirs.config.rms_norm_eps
+    options = {**SIZES, "head_dim": 8, "vocab_size": 50, "rope_theta": 1e4, "rms_norm_eps": eps, **options}
+    ours = Decoder(ModelShape.model_validate(options)).double()
     loaded = ours.load_state_dict(renamed(kind, theirs.state_dict()), strict=False)
     assert not loaded.unexpected_keys and set(loaded.missing_keys) <= {"lm_head.weight"}
     return theirs, ours
@@ -99,6 +138,8 @@ def theirs_and_ours(name: str) -> tuple[torch.nn.Module, Decoder]:
 def renamed(kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns weights of transformers under our names."""
     found = {}
+    if kind == "gpt2":
+        weights = from_gpt2(weights)
     for name, weight in weights.items():
         name = name.removeprefix("model.")
         if kind.startswith("gemma"):
@@ -109,10 +150,33 @@ def renamed(kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
         if name.endswith("qkv_proj.weight"):
             parts = zip("qkv", weight.split([32, 16, 16]), strict=True)
             found |= {re.sub("qkv_proj", f"{part}_proj", name): matrix for part, matrix in parts}
+        elif ".experts." in name or name.endswith("mlp.gate.weight"):
+            name = name.replace("mlp.", "moe.")
+            halves = zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True)
+            of_name = (
+                {name.replace("gate_up_proj", part): half for part, half in halves} if "gate_up" in name else {name: weight}
+            )
+            found |= {part: matrix.reshape(-1, matrix.shape[-1]) for part, matrix in of_name.items()}
         elif name.endswith("gate_up_proj.weight"):
             found |= {name.replace("gate_up", part): half for part, half in zip(("gate", "up"), weight.chunk(2), strict=True)}
         else:
             found[name] = weight
+    return found
+
+
+def from_gpt2(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns weights of GPT-2 under the names and with the layout of Llama's and Phi-3's."""
+    ours = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm", "h": "layers", "ln_1": "input_layernorm"}
+    ours |= {"ln_2": "post_attention_layernorm", "attn.c_proj": "self_attn.o_proj", "attn.c_attn": "self_attn.qkv_proj"}
+    ours |= {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
+    found = {}
+    for name, weight in weights.items():
+        weight = weight.t() if ".c_" in name and name.endswith("weight") else weight
+        for theirs, module in ours.items():
+            name = re.sub(rf"(^|\.){re.escape(theirs)}\.", rf"\1{module}.", name)
+        name = name.removeprefix("transformer.")
+        parts = zip("qkv", weight.chunk(3), strict=True) if "qkv_proj" in name else [("qkv", weight)]
+        found |= {name.replace("qkv_proj", f"{part}_proj"): matrix for part, matrix in parts}
     return found
 
 
@@ -150,7 +214,15 @@ def test_an_option_changes_the_logits(name: str) -> None:
     tokens = torch.randint(0, 49, (LENGTH,), generator=torch.Generator().manual_seed(1))
     logits = ours(tokens, torch.arange(LENGTH), attention_of(ours, LENGTH))
     for option in options:
-        if option in ("tie_word_embeddings", "rope_factor", "rope_original_length", "qkv_bias", "qk_norm"):
+        if option in (
+            "tie_word_embeddings",
+            "rope_factor",
+            "rope_original_length",
+            "qkv_bias",
+            "qk_norm",
+            *EXPERTS,
+            *GPT_PARAMETERS,
+        ):
             continue  # would have other parameters, or goes with another option
         default = ModelShape.model_fields[option].default
         changed = {"rope_factor": 1.0} if option == "rope_scaling" else {}
@@ -176,7 +248,9 @@ def test_the_spec_counts_what_the_model_has(name: str) -> None:
     _, ours = theirs_and_ours(name)
     assert ours.spec.parameters == sum(parameter.numel() for parameter in ours.parameters())
     for layer, block in zip(ours.spec.layers, ours.layers, strict=True):
-        assert layer.matrix_parameters == sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
+        assert layer.matrix_parameters + layer.idle_parameters == sum(
+            weight.numel() for weight in block.parameters() if weight.dim() > 1
+        )
         assert layer.other_parameters == sum(weight.numel() for weight in block.parameters() if weight.dim() == 1)
     lengths = [5, LENGTH]
     pairs = sum(

@@ -14,7 +14,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import date
 from pathlib import Path
@@ -41,8 +41,8 @@ PIPELINES = {
 """Ranks, schedule, and stages on every rank."""
 
 TINY = ["model.num_hidden_layers=4", "data.max_length=600", "batch.global_tokens=2000"]
-TOKENS_PER_RANK = {1: 600, 2: 400, 3: 300}
-BINS = {1: {600: 1}, 2: {300: 1, 600: 2}, 3: {200: 1, 400: 2, 600: 3}}
+TOKENS_PER_RANK = {1: 600, 2: 400, 3: 300, 4: 200}
+BINS = {1: {600: 1}, 2: {300: 1, 600: 2}, 3: {200: 1, 400: 2, 600: 3}, 4: {200: 1, 400: 2, 600: 4}}
 """By domain: the longest documents need all its ranks, and a step has several micro-batches."""
 
 
@@ -118,11 +118,11 @@ OPTIONS = (
 ALL = [split for options in itertools.product(*OPTIONS) if (split := Split(*options)).valid]
 
 
-def covering(left: set[Pair]) -> list[Split]:
+def covering(left: set[Pair], every: Sequence[Split] = ALL) -> list[Split]:
     """Splits that together have all pairs in `left`: each time the one with the most, then with fewest processes."""
     splits: list[Split] = []
     while left:
-        splits.append(max(ALL, key=lambda split: (len(split.pairs & left), -split.world)))
+        splits.append(max(every, key=lambda split: (len(split.pairs & left), -split.world)))
         left = left - splits[-1].pairs
     return splits
 
@@ -178,9 +178,9 @@ def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tm
     try:
         losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
     except Exception:
-        write(split, "failed", "failed", time.perf_counter() - began)
+        TABLE.write(split, "failed", "failed", time.perf_counter() - began)
         raise
-    write(split, f"{losses:.1e}", f"{norms:.1e}", time.perf_counter() - began)
+    TABLE.write(split, f"{losses:.1e}", f"{norms:.1e}", time.perf_counter() - began)
     assert losses <= LOSS
     assert norms <= GRADIENT_NORM
 
@@ -200,47 +200,66 @@ def test_the_subset_has_every_pair() -> None:
     assert len(ALL) == len(set(ALL)) == 462
 
 
-def write(split: Split, loss_error: str, gradient_norm_error: str, seconds: float) -> None:
-    """Puts a row into the table, in the order of `ALL`."""
-    if not (table := os.environ.get("SPLITS_TABLE")):
-        return
-    errors = {"loss_error": loss_error, "gradient_norm_error": gradient_norm_error, "seconds": f"{seconds:.1f}"}
-    texts = {name: str(value) for name, value in asdict(split).items()} | {"world": str(split.world)} | errors
-    lines, columns = Path(f"{table}.csv"), list(Split.__dataclass_fields__)
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
-    if lines.exists():
-        with lines.open() as file:
-            rows = {tuple(old[name] for name in columns): old for old in csv.DictReader(file)}
-    rows[tuple(texts[name] for name in columns)] = texts
-    order = {tuple(str(option) for option in astuple(split)): number for number, split in enumerate(ALL)}
-    rows = {key: rows[key] for key in sorted(rows.keys() & order.keys(), key=order.__getitem__)}
-    with lines.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(texts), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows.values())
-    Path(f"{table}.md").write_text("\n".join(report(list(rows.values()))) + "\n")
+@dataclass(frozen=True)
+class Table:
+    """The table of all splits that ran, in the order of `every`, of which `covering` are a subset."""
+
+    variable: str
+    every: Sequence[Split]
+    covering: Sequence[Split]
+    model: str
+    file: str
+
+    @property
+    def columns(self) -> list[str]:
+        return list(type(self.every[0]).__dataclass_fields__)
+
+    def write(self, split: Split, loss_error: str, gradient_norm_error: str, seconds: float) -> None:
+        """Puts a row into the table that the environment names, if it does."""
+        if not (table := os.environ.get(self.variable)):
+            return
+        errors = {"loss_error": loss_error, "gradient_norm_error": gradient_norm_error, "seconds": f"{seconds:.1f}"}
+        texts = {name: str(value) for name, value in asdict(split).items()} | {"world": str(split.world)} | errors
+        lines = Path(f"{table}.csv")
+        rows: dict[tuple[str, ...], dict[str, str]] = {}
+        if lines.exists():
+            with lines.open() as file:
+                rows = {tuple(old[name] for name in self.columns): old for old in csv.DictReader(file)}
+        rows[tuple(texts[name] for name in self.columns)] = texts
+        order = {tuple(str(option) for option in astuple(split)): number for number, split in enumerate(self.every)}
+        rows = {key: rows[key] for key in sorted(rows.keys() & order.keys(), key=order.__getitem__)}
+        with lines.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(texts), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows.values())
+        Path(f"{table}.md").write_text("\n".join(self.report(list(rows.values()))) + "\n")
+
+    def report(self, rows: list[dict[str, str]]) -> list[str]:
+        """The table in Markdown, and what it holds."""
+        errors = [
+            (float(row["loss_error"]), float(row["gradient_norm_error"])) for row in rows if row["loss_error"] != "failed"
+        ]
+        failed = len(rows) - sum(loss <= LOSS and norm <= GRADIENT_NORM for loss, norm in errors)
+        loss, norm = (max(column) for column in zip(*errors, (0.0, 0.0), strict=True))
+        ran = {tuple(row[name] for name in self.columns) for row in rows}
+        covered = sum(tuple(str(option) for option in astuple(split)) in ran for split in self.covering)
+        return [
+            f"Ten float32 steps of a tiny model ({self.model}) on the embedded corpus, split over processes, against "
+            f"one process: {len(rows)} of the {len(self.every)} combinations that eight processes can run, among them "
+            f"{covered} of a subset of {len(self.covering)} that has every pair of options. Errors are relative, the greatest "
+            "of ten steps.",
+            "",
+            f"Failed: {failed}. Greatest error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient "
+            f"norm: {norm:.1e} ({GRADIENT_NORM:.0e}). Seconds say little: more processes than cores, beside other work.",
+            "",
+            f"`{self.variable}=bench/results/{self.file} -m slow -k covering` runs the subset, "
+            "the same without `-k covering` every combination. Each run replaces its rows and keeps the others. "
+            f"Last run: {date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
+            "",
+            "| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |",
+            "|" + "---|" * len(rows[0]),
+            *("| " + " | ".join(row.values()) + " |" for row in rows),
+        ]
 
 
-def report(rows: list[dict[str, str]]) -> list[str]:
-    """The table in Markdown, and what it holds."""
-    errors = [(float(row["loss_error"]), float(row["gradient_norm_error"])) for row in rows if row["loss_error"] != "failed"]
-    failed = len(rows) - sum(loss <= LOSS and norm <= GRADIENT_NORM for loss, norm in errors)
-    loss, norm = (max(column) for column in zip(*errors, (0.0, 0.0), strict=True))
-    ran = {tuple(row[name] for name in Split.__dataclass_fields__) for row in rows}
-    covered = sum(tuple(str(option) for option in astuple(split)) in ran for split in COVERING)
-    return [
-        "Ten float32 steps of a tiny model (4 layers, hidden size 32) on the embedded corpus, split over processes, against "
-        f"one process: {len(rows)} of the {len(ALL)} combinations that eight processes can run, among them {covered} of a "
-        f"subset of {len(COVERING)} that has every pair of options. Errors are relative, the greatest of ten steps.",
-        "",
-        f"Failed: {failed}. Greatest error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient "
-        f"norm: {norm:.1e} ({GRADIENT_NORM:.0e}). Seconds say little: more processes than cores, beside other work.",
-        "",
-        "`SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering` runs the subset, "
-        "the same without `-k covering` every combination. Each run replaces its rows and keeps the others. "
-        f"Last run: {date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores.",
-        "",
-        "| " + " | ".join(name.replace("_", " ") for name in rows[0]) + " |",
-        "|" + "---|" * len(rows[0]),
-        *("| " + " | ".join(row.values()) + " |" for row in rows),
-    ]
+TABLE = Table("SPLITS_TABLE", ALL, COVERING, "4 layers, hidden size 32", "splits python -m pytest tests/test_every_split.py")

@@ -130,6 +130,17 @@ NEW = {
     "ntk": (2, ["model.rope_scaling=ntk", "model.rope_factor=2", "model.tie_word_embeddings=false"], "LlamaForCausalLM"),
     "qwen3": (2, ["model.qk_norm=true", "model.sliding_window=50", "model.full_attention_every=2"], "Qwen3ForCausalLM"),
     "qwen2, tensor parallel": (2, ["parallel.tensor_parallel_size=2", "model.qkv_bias=true"], "Qwen2ForCausalLM"),
+    "gpt2, tensor parallel": (
+        2,
+        [
+            "parallel.tensor_parallel_size=2",
+            "model.preset=tiny-gpt",
+            "model.num_key_value_heads=4",
+            "model.max_position_embeddings=1500",
+        ],
+        "GPT2LMHeadModel",
+    ),
+    "mixtral": (2, ["model.num_experts=4", "parallel.expert_parallel_size=2"], "MixtralForCausalLM"),
     "phi3": (1, ["model.partial_rotary_factor=0.5"], "Phi3ForCausalLM"),
     "gemma2": (
         2,

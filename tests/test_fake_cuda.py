@@ -18,17 +18,13 @@ from longctx.memory.model import _Step
 from longctx.planning.plan import Plan
 from longctx.training.objective import StepWeights
 from tests.fake_cuda import fake_cuda
-from tests.test_whole_size import FULL, LENGTHS, LONG, MODEL, PIPELINE, RANKS, SELECTIVE, TENSOR, VOCABULARY
+from tests.test_whole_size import FULL, LENGTHS, LONG, MODEL, PIPELINE, RANKS, RECOMPUTATION, SELECTIVE, TENSOR, VOCABULARY
 from tests.whole_size import FakeHostWaits, MadeOnHost, Traced, plan_of, traced
 
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="torch is built without CUDA")
 CUDA = ["train.device=cuda", "train.fused=false", "context.kernel=reference", LONG]
 SETTINGS = {
-    "nothing saved": [],
-    "norms": ["train.recompute=norms"],
-    "mlp": ["train.recompute=mlp"],
-    "selective": [SELECTIVE],
-    "full": [FULL],
+    **RECOMPUTATION,
     "activations offloaded": [FULL, "train.offload_activations=true"],
     "optimizer offloaded": [FULL, "train.offload_optimizer=true"],
     "matrices split over 8": [TENSOR + "8"],

@@ -1,34 +1,24 @@
 """The first script for a GPU: its answers say what the rows say, and a part that fails takes no other with it."""
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 import attention_checks
 import attention_times
+import first_contact
 import training_gpu
 from harness import Table
 
 
-@pytest.fixture
-def script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, where there is no GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    spec = importlib.util.spec_from_file_location("bench_first_contact", repository / "bench" / "first_contact.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run(script: ModuleType, patch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
+def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
+    """Runs the script as where there is no GPU. Returns its exit status."""
+    patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(sys, "argv", ["first_contact.py", "--smoke", "--out", str(out), *options])
     with pytest.raises(SystemExit) as ended:
-        script.main()
+        first_contact.main()
     return int(ended.value.code or 0)
 
 
@@ -36,7 +26,7 @@ def line_of(page: str, start: str) -> str:
     return next(line for line in page.splitlines() if line.startswith(start))
 
 
-def test_answers(script: ModuleType, tmp_path: Path) -> None:
+def test_answers(tmp_path: Path) -> None:
     out = tmp_path / "first"
     checks = Table(tmp_path / "first-attention-checks.csv", attention_checks.COLUMNS, {})
     check = {"kernel": "flash", "mask": "causal", "tensor": "out", "ring": 0.002, "single": 0.001, "right": True}
@@ -53,7 +43,7 @@ def test_answers(script: ModuleType, tmp_path: Path) -> None:
     rows.append({**row, "mfu": 0.51, "peak_gib": 50.0, "estimate_gib": 54.0})
     rows.append({**row, "tokens": 131072, "mfu": 0.51, "peak_gib": 50.0, "estimate_gib": 56.0})
     rows.append({**row, "options": "full", "failed": "error: out of memory"})
-    page = "\n".join(script.answers(out, {"device": "a GPU", "torch": "2"}, ["profile: exit status 1"]))
+    page = "\n".join(first_contact.answers(out, {"device": "a GPU", "torch": "2"}, ["profile: exit status 1"]))
 
     assert "# First contact: a GPU" in page and "torch: 2" in page and "**Failed** profile: exit status 1" in page
     assert line_of(page, "| flash | 1 of 2") == "| flash | 1 of 2 | 9.00 | causal dq |"
@@ -68,11 +58,11 @@ def test_answers(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_or_hangs_is_named(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     codes = {"attention": "raise SystemExit(3)", "training": "print('trained')", "profile": "import time; time.sleep(600)"}
-    monkeypatch.setattr(script, "commands", lambda part, *_, **__: ["-c", codes[part]])
-    assert run(script, monkeypatch, tmp_path / "first", "--minutes", "-0.95") == 1
+    monkeypatch.setattr(first_contact, "commands", lambda part, *_, **__: ["-c", codes[part]])
+    assert run(monkeypatch, tmp_path / "first", "--minutes", "-0.95") == 1
     page = (tmp_path / "first.md").read_text()
     assert "**Failed** attention: exit status 3: its output says why" in page
     assert "**Failed** profile: ended after" in page and "**Failed** training" not in page
@@ -80,8 +70,8 @@ def test_a_part_that_fails_or_hangs_is_named(
 
 
 @pytest.mark.slow
-def test_smoke(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(script, monkeypatch, tmp_path / "first", "--minutes", "2") == 0
+def test_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(monkeypatch, tmp_path / "first", "--minutes", "2") == 0
     page = (tmp_path / "first.md").read_text()
     assert "| cpu | 20 of 20 |" in page and "| cpu | 128 | 4 |" in page and "| 256 | none | cpu |" in page
     assert "`--context.profile first-profile.yaml`" in page

@@ -70,6 +70,8 @@ def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
     assert more > less
     assert fitted(config, 3, int(more / ROOM) + 2, fused=False) == keeping
     assert fitted(config, 3, int(less / ROOM) + 2, fused=False) == config
+    written = Config.model_validate(yaml.safe_load(config.to_yaml()))  # as finetune does
+    assert fitted(written, 3, int(more / ROOM) + 2, fused=False).context.keep_kv
     explicit = load(None, settings(store), world_size=3)
     assert fitted(explicit, 3, 1 << 40, fused=False) == explicit
 

@@ -32,7 +32,10 @@ OWN = "computes attention itself, not through transformers' attention interface"
         *((kind, OWN) for kind in ("bloom", "falcon", "gpt_neox_japanese", "gptj", "mpt", "mvp", "trocr", "xglm")),
         *((kind, OWN) for kind in ("cpmant", "openai-gpt", "rwkv", "xlm", "xlnet")),
         ("doge", r"does not run on packed tokens with attention 'longctx' \(AttributeError: 'CausalMask'"),
-        *((kind, "layers of type linear_attention") for kind in ("mamba", "falcon_mamba", "qwen3_next")),
+        *(
+            (kind, "layers of type linear_attention.* of the classes BambaMixer")
+            for kind in ("falcon_mamba", "kimi_linear", "mamba")
+        ),
         ("llama4_text", "layers of type chunked_attention"),
         ("xlstm", "never calls transformers' attention interface"),
         ("stablelm", "does not pass keyword arguments to its attention"),
@@ -49,10 +52,11 @@ def test_unsupported_families_are_refused_with_the_reason(kind: str, message: st
         one_document(model)
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "lfm2", "mamba", "minimax_m3_vl_text", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["falcon_h1", "kimi_linear", "lfm2", "mamba", "mamba2", "minimax_m3_vl_text", "qwen3_next"])
 def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(huggingface_check, "check_config", lambda config: None)
-    monkeypatch.setattr("longctx.attention.huggingface.check_config", lambda config: None)
+    monkeypatch.setattr("longctx.attention.linear.huggingface.LINEAR_LAYERS", ())
+    monkeypatch.setattr(huggingface_check, "check_config", lambda config, linear=False: None)
+    monkeypatch.setattr("longctx.attention.huggingface.check_config", lambda config, linear=False: None)
     expected = r"mixes tokens outside|never calls|passes .* to its attention|does not run on packed"
     with pytest.raises(HuggingFaceError, match=expected):
         prepare(build(kind, "eager"))

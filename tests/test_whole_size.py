@@ -32,12 +32,15 @@ TENSOR, PIPELINE = "parallel.tensor_parallel_size=", "parallel.pipeline_parallel
 CHUNKS = "parallel.pipeline_chunks=2"
 FEW_RANKS = ["context.mode=static", "context.degree=8", LONG]
 """So few that blocks are the largest part."""
-SETTINGS = {
+RECOMPUTATION = {
     "nothing saved": [],
     "norms": ["train.recompute=norms"],
     "mlp": ["train.recompute=mlp"],
     "selective": [SELECTIVE],
     "full": [FULL],
+}
+SETTINGS = {
+    **RECOMPUTATION,
     "keys kept": [SELECTIVE, "context.keep_kv=true"],
     "one level": [SELECTIVE, "context.two_level_exchange=false"],
     "weights gathered all step": [FULL, "parallel.reshard_after=step"],

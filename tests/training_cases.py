@@ -28,6 +28,7 @@ from longctx.planning.layout import Layout
 from longctx.training import checkpoint
 from longctx.training.metrics import StepMetrics
 from longctx.training.optimizer import learning_rate
+from longctx.training.setup import sizes_of_groups
 from longctx.training.trainer import Trainer
 
 zero_bubble = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run the zero-bubble schedule")
@@ -80,14 +81,7 @@ def start(
     """A trainer on this rank of the test's group."""
     everything = [*SMALL, f"data.store={store}", f"train.run_dir={run}", *settings]
     config = load(None, everything, world_size=dist.get_world_size())
-    parallel = config.parallel
-    mesh = make_groups(
-        device,
-        tensor=parallel.tensor_parallel_size,
-        pipeline=parallel.pipeline_parallel_size,
-        shard_ranks=parallel.shard_ranks,
-        timeout_s=timeout_s,
-    )
+    mesh = make_groups(device, **sizes_of_groups(config), timeout_s=timeout_s)
     run.mkdir(parents=True, exist_ok=True)
     return Trainer.start(config, mesh, Store.open(store), checkpoint.newest(run)[0] if resume else None)
 

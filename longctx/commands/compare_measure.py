@@ -74,7 +74,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
     from longctx.comparison.measured import train_in_turn
     from longctx.parallel import mesh
     from longctx.training.run_profile import run_profile
-    from longctx.training.setup import join_run, open_data
+    from longctx.training.setup import check_model, join_run, open_data
 
     out: Path | None = arguments.out
     check_writable(out)
@@ -92,6 +92,7 @@ def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredCompar
             f"--measure does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use `longctx "
             f"compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
         )
+    check_model(config, store, launch.world_size)
     groups = join_run(config, launch, device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
+from longctx.training.setup import check_model, check_pairs, check_vocabulary
 from longctx.training.stages import named, open_stages, stage_line
 from longctx.units import format_bytes, format_count
 
@@ -35,7 +35,7 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
     source = config.model_source(store.tokenizer.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
-    check_checkpoint(config, store, ranks)
+    check_model(config, store, ranks)
     check_pairs(config, store)
     print(
         f"dry run on {ranks} ranks\n"

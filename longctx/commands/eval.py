@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_device(device, launch.local_world_size)
         work: Documents | Grid
         if arguments.needle:
+            if config.masked.share is not None:
+                raise UserError("--needle is for causal models, which continue a text, but masked.share is set: omit --needle")
             tokenizer = Store.open(arguments.store).tokenizer if arguments.store else target.tokenizer()
             work = _grid(arguments)
             _check_grid(work, tokenizer, config.capacity(launch.world_size), launch.world_size)
@@ -236,7 +238,8 @@ def _report_loss(
     if documents.long:
         done = "split" if target.config.data.long_documents == "split" else "dropped"
         print(f"{documents.long:,} documents of more than {documents.max_length:,} tokens were {done}")
-    for title, parts in (("document length (tokens)", report.by_length), ("tokens of context", report.by_position)):
+    place = "tokens of context" if documents.masking is None else "position of the masked token"
+    for title, parts in (("document length (tokens)", report.by_length), (place, report.by_position)):
         counted = parts[0].documents is not None if parts else False
         print(f"\n{title:>30} {'documents' if counted else '':>10} {'predicted':>12} {'loss':>8} {'perplexity':>11}")
         for part in parts:

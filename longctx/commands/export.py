@@ -1,6 +1,7 @@
 """`longctx export`: writes a checkpoint of a run as a folder that transformers, vLLM and others load."""
 
 import argparse
+import json
 import re
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a transformers checkpoint")
     parser.epilog = (
         "Runs in one process, whatever the number of processes of the run, and reads one block at a time. Then:\n\n"
-        "    AutoModelForCausalLM.from_pretrained('OUT')"
+        "    AutoModelForCausalLM.from_pretrained('OUT')    # or AutoModelForMaskedLM, of an encoder"
     )
 
 
@@ -50,11 +51,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def how_to_load(folder: Path) -> str:
     if (folder / "adapter_config.json").is_file():
+        adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        if adapters["task_type"] is None:
+            base = f"AutoModelForMaskedLM.from_pretrained({adapters['base_model_name_or_path']!r})"
+            return (
+                f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
+            )
         return (
             f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
             "or merge: longctx export RUN OUT --merge"
         )
-    return f"load with transformers: AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    from longctx.model.checkpoint_files import MASKED_CLASS
+
+    (architecture,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
+    kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
+    return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"
 
 
 def parse_size(text: str) -> int:

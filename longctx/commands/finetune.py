@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.model.checkpoint_files import check_name
     from longctx.parallel.launch import launch
     from longctx.training import checkpoint
-    from longctx.training.setup import check_checkpoint, check_pairs
+    from longctx.training.setup import check_model, check_pairs
 
     if arguments.lora is not None and arguments.lora < 1:
         raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
-    check_checkpoint(config, store, ranks)
+    check_model(config, store, ranks)
     check_pairs(config, store)
     settings_file.write_text(config.to_yaml(), "utf-8")
     if arguments.prepare_only:
@@ -196,6 +196,8 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
 
 def _next(config: Config, export: Path) -> str:
     """Returns a line with the next command."""
+    if config.masked.share is not None:
+        return f"evaluate it: longctx eval {config.train.run_dir} --store STORE"
     if config.lora.rank is None:
         return f"try it: longctx generate {export} --chat 'your question'"
     merged = export.with_name("merged")

@@ -41,7 +41,7 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     try:
         from safetensors import SafetensorError
-        from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
     except ImportError as error:
         raise UserError(
             f"generation needs transformers, which cannot be imported ({error}): pip install 'longctx[huggingface]'"
@@ -51,8 +51,11 @@ def _generate(arguments: argparse.Namespace) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     try:
+        _check_generates(arguments.checkpoint, AutoConfig.from_pretrained(arguments.checkpoint))
         tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
         model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
+    except UserError:
+        raise
     except (ValueError, OSError, KeyError, SafetensorError) as error:
         raise UserError(f"{arguments.checkpoint} cannot be loaded: {brief(error)}") from error
     try:
@@ -70,6 +73,18 @@ def _generate(arguments: argparse.Namespace) -> int:
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **chosen)
     return 0
+
+
+def _check_generates(checkpoint: str, config: Any) -> None:
+    """Raises UserError for an encoder, which transformers would load as if it were causal."""
+    from longctx.model.checkpoint_files import MASKED_CLASS
+
+    names = [name for name in config.architectures or () if name.endswith(MASKED_CLASS)]
+    if names:
+        raise UserError(
+            f"{checkpoint} is an encoder ({names[0]}), which predicts masked tokens and cannot continue a text: use "
+            "transformers' pipeline('fill-mask', ..)"
+        )
 
 
 def _ids(arguments: argparse.Namespace, tokenizer: Any) -> Any:

@@ -116,7 +116,7 @@ def _prepare(
     from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_checkpoint, check_pairs, check_vocabulary
+    from longctx.training.setup import check_model, check_pairs, check_vocabulary
     from longctx.training.stages import named, open_stages
 
     check_wandb(config.log.wandb)
@@ -146,7 +146,7 @@ def _prepare(
                     heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
                     compile_variants(own.context.kernel, request, heads, window=layer.window is not None)
             check_vocabulary(own, spec)
-            check_checkpoint(own, store, launch.world_size)
+            check_model(own, store, launch.world_size)
             check_pairs(own, store)
             refuse_too_large(spec, own, store, launch.world_size, available, fused=on_gpu)
     # Weights and two moments, in float32.
@@ -318,7 +318,7 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
         parameters = f"{trained:,} of {everything:,} parameters trained (LoRA of rank {config.lora.rank})"
     precision = config.train.dtype + ("" if config.train.float8 is None else f", float8 {config.train.float8}")
-    compiled = ", compiled blocks" * config.compiles(mesh.device.type)
+    compiled = ", compiled blocks" * config.compiles(mesh.device.type, trainer.model.spec)
     return (
         f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
         f"{precision}{compiled}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "

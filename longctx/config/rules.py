@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from longctx.config.expert_rules import expert_mesh_rules, expert_rules
 from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import domain_rules, mesh_rules
 from longctx.config.run import Config
@@ -35,12 +36,14 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
         _model,
         _lora,
         _dpo,
+        _masked,
         _stores,
         _files,
         _context,
         _bins,
         _pipeline,
         _tensor,
+        _experts,
         _train,
         float8_rules,
         fused_rules,
@@ -50,7 +53,10 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
     )
     problems = [problem for rule in rules for problem in rule(config)]
     if world_size is not None:
-        problems += mesh_rules(config, world_size) or list(domain_rules(config, world_size))
+        problems += mesh_rules(config, world_size) or [
+            *domain_rules(config, world_size),
+            *expert_mesh_rules(config, world_size),
+        ]
     return problems
 
 
@@ -81,6 +87,9 @@ def _model(config: Config) -> Iterator[Problem]:
         yield from found.problems
     elif isinstance(found, UserError) and not isinstance(found, LoraError):  # `_lora` reports LoraError
         yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
+    elif config.train.compile and isinstance(found, ModelSpec) and any(layer.state_size for layer in found.layers):
+        rule = "blocks with linear attention cannot be compiled: their chunks and messages differ between micro-batches"
+        yield Problem("train.compile", True, rule, "set it to false", ("model.from_pretrained",))
     if model.from_pretrained is None:
         if model.implementation != "auto":
             rule = "only applies to a checkpoint, but model.from_pretrained is null"
@@ -157,6 +166,39 @@ def _dpo(config: Config) -> Iterator[Problem]:
         rule = "has no effect without DPO: dpo.beta is null"
         fix = "set dpo.beta, or omit it"
         yield Problem("dpo.label_smoothing", config.dpo.label_smoothing, rule, fix, ("dpo.beta",))
+
+
+def _masked(config: Config) -> Iterator[Problem]:
+    """Checks that masked tokens are predicted by an encoder of transformers, run by its own code, on plain documents."""
+    masked, others = config.masked, ("masked.share",)
+    if masked.share is None:
+        for name in ("random", "kept", "token"):
+            if getattr(masked, name) != type(masked).model_fields[name].default:
+                rule = "has no effect on a causal model: masked.share is null"
+                yield Problem(f"masked.{name}", getattr(masked, name), rule, "set masked.share, or omit it", others)
+        return
+    if masked.random + masked.kept > 1:
+        rule = f"masked.random and masked.kept, which is {masked.kept:g}, must be at most 1 together"
+        yield Problem("masked.random", masked.random, rule, "lower one of the two", ("masked.kept",))
+    if config.dpo.beta is not None:
+        rule = "DPO needs a causal model, but masked.share trains an encoder"
+        yield Problem("dpo.beta", config.dpo.beta, rule, "omit one of the two", others)
+    if config.model.from_pretrained is None:
+        rule = "masked tokens are predicted by an encoder's checkpoint, but model.from_pretrained is null: presets are causal"
+        fix = (
+            "set model.from_pretrained (for new weights: save_pretrained of a model with random weights), or omit masked.share"
+        )
+        yield Problem("masked.share", masked.share, rule, fix, ("model.from_pretrained",))
+        return
+    parallel = config.parallel
+    if config.model.implementation == "native":
+        rule = "the native decoder is causal, but masked.share trains an encoder"
+        yield Problem("model.implementation", "native", rule, "set it to transformers, or omit masked.share", others)
+    for key in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        if (size := getattr(parallel, key)) > 1:
+            rule = "encoders are run by transformers' own code, which cannot split a model over ranks"
+            fix = "set it to 1 (degrees and sharding use all ranks), or omit masked.share"
+            yield Problem(f"parallel.{key}", size, rule, fix, others)
 
 
 def _spec(config: Config) -> ModelSpec | None:
@@ -287,12 +329,15 @@ def _tensor(config: Config) -> Iterator[Problem]:
         yield Problem("parallel.tensor_parallel_size", size, rule, fix, ("model.num_key_value_heads",))
     else:
         yield from _ulysses_degree(config, shape.num_key_value_heads // size)
-    if leaves_rank_empty(shape.intermediate_size, size):
-        share = -(-shape.intermediate_size // size)
-        below, above = (share - 1) * size, share * (size - 1) + 1
-        rule = f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which leaves none for the last ranks"
-        fix = f"set it to {below} or {above}" if below else f"set it to {above}"
-        yield Problem("model.intermediate_size", shape.intermediate_size, rule, fix, ("parallel.tensor_parallel_size",))
+    for key, width in _split_widths(spec).items():
+        if leaves_rank_empty(width, size):
+            share = -(-width // size)
+            below, above = (share - 1) * size, share * (size - 1) + 1
+            rule = (
+                f"each of {size} tensor parallel ranks takes {share} columns of the MLP, which leaves none for the last ranks"
+            )
+            fix = f"set it to {below} or {above}" if below else f"set it to {above}"
+            yield Problem(key, width, rule, fix, ("parallel.tensor_parallel_size",))
     if size > 1 and config.train.compile:
         rule = "torch.compile cannot trace tensor parallelism with a varying number of tokens"
         fix = "set it to false, or set parallel.tensor_parallel_size to 1"
@@ -304,6 +349,23 @@ def _tensor(config: Config) -> Iterator[Problem]:
         fix = f"set it to {below} or {below + multiple}" if below else f"set it to {multiple}"
         others = ("parallel.tensor_parallel_size", "batch.pad_to_multiple_of")
         yield Problem("batch.tokens_per_rank", batch.tokens_per_rank, rule, fix, others)
+
+
+def _split_widths(spec: ModelSpec) -> dict[str, int]:
+    """Returns the widths of the MLPs that tensor parallelism splits by columns, by setting."""
+    found = {}
+    for layer in spec.layers:
+        if not layer.experts:
+            found["model.intermediate_size"] = layer.intermediate_size
+        elif width := layer.intermediate_size - layer.routed_size:
+            found["model.shared_expert_intermediate_size"] = width
+    return found
+
+
+def _experts(config: Config) -> Iterator[Problem]:
+    spec = _spec(config)
+    if spec is not None:
+        yield from expert_rules(config, spec)
 
 
 def leaves_rank_empty(size: int, ranks: int) -> bool:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from longctx.config.problems import plain
 from longctx.config.settings import (
+    BalanceSection,
     BatchSection,
     CheckpointSection,
     ContextSection,
@@ -17,6 +18,7 @@ from longctx.config.settings import (
     EvalSection,
     LogSection,
     LoraSection,
+    MaskedSection,
     ModelSection,
     OptimizerSection,
     ParallelSection,
@@ -25,6 +27,7 @@ from longctx.config.settings import (
 )
 from longctx.config.stages import Stage, laid_over
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
+from longctx.model.spec import ModelSpec
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import longest_document
 
@@ -40,10 +43,12 @@ class Config(BaseModel):
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
     dpo: DpoSection = DpoSection()
+    masked: MaskedSection = MaskedSection()
     data: DataSection = DataSection()
     batch: BatchSection = BatchSection()
     context: ContextSection = ContextSection()
     parallel: ParallelSection = ParallelSection()
+    balance: BalanceSection = BalanceSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
     eval: EvalSection = EvalSection()
@@ -86,10 +91,12 @@ class Config(BaseModel):
         """
         if self.model.from_pretrained is None:
             return NewDecoder(self.model.sizes() if vocab_size is None else self.model.shape(vocab_size))
-        split = self.parallel.tensor_parallel_size * self.parallel.pipeline_parallel_size > 1
+        parallel = self.parallel
+        split = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.expert_parallel_size > 1
+        source, rope, masked = self.model.from_pretrained, self.model.changed_rope, self.masked.share is not None
         if self.lora.adapters is not None:
-            return adapted(self.model.from_pretrained, self.model.changed_rope, self.lora.adapters, self.train.dtype)
-        return pretrained(self.model.from_pretrained, self.model.changed_rope, self.model.implementation, split)
+            return adapted(source, rope, self.lora.adapters, self.train.dtype, masked)
+        return pretrained(source, rope, self.model.implementation, split, masked)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -97,19 +104,33 @@ class Config(BaseModel):
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
 
-    def compiles(self, device: str) -> bool:
-        """Returns whether blocks are compiled on a device of type `device`: `train.compile`, or else its default."""
+    @property
+    def bias_rate(self) -> float:
+        """How far the biases of experts move per step: `balance.bias_rate`, or else its default."""
+        default = 0.0 if self.model.from_pretrained is not None else 0.001
+        return default if self.balance.bias_rate is None else self.balance.bias_rate
+
+    @property
+    def watches_checkpoint(self) -> bool:
+        """Whether balance terms are added to a checkpoint's model, whose blocks are then not compiled."""
+        wanted = self.balance.document_loss or self.balance.z_loss or self.balance.bias_rate
+        return self.model.from_pretrained is not None and bool(wanted)
+
+    def compiles(self, device: str, spec: ModelSpec | None = None) -> bool:
+        """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Tiles would compile every block again for every number of tiles.
-        return device == "cuda" and not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
+        # Blocks with experts are not compiled; tiles would compile every block again for every number of tiles.
+        if device != "cuda" or self.watches_checkpoint or (spec is not None and spec.largest_layer.experts):
+            return False
+        return not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
 
-    def fuses(self, device: str) -> bool:
+    def fuses(self, device: str, spec: ModelSpec | None = None) -> bool:
         """Returns whether blocks of the native decoder use fused operations: `train.fused`, or else its default."""
         if self.train.fused is not None:
             return self.train.fused
         installed = importlib.util.find_spec("liger_kernel") is not None
-        return device == "cuda" and installed and not self.splits_blocks and not self.compiles(device)
+        return device == "cuda" and installed and not self.splits_blocks and not self.compiles(device, spec)
 
     @property
     def splits_blocks(self) -> bool:

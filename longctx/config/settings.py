@@ -120,6 +120,21 @@ class DpoSection(Section):
     )
 
 
+class MaskedSection(Section):
+    """masked-token training of an encoder: attention in both directions, and labels at masked tokens"""
+
+    share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of tokens, special ones apart, that are masked and predicted; 0.15 in BERT, 0.3 in ModernBERT "
+        "(null: next tokens are predicted)",
+    )
+    random: float = Field(0.1, ge=0, le=1, description="share of masked tokens that are replaced by a random token")
+    kept: float = Field(0.1, ge=0, le=1, description="share of masked tokens that stay; all others become the mask token")
+    token: str | None = Field(None, description="mask token (null: [MASK], <mask> or <|mask|>, which the tokenizer has)")
+
+
 class StoreSetting(Section):
     """one of several stores"""
 
@@ -213,8 +228,10 @@ class ContextSection(Section):
         "and more stages (null: one stage). Two stages are in memory at a time, three with two_level_exchange; a stage of a "
         "ring that crosses nodes receives at least all tokens of one node",
     )
-    keep_kv: bool = Field(
-        False, description="keep received K and V until backward instead of receiving them again; needs more memory"
+    keep_kv: bool | None = Field(
+        None,
+        description="keep received K and V until backward instead of receiving them again; needs more memory (null: only where "
+        "train.fit_memory finds room)",
     )
     two_level_exchange: bool = Field(
         True,
@@ -256,6 +273,18 @@ class ParallelSection(Section):
     pipeline_chunks: int = Field(
         1, ge=1, description="pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"
     )
+    expert_parallel_size: int = Field(
+        1,
+        ge=1,
+        description="expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in "
+        "addition to tensor parallel ranks; tokens travel to their experts",
+    )
+    expert_max_load: float = Field(
+        2.0,
+        ge=1,
+        description="rows that the experts of a rank compute at once, as a multiple of an even share; if routing is less even, "
+        "all ranks compute in turns, and again in backward: no token is dropped",
+    )
     shard_ranks: int | None = Field(
         None,
         ge=1,
@@ -273,6 +302,21 @@ class ParallelSection(Section):
         description="when gradients are reduced over ranks; step: once per step, with unsharded float32 gradients per rank "
         "until then; micro_batch: after every micro-batch, with sharded gradients and more communication",
     )
+
+
+class BalanceSection(Section):
+    """balance of the experts of a mixture; the same whatever the plan"""
+
+    bias_rate: float | None = Field(
+        None,
+        ge=0,
+        description="how far the bias of each expert moves per step, towards an even use of experts over all tokens of the "
+        "step; without effect on models without such a bias (null: 0.001 as in DeepSeek-V3, 0 for a checkpoint)",
+    )
+    document_loss: float = Field(
+        0.0, ge=0, description="factor of the balance loss of each document, the sequence-wise loss of DeepSeek-V3 (0: none)"
+    )
+    z_loss: float = Field(0.0, ge=0, description="factor of the mean of log²Σexp of the router's logits (0: none)")
 
 
 class TrainSection(Section):
@@ -322,8 +366,8 @@ class TrainSection(Section):
     fit_memory: bool | None = Field(
         None,
         description="use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv "
-        "is set, and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange stages, "
-        "resharding and others (null: on GPUs)",
+        "says otherwise, and if the run does not fit, make the cheapest changes with which it does: recomputation, exchange "
+        "stages, resharding and others (null: on GPUs)",
     )
     peak_flops: float | None = Field(
         None,

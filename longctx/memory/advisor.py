@@ -55,6 +55,7 @@ def savings(config: Config) -> list[tuple[str, Any]]:
         ("train.offload_activations", True),
         ("train.offload_optimizer", True),
     )
+    config = changed(config, [("context.keep_kv", bool(config.context.keep_kv))])
     present = {change[0]: place for place, change in enumerate(known) if changed(config, [change]) == config}
     return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
@@ -104,7 +105,7 @@ def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) ->
 
     stages = range(len(config.stage_ends))
     keeping = changed(config, [("context.keep_kv", True)])
-    if "keep_kv" not in config.context.model_fields_set and all(has_room(keeping, number) for number in stages):
+    if config.context.keep_kv is None and all(has_room(keeping, number) for number in stages):
         return keeping
     for number in stages:
         if not has_room(config, number):

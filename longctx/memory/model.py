@@ -107,6 +107,8 @@ class _Step:
         self.spec, self.config, self.load, self.fused, self.stage = spec, config, load, fused, stage
         self.first, self.last = stage == 0, stage == config.pipeline.ranks - 1
         self.recompute = config.train.recompute
+        # Whether a norm is one operation, which keeps only its input.
+        self.whole_norms = fused or spec.layer_norm
         # Bytes per element in the compute dtype.
         self.number = ELEMENT_BYTES[config.train.dtype]
         self.shards = config.parallel.shard_ranks or config.domain(ranks)
@@ -115,6 +117,7 @@ class _Step:
         # Number of blocks on this rank; all count as large as the largest one.
         self.layers = len(held)
         self.layer = max((spec.layers[number] for number in held), key=lambda layer: layer.parameters)
+        self.sends_tokens = self.layer.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
         self._count_parameters()
         self._measure_block()
         # Kept by all blocks for backward, without received K and V. RoPE tables are float32, token tensors int64.
@@ -125,7 +128,7 @@ class _Step:
         self.saved_kv, self.kept_again = (0, kept_kv) if self.recompute == "full" else (kept_kv, 0)
         self.kept = self.layers * self.saved_kv
         on_device = not (config.train.offload_optimizer and fused)
-        weights, moments = FLOAT32 * self.trained + self.number * (self.all - self.trained), 2 * FLOAT32 * self.trained
+        weights, moments = FLOAT32 * self.stored + self.number * (self.all - self.stored), 2 * FLOAT32 * self.stored
         self.fixed = (
             Memory("", parameters=weights // self.shards, optimizer=moments // self.shards) if on_device else Memory("")
         )
@@ -133,26 +136,32 @@ class _Step:
         alone, in_pipeline = load.micro_batches == 1, config.pipeline.ranks > 1
         self.reduced_at_once = not in_pipeline and (alone or config.parallel.reduce_after == "micro_batch")
         # Gradients of earlier micro-batches: whole if they are reduced at the end of the step.
-        spread = self.shards if self.reduced_at_once else 1
-        self.unreduced = 0 if alone and not in_pipeline else FLOAT32 * self.trained // spread
+        kept = self.stored // self.shards if self.reduced_at_once else self.trained
+        self.unreduced = 0 if alone and not in_pipeline else FLOAT32 * kept
         self.earlier_gradients = 0 if load.first and not in_pipeline else self.unreduced
 
     def _count_parameters(self) -> None:
         """Counts the parameters of this rank before sharding."""
         layer, adapted = self.layer, self.spec.adapted
-        matrices = layer.matrix_parameters + layer.idle_parameters
-        self.block = matrices // self.split + layer.other_parameters + layer.adapter_parameters
+        matrices, experts = layer.matrix_parameters + layer.idle_parameters, layer.expert_parameters
+        whole = matrices // self.split + layer.other_parameters + layer.adapter_parameters
+        # Experts of other ranks of a group are never here, and those of this rank are sharded over fewer ranks.
+        self.block = whole - experts // self.split + experts // self.split // self.config.parallel.expert_parallel_size
         # One vocabulary matrix.
         self.embedding = self.spec.vocabulary_parameters // self.split
         # Outside the blocks: the embedding on the first stage, the last norm and the head on the last stage.
         matrices = self.first + self.last - (self.first and self.last and self.spec.tie_word_embeddings)
-        self.root = matrices * self.embedding + (self.spec.hidden_size if self.last else 0)
-        self.all = self.layers * self.block + self.root
+        self.root = matrices * self.embedding + (self.spec.norm_parameters if self.last else 0)
+        self.positions = self.spec.position_parameters // self.split if self.first else 0
+        self.root += self.positions
+        self.all = self.layers * whole + self.root
         # Parameters with gradients and optimizer state: all, or only the adapters.
         self.trained_block = layer.adapter_parameters if adapted else self.block
         self.trained_root = 0 if adapted else self.root
         self.trained_head = 0 if adapted or not self.last else self.embedding
         self.trained = self.layers * self.trained_block + self.trained_root
+        # Of which the shards of a rank are a part.
+        self.stored = self.trained if adapted else self.all
 
     def _measure_block(self) -> None:
         """Computes the activations of one block by the operation that keeps them."""
@@ -164,14 +173,26 @@ class _Step:
         self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
         self.keys = self.kv_row * tokens
         lse = tokens * layer.num_attention_heads * FLOAT32 // self.split
-        # One intermediate tensor of the MLP, for the tokens that are computed at once.
-        self.mlp = min(train.mlp_tile_tokens or tokens, tokens) * layer.intermediate_size * self.number // self.split
+        # Tokens of the MLP that are computed at once; experts that are split over ranks may get more than their even share.
+        at_once = round(tokens * self.config.parallel.expert_max_load) if self.sends_tokens else tokens
+        at_once = min(train.mlp_tile_tokens or at_once, at_once)
+        # One intermediate tensor of the MLP, and its part that is computed in tiles or turns: not an expert of all tokens.
+        in_turns = layer.routed_size or layer.intermediate_size
+        turn = at_once * in_turns * self.number // self.split
+        self.mlp = turn + tokens * (layer.intermediate_size - in_turns) * self.number // self.split
+        # Rows on their way into the experts, or out of them, and the router's logits and scores.
+        self.routed = tokens * layer.experts_per_token * self.spec.hidden_size * self.number // self.split
+        self.routed_at_once = at_once * self.routed // max(1, tokens)
+        routing = 3 * tokens * layer.experts * FLOAT32 // self.split
+        # Outputs of the MLP's matrices but the last; the activation's, and with a gate its product, are as many again.
+        outputs = (layer.mlp_matrices - 1) * self.mlp
         # Recomputed in backward for one tile of the MLP, if it is tiled.
-        self.tile = 4 * self.mlp if train.mlp_tile_tokens else 0
+        tiled = 2 * (layer.mlp_matrices - 1) * turn + self.routed_at_once
+        self.tile = tiled if train.mlp_tile_tokens else 0
         # Kept by a norm: its input; if it is composed of simple float32 operations also the normalized input, which the weight
         # gradient needs.
         composed = FLOAT32 if self.spec.adapted else 2 * FLOAT32
-        kept = self.number if self.fused else composed
+        kept = self.number if self.whole_norms else composed
         self.norm = tokens * self.spec.hidden_size * kept // self.split
         attention_norms, mlp_norms = (tokens * count * kept // self.split for count in (layer.attention_norms, layer.mlp_norms))
         # Output of a norm, gathered for tensor-parallel matrices.
@@ -183,7 +204,8 @@ class _Step:
         # Kept by the first half of a block: norm, q, k, v, out, log-sum-exp.
         self.attention_part = self.norm + self.normed + 2 * self.queries + self.keys + lse + attention_norms + adapters
         # Kept by the second half; a tiled MLP keeps only its input.
-        self.mlp_part = self.norm + self.normed + 4 * self.mlp - self.tile + mlp_norms
+        self.mlp_part = self.norm + self.normed + 2 * outputs + self.routed_at_once - self.tile + mlp_norms + routing
+        self.mlp_part += self.routed  # outputs of the experts, kept for the gradients of their weights
         # Share of rows whose heads are swapped for tokens.
         self.swapped_share = load.swapped / tokens if tokens else 0.0
         # Kept by Ulysses in addition to `attention_part`: its output, for the next matrix. If only some rows are swapped,
@@ -195,7 +217,7 @@ class _Step:
         self.operator_outputs = self.queries + lse + self.swap_part + swapped_in
         # Kept by recomputation of cheap operations: outputs of the matrices around attention, and of those of the MLP.
         self.around_attention = self.queries + self.keys + self.normed
-        self.of_mlp = 0 if train.mlp_tile_tokens else 2 * self.mlp + self.normed
+        self.of_mlp = 0 if train.mlp_tile_tokens else outputs + (self.routed_at_once or self.normed)
         # Kept on the device from forward to backward, without received K and V.
         block_input = 0 if train.offload_activations and self.fused else self.stream
         self.saved = {
@@ -252,7 +274,7 @@ class _Step:
         return self._in_block(
             "backward of the last MLP",
             activations=self.activations,
-            working=self._recomputed() + self.tile + 2 * self.mlp + self.stream + self.gathered_gradients,
+            working=self._recomputed() + self.tile + 2 * self.mlp + self.routed + self.stream + self.gathered_gradients,
             remote_kv=self.kept + self.kept_again,
         )
 
@@ -279,7 +301,7 @@ class _Step:
         return self._in_block(
             "backward of the last norm",
             activations=self.activations + self.norm,
-            working=self.stream + (0 if self.fused else 3 * self.stream * FLOAT32 // self.number),
+            working=self.stream + (0 if self.whole_norms else 3 * self.stream * FLOAT32 // self.number),
             remote_kv=self.kept,
         )
 
@@ -316,12 +338,13 @@ class _Step:
     def _optimizer(self) -> Memory:
         """Returns the moment of the optimizer, which needs two temporaries of the largest parameter's size if not fused."""
         in_host_memory = self.fused and self.config.train.offload_optimizer
-        matrix = self.layer.intermediate_size * self.spec.hidden_size
-        largest = self.trained_block if self.spec.adapted else max(self.embedding, matrix)
+        experts = self.layer.expert_parameters // 3 // self.config.parallel.expert_parallel_size
+        matrix = max(self.layer.intermediate_size * self.spec.hidden_size, experts)
+        largest = self.trained_block if self.spec.adapted else max(self.embedding, self.positions, matrix)
         return replace(
             self.fixed,
             moment="optimizer",
-            gradients=0 if in_host_memory else FLOAT32 * self.trained // self.shards,
+            gradients=0 if in_host_memory else FLOAT32 * self.stored // self.shards,
             working=0 if self.fused else 2 * FLOAT32 * largest,
         )
 
@@ -334,7 +357,7 @@ class _Step:
             "mlp": self.operator_outputs + self.queries + self.keys,
             "selective": self.operator_outputs,
         }.get(self.recompute, 0)
-        if self.fused or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a float32 copy
+        if self.whole_norms or self.number == FLOAT32:  # the first norm keeps the block's input itself, not a float32 copy
             there += self.stream
         return self.attention_part + self.swap_part + self.mlp_part - there
 
@@ -363,7 +386,7 @@ class _Step:
         and their gradient, while the head's is rounded; or in backward, where the rounded one exists twice.
         """
         assert self.spec.vocab_size is not None
-        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu"), self.number < FLOAT32
+        compiled, rounded = self.config.compiles("cuda" if self.fused else "cpu", self.spec), self.number < FLOAT32
         numbers = min(tokens_at_once(compiled), self.load.tokens) * self.spec.vocab_size // self.split
         with_gradient = 2 * self.number * numbers
         if compiled:

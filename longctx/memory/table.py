@@ -30,7 +30,7 @@ def print_memory(title: str, memory: Memory, choices: Sequence[Choice], config: 
     for settings, choice in choices:
         key = settings["train.recompute"], settings["context.keep_kv"], settings["parallel.reshard_after"]
         rows.setdefault(key, {})[settings["ranks"]] = format_bytes(choice.total)
-    configured = config.train.recompute, config.context.keep_kv, config.parallel.reshard_after
+    configured = config.train.recompute, bool(config.context.keep_kv), config.parallel.reshard_after
     for key, totals in rows.items():
         style = "bold" if key == configured else None
         table.add_row(key[0], str(key[1]).lower(), key[2], *(totals.get(ranks, "-") for ranks in worlds), style=style)

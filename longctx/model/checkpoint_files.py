@@ -20,6 +20,8 @@ BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
 """Files of a checkpoint other than weights: config, tokenizer, chat template."""
 DESCRIBED = "tensors.json"
 """File with the name and dtype of every tensor, in a checkpoint without its weights."""
+MASKED_CLASS = "ForMaskedLM"
+"""End of the names of transformers' classes that predict masked tokens."""
 OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
@@ -50,11 +52,13 @@ class CheckpointFiles:
         folder: folder of the checkpoint.
         files: file of each tensor, by the tensor's name.
         rope: RoPE settings that replace those of config.json, see `context_extension`.
+        masked: whether the model is an encoder that predicts masked tokens, not a causal language model.
     """
 
     folder: Path
     files: Mapping[str, Path]
     rope: tuple[tuple[str, Any], ...] = ()
+    masked: bool = False
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":

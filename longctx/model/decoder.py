@@ -1,4 +1,5 @@
-"""The native decoder for Llama-like models: RMSNorm, RoPE, grouped-query attention, a gated MLP, tied or untied embeddings.
+"""The native decoder for models like Llama (RMSNorm, RoPE, grouped-query attention, a gated MLP) and like GPT-2 (LayerNorm,
+learned positions, a plain MLP, biases).
 
 Plain single-device PyTorch. A sequence is `[tokens, hidden]` without a batch axis: documents follow one another, and only the
 attention callable knows which token belongs to which document. Attention and head are arguments, so the model does not depend
@@ -6,19 +7,21 @@ on rings, shards or losses. Options that a shape does not use (norms of heads, o
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.model.families import Family, expressed
+from longctx.model.balance import Documents, RouterWatch
+from longctx.model.experts import Router, SparseMLP
+from longctx.model.families import expressed
+from longctx.model.family import Family
+from longctx.model.mlp import MLP, PlainMLP
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention, AttentionByLayer, Head, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
 class OffsetNorm(nn.RMSNorm):
@@ -33,7 +36,9 @@ class OffsetNorm(nn.RMSNorm):
         )
 
 
-def _norm(shape: ModelShape, size: int) -> nn.RMSNorm:
+def _norm(shape: ModelShape, size: int) -> nn.RMSNorm | nn.LayerNorm:
+    if shape.norm == "layer":
+        return nn.LayerNorm(size, eps=shape.rms_norm_eps)
     return (OffsetNorm if shape.norm_offset else nn.RMSNorm)(size, eps=shape.rms_norm_eps)
 
 
@@ -44,10 +49,11 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, shape.head_dim
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        bias = shape.qkv_bias or shape.linear_bias
+        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=bias)
+        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=bias)
+        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=shape.linear_bias)
         self.q_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
         self.k_norm = _norm(shape, shape.head_dim) if shape.qk_norm else nn.Identity()
 
@@ -66,40 +72,36 @@ class SelfAttention(nn.Module):
         return updated
 
 
-class MLP(nn.Module):
-    """A gated MLP: SwiGLU, or GeGLU (Shazeer, 2020)."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[shape.hidden_act]
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
-        return out
-
-    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return self.activation(gate) * up
-
-
 class Block(nn.Module):
-    """One layer: attention and MLP, each with a norm before it, optionally a norm after it, and a residual connection."""
+    """One layer: attention and MLP (or a mixture of experts), each with a norm before it, optionally a norm after it, and a
+    residual connection.
+    """
 
     def __init__(self, shape: ModelShape, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.is_sparse = layer, shape.has_experts(layer)
         self.input_layernorm = _norm(shape, shape.hidden_size)
         self.self_attn = SelfAttention(shape, layer)
         self.attention_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
         self.post_attention_layernorm = _norm(shape, shape.hidden_size)
-        self.mlp = MLP(shape)
+        if shape.has_experts(layer):
+            self.moe = SparseMLP(shape)
+        else:
+            self.mlp = MLP(shape, shape.intermediate_size) if shape.mlp == "gated" else PlainMLP(shape)
         self.mlp_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: Attention) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attention: Attention,
+        documents: Documents | None = None,
+    ) -> torch.Tensor:
         x = x + self.attention_output_norm(self.self_attn(self.input_layernorm(x), cos, sin, attention))
-        out: torch.Tensor = x + self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x)))
+        normed = self.post_attention_layernorm(x)
+        updated = self.moe(normed, documents) if self.is_sparse else self.mlp(normed)
+        out: torch.Tensor = x + self.mlp_output_norm(updated)
         return out
 
 
@@ -136,6 +138,12 @@ class Decoder(StagedModel):
         "mlp.gate_proj": "split columns",
         "mlp.up_proj": "split columns",
         "mlp.down_proj": "rows",
+        "moe": "own tokens",
+        "moe.gate": "residual",
+        "moe.shared_expert": "gather",
+        "moe.shared_expert.gate_proj": "split columns",
+        "moe.shared_expert.up_proj": "split columns",
+        "moe.shared_expert.down_proj": "rows",
         "mlp_output_norm": "residual",
     }
 
@@ -161,6 +169,8 @@ class Decoder(StagedModel):
         has_head = shape.num_hidden_layers - 1 in held
         if 0 in held or (has_head and shape.tie_word_embeddings):
             self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
+        if 0 in held and shape.max_position_embeddings is not None and shape.learned_positions:
+            self.embed_positions = Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.layers = nn.ModuleList()
         for layer in held:
             self.layers.add_module(str(layer), Block(shape, layer))
@@ -174,7 +184,7 @@ class Decoder(StagedModel):
         """Draws from a normal with σ = 0.02, times 1/√(2·layers) into the residual stream (GPT-2, §2.3); norms 1, biases 0."""
         if parameter.dim() == 1:
             return torch.full_like(parameter, 0.0 if name.endswith("bias") or self.shape.norm_offset else 1.0)
-        into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        into_residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj"))
         scale = (2 * self.shape.num_hidden_layers) ** -0.5 if into_residual else 1.0
         generator = generator_of(name, seed, parameter.device)
         return torch.empty_like(parameter).normal_(0.0, 0.02 * scale, generator=generator)
@@ -199,17 +209,31 @@ class Decoder(StagedModel):
         return self.family.architecture
 
     def to_checkpoint(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return self.family.tensors(weights)
+        return self.family.tensors(weights, self.shape.num_experts)
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def routers(self) -> list[RouterWatch]:
+        return [module.watch for module in self.layers.modules() if isinstance(module, Router)]
+
+    def finish(self, device: torch.device, dtype: torch.dtype) -> None:
+        for module in self.modules():
+            if isinstance(module, Router) and self.shape.router_bias:
+                module.expert_bias = torch.zeros(self.shape.num_experts, device=device)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.embed_tokens(tokens)
-        return hidden if self.shape.embedding_scale == 1 else hidden * self.shape.embedding_scale
+        hidden = hidden if self.shape.embedding_scale == 1 else hidden * self.shape.embedding_scale
+        return hidden + self.embed_positions(positions) if self.shape.learned_positions else hidden
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab]."""
-        return super().forward(tokens, positions, attention, self._logits if head is None else head)
+        return super().forward(tokens, positions, attention, self._logits if head is None else head, documents)
 
     def _logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         logits, cap = F.linear(hidden, weight), self.spec.logit_softcap
@@ -222,6 +246,7 @@ class Decoder(StagedModel):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head | None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         whole = self.rope.tables(positions)
         local = whole if self.local_rope == self.rope else self.local_rope.tables(positions)
@@ -229,5 +254,5 @@ class Decoder(StagedModel):
             assert isinstance(block, Block)
             cos, sin = whole if self.spec.layers[block.layer].window is None else local
             each = attention.of_layer(block.layer) if isinstance(attention, AttentionByLayer) else attention
-            x = block(x, cos, sin, each)
+            x = block(x, cos, sin, each, documents) if block.is_sparse else block(x, cos, sin, each)
         return x if head is None else head(self.norm(x), self.lm_head.weight)

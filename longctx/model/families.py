@@ -1,293 +1,31 @@
-"""Families of transformers models that the native decoder can run: translates configs to shapes, and tensor names to ours.
+"""The families of transformers that the native decoder can run, and those that have models of a shape."""
 
-Every field of a config is either translated, or known not to change the model's function, or at the default of its class;
-otherwise the model is refused. Tensors are renamed, and fused ones are split by rows: no value is computed, so that reading and
-writing a checkpoint keeps every bit.
+from typing import Any
 
-Two features of transformers are left out: dropout, which is refused unless it is 0, and `pad_token_id`, whose entry of the
-embedding gets no gradient in transformers.
-"""
-
-import math
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import torch
-from pydantic import ValidationError
-
-from longctx.errors import UserError
-from longctx.model.context_extension import ROPE_FIELDS, ntk_theta
+from longctx.model.family import FUSED_ATTENTION, FUSED_MLP, OUTPUT_NORMS, ExpertNames, Family, NoNativeModel, canonical
+from longctx.model.gpt2 import GPT2
 from longctx.model.presets import ModelShape
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
-"""Fields with the same names in configs and shapes."""
-HARMLESS = frozenset(
-    {
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "bos_token_id",
-        "cache_implementation",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "initializer_range",
-        "label2id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "model_type",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "pretraining_tp",
-        "problem_type",
-        "return_dict",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
-"""Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu"}
-"""Names of activations in configs → ours."""
-FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
-FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
-OUTPUT_NORMS = {
-    "attention_output_norm": "post_attention_layernorm",
-    "post_attention_layernorm": "pre_feedforward_layernorm",
-    "mlp_output_norm": "post_feedforward_layernorm",
-}
-
-
-class NoNativeModel(UserError):
-    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model type of transformers that the native decoder can run.
-
-    Attributes:
-        kind: its model_type.
-        architecture: its class.
-        always: options that all its shapes have.
-        activation: config field that names the activation.
-        windows: layers with a window: none, all, or those named in layer_types.
-        gemma: whether embedding scale and norms are as in Gemma.
-        query_scalar, softcap, final_softcap: whether the config has a scale of attention, a bound of attention scores, and a
-            bound of logits.
-        local_rope: whether layers with a window have their own RoPE.
-        partial_rope: whether RoPE may rotate only a part of a head.
-        ignored: further fields that have no effect, or repeat other fields.
-        renamed: modules of a block, ours → theirs.
-        fused: tensors of a block that concatenate several of ours.
-    """
-
-    kind: str
-    architecture: str
-    always: Mapping[str, Any] = field(default_factory=dict)
-    activation: str = "hidden_act"
-    windows: Literal["none", "all", "named"] = "none"
-    gemma: bool = False
-    query_scalar: bool = False
-    softcap: bool = False
-    final_softcap: bool = False
-    local_rope: bool = False
-    partial_rope: bool = False
-    ignored: tuple[str, ...] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def shape(self, config: Any) -> ModelShape:
-        """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder does not support."""
-        values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
-        values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        activation = getattr(config, self.activation)
-        if activation not in ACTIVATIONS:
-            raise NoNativeModel(f"{self.activation} is {activation}, and only {', '.join(ACTIVATIONS)} are supported")
-        values["hidden_act"] = ACTIVATIONS[activation]
-        values |= {**self.always, **self._windows(config)}
-        if self.gemma:
-            values |= {"norm_offset": True, "embedding_scale": config.hidden_size**0.5}
-        if self.query_scalar:
-            values["attention_scale"] = config.query_pre_attn_scalar**-0.5
-        if self.softcap:
-            values["attention_softcap"] = config.attn_logit_softcapping or 0.0
-        if self.final_softcap:
-            values["logit_softcap"] = config.final_logit_softcapping or 0.0
-        values |= self._rope(config, values)
-        self._refuse_unknown(config, values)
-        try:
-            return canonical(ModelShape.model_validate(values))
-        except ValidationError as error:
-            raise NoNativeModel("; ".join(details["msg"] for details in error.errors())) from error
-
-    def config(self, shape: ModelShape, longest: int, end: int | None) -> dict[str, Any]:
-        """Returns a config for a shape, with the fields that the family has.
-
-        `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
-        """
-        activation = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == shape.hidden_act)
-        values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
-        values |= {self.activation: activation, "head_dim": shape.head_dim, "max_position_embeddings": longest}
-        values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
-        if shape.rope_scaling == "yarn":
-            values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
-        if shape.rope_scaling != "none":
-            rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
-            rope |= {theirs: getattr(shape, ours) for theirs, ours in ROPE_FIELDS.get(shape.rope_scaling, {}).items()}
-        if self.partial_rope:
-            rope["partial_rotary_factor"] = shape.partial_rotary_factor
-        values["rope_parameters"] = rope
-        if self.local_rope:
-            local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
-            values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-        values |= self._window_fields(shape)
-        if self.query_scalar:
-            values["query_pre_attn_scalar"] = round((shape.attention_scale or shape.head_dim**-0.5) ** -2)
-        if self.softcap:
-            values["attn_logit_softcapping"] = shape.attention_softcap or None
-        if self.final_softcap:
-            values["final_logit_softcapping"] = shape.logit_softcap or None
-        return values
-
-    def _windows(self, config: Any) -> dict[str, Any]:
-        if self.windows == "none":
-            return {}
-        window, count = config.sliding_window, config.num_hidden_layers
-        kinds = ["sliding_attention"] * count if self.windows == "all" and window else ["full_attention"] * count
-        if self.windows == "named":
-            kinds = list(config.layer_types or kinds)
-        strange = set(kinds) - {"full_attention", "sliding_attention"}
-        if strange:
-            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}, which is not supported")
-        if "sliding_attention" not in kinds:
-            return {}
-        if window is None:
-            raise NoNativeModel("layer_types has sliding_attention, but sliding_window is None")
-        if "full_attention" not in kinds:
-            return {"sliding_window": window}
-        every = kinds.index("full_attention") + 1
-        if kinds != [_kind_of_layer(layer, window, every) for layer in range(count)]:
-            raise NoNativeModel("layer_types has full_attention in layers other than every n-th, which is not supported")
-        return {"sliding_window": window, "full_attention_every": every}
-
-    def _window_fields(self, shape: ModelShape) -> dict[str, Any]:
-        if self.windows == "none":
-            return {}
-        window = shape.sliding_window
-        fields: dict[str, Any] = {} if window is None and self.windows == "named" else {"sliding_window": window}
-        if self.windows == "named":
-            layers = range(shape.num_hidden_layers)
-            fields["layer_types"] = [_kind_of_layer(layer, window, shape.full_attention_every) for layer in layers]
-        if "use_sliding_window" in self.ignored:
-            fields["use_sliding_window"] = window is not None
-        return fields
-
-    def _rope(self, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-        given = dict(config.rope_parameters or {})
-        if not self.local_rope:
-            return self._whole_rope(config, given)
-        rope = self._whole_rope(config, dict(given.pop("full_attention")))
-        local = dict(given.pop("sliding_attention"))
-        if given:
-            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}, which is not supported")
-        if values.get("sliding_window") is None:
-            return rope
-        kind, theta = local.pop("rope_type", "default"), local.pop("rope_theta")
-        if kind != "default" or local:
-            raise NoNativeModel(
-                f"rope_parameters of sliding_attention has type {kind} with {sorted(local)}, and scaling is not supported there"
-            )
-        return {**rope, "rope_local_theta": theta}
-
-    def _whole_rope(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
-        kind = given.pop("rope_type", given.pop("type", "default"))
-        given.pop("type", None)
-        found: dict[str, Any] = {"rope_theta": given.pop("rope_theta")}
-        turned = given.pop("partial_rotary_factor", None) or 1.0
-        if turned != 1.0 and not self.partial_rope:
-            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, which {self.kind} does not use")
-        found["partial_rotary_factor"] = turned
-        if kind not in ("default", "linear", "yarn", "llama3"):
-            raise NoNativeModel(f"rope_parameters has type {kind}, and only default, linear, yarn and llama3 are supported")
-        if kind != "default":
-            found |= {"rope_scaling": kind, "rope_factor": given.pop("factor", None)}
-            fields = ROPE_FIELDS.get(kind, {})
-            found |= {ours: given.pop(theirs) for theirs, ours in fields.items() if given.get(theirs) is not None}
-            if found["rope_factor"] is None or (fields and "rope_original_length" not in found):
-                raise NoNativeModel(f"rope_parameters of type {kind} lacks factor or original_max_position_embeddings")
-            if kind == "yarn":
-                _check_yarn(given, found["rope_factor"])
-        unknown = {key: value for key, value in given.items() if value is not None and key not in ROPE_NAMES}
-        if unknown:
-            raise NoNativeModel(f"rope_parameters has {unknown}, which is not supported")
-        return found
-
-    def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
-        """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
-        known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", self.activation, "rope_parameters"}
-        fields = {
-            "sliding_window": self.windows != "none",
-            "layer_types": self.windows == "named",
-            "query_pre_attn_scalar": self.query_scalar,
-            "attn_logit_softcapping": self.softcap,
-            "final_logit_softcapping": self.final_softcap,
-            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None) in (None, values["partial_rotary_factor"]),
-            "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
-        }
-        known |= {name for name, is_known in fields.items() if is_known}
-        defaults, missing = type(config)().to_dict(), object()
-        strange = {
-            key: value
-            for key, value in config.to_dict().items()
-            if key not in known and not key.startswith("_") and value != defaults.get(key, missing)
-        }
-        if strange:
-            said = ", ".join(f"{key} {value!r}" for key, value in strange.items())
-            raise NoNativeModel(f"config.json has {said}, which is not supported")
-
-    def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
-        """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in it, in row order."""
-        block = re.match(r"layers\.\d+\.", name)
-        if block is None:
-            return (name if name.startswith("lm_head.") else f"model.{name}"), (name,)
-        inside = name.removeprefix(block[0])
-        for fused, ours in self.fused.items():
-            if inside in ours:
-                return f"model.{block[0]}{fused}", tuple(block[0] + part for part in ours)
-        module, _, rest = inside.partition(".")
-        return f"model.{block[0]}{self.renamed.get(module, module)}.{rest}", (name,)
-
-    def tensors(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Converts our parameters to the checkpoint's tensors; all parts of a fused tensor must be given."""
-        made: dict[str, torch.Tensor] = {}
-        for name, weight in weights.items():
-            theirs, parts = self.parts(name)
-            if name == parts[0]:
-                made[theirs] = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
-        return made
-
-
-ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
-"""Fields that have no effect in RoPE of another type."""
 QWEN: dict[str, Any] = {"windows": "named", "ignored": ("use_sliding_window",)}
 GEMMA: dict[str, Any] = {"gemma": True, "activation": "hidden_activation", "windows": "named", "query_scalar": True}
+QWEN_WINDOWS: dict[str, Any] = {"windows": "all", "ignored": ("use_sliding_window",)}
+MIXTRAL = ExpertNames(
+    "block_sparse_moe",
+    {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"},
+    normalized=True,
+)
+QWEN_MOE = ExpertNames(
+    "mlp",
+    {name: name for name in ("gate_proj", "up_proj", "down_proj")},
+    {
+        "num_experts": "num_local_experts",
+        "num_experts_per_tok": "num_experts_per_tok",
+        "norm_topk_prob": "norm_topk_prob",
+        "moe_intermediate_size": "moe_intermediate_size",
+    },
+    dense="mlp_only_layers",
+)
 FAMILIES = {
     family.kind: family
     for family in (
@@ -303,6 +41,8 @@ FAMILIES = {
             ignored=("original_max_position_embeddings",),
             fused=FUSED_ATTENTION | FUSED_MLP,
         ),
+        Family("mixtral", "MixtralForCausalLM", windows="all", experts=MIXTRAL),
+        Family("qwen3_moe", "Qwen3MoeForCausalLM", {"qk_norm": True}, experts=QWEN_MOE, **QWEN_WINDOWS),
         Family("gemma", "GemmaForCausalLM", gemma=True),
         Family(
             "gemma2",
@@ -323,24 +63,9 @@ FAMILIES = {
             renamed=OUTPUT_NORMS,
             **GEMMA,
         ),
+        GPT2,
     )
 }
-
-
-def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
-    full = window is None or (every is not None and (layer + 1) % every == 0)
-    return "full_attention" if full else "sliding_attention"
-
-
-def _check_yarn(given: dict[str, Any], factor: float) -> None:
-    """Removes optional YaRN fields from `given`; raises NoNativeModel for values other than those of `Rope`."""
-    magnitude, scales = given.pop("attention_factor", None), [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-    if magnitude is None and all(scales):
-        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}, which is not supported")
-    if magnitude is not None and not math.isclose(magnitude, 0.1 * math.log(factor) + 1, rel_tol=1e-6):
-        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}, and only 0.1 ln factor + 1 is supported")
-    if given.pop("truncate", True) is False:
-        raise NoNativeModel("rope_parameters has truncate False, which is not supported")
 
 
 def family_of(config: Any) -> Family:
@@ -374,30 +99,3 @@ def expressed(shape: ModelShape, longest: int, end: int | None = None) -> tuple[
     nearest = min(candidates, key=lambda kind: len(candidates[kind]), default=None)
     why = "" if nearest is None else f" ({nearest} lacks {', '.join(candidates[nearest])})"
     raise NoNativeModel(f"no supported family of transformers has models of this shape{why}: use one of {', '.join(FAMILIES)}")
-
-
-def canonical(shape: ModelShape) -> ModelShape:
-    """Returns the canonical shape of the same model: options without effect are at their defaults."""
-    values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
-    scaling = values["rope_scaling"]
-    if scaling == "ntk":
-        values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.rotary_dim)
-    if scaling == "ntk" or values["rope_factor"] == 1:
-        values["rope_scaling"] = scaling = "none"
-    used = set(ROPE_FIELDS.get(scaling, {}).values())
-    unused = {ours for fields in ROPE_FIELDS.values() for ours in fields.values()} - used
-    unused |= {"rope_factor"} if scaling == "none" else set()
-    every = values["full_attention_every"]
-    if every == 1:
-        unused |= {"sliding_window", "full_attention_every"}
-    if every is not None and every > shape.num_hidden_layers:
-        unused.add("full_attention_every")
-    if (
-        values["sliding_window"] is None
-        or every == 1
-        or (values["rope_local_theta"] == values["rope_theta"] and scaling == "none")
-    ):
-        unused.add("rope_local_theta")
-    if values["attention_scale"] == shape.head_dim**-0.5:
-        unused.add("attention_scale")
-    return ModelShape.model_validate({**values, **{name: defaults[name] for name in unused}})

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from longctx.errors import UserError
-from longctx.model.decoder import ACTIVATIONS, MLP, Decoder, OffsetNorm
+from longctx.model.decoder import Decoder, OffsetNorm
+from longctx.model.mlp import ACTIVATIONS, MLP
 
 
 def check_device(device: torch.device) -> None:

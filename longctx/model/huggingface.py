@@ -18,12 +18,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from longctx.attention.huggingface import Rings, check_length, packing_from_layout, replace_attention
+from longctx.attention.huggingface import Rings, check_length, first_position, packing_from_layout, replace_attention
 from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, check_packed
+from longctx.attention.linear.huggingface import linear_layers, state_size
 from longctx.errors import brief
+from longctx.model.balance import Documents, RouterWatch
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion, groups
+from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.protocol import Head, MakeAttention, Model
+from longctx.model.router_names import ROUTERS
 from longctx.model.spec import LayerSpec, ModelSpec
 
 OURS = "hf."
@@ -56,13 +60,13 @@ class TransformersSource:
         hf = self._without_values.hf
         config = hf.config.get_text_config()
         check_length(config, longest)
-        limit = getattr(config, "max_position_embeddings", None)
+        limit = (getattr(config, "max_position_embeddings", None) or 0) - self._without_values.first_position
         places = [
             module.num_embeddings
             for module in hf.modules()
-            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings() and limit
+            if isinstance(module, nn.Embedding) and module is not hf.get_input_embeddings()
         ]
-        if limit and longest > limit and any(count >= limit for count in places):
+        if longest > limit > 0 and any(count >= limit for count in places):
             raise PretrainedError(
                 f"documents have up to {longest:,} tokens, but {type(hf).__name__} has only {limit:,} position embeddings: set "
                 f"data.max_length to {limit} or less"
@@ -89,24 +93,35 @@ class TransformersModel(Model):
         with torch.device("meta"):
             twin = _build(files)
         self.conversion = Conversion(twin, files)
-        replace_attention(self.hf)
+        self.masked = files.masked
+        replace_attention(self.hf, causal=not self.masked)
+        self.first_position = first_position(self.hf)
         self.hf.eval()
         # Not registered as a submodule: its parameters would have two names.
         vars(self)["layers"] = self.hf.get_submodule(_block_name(self.hf))
-        self.spec = spec_of(self.hf, self.layers)
+        self.spec = spec_of(self.hf, self.layers, causal=not self.masked)
+        self._documents: Documents | None = None
+        """Documents of the micro-batch that runs."""
+        self._routers = self._watch_routers()
         self.plain_head = False
         """Whether logits are just hidden states times the output weight."""
         self.kinds: frozenset[Kind] = frozenset()
         self._device = torch.device("cpu")
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor | None, attention: Any, head: Head | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None,
+        attention: Any,
+        head: Head | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; without a `head`, returns logits [tokens, vocab] by transformers' own forward."""
+        self._documents = None if documents is None else documents.with_rows(max(1, len(tokens)))
         missing = int(not len(tokens))  # models cannot reshape zero tokens: a rank without tokens gets one padding token
         given = {"input_ids": F.pad(tokens, (0, missing))[None], "use_cache": False, "ring_attention": attention}
         if positions is not None:
-            given["position_ids"] = F.pad(positions, (0, missing))[None]
+            given["position_ids"] = F.pad(positions, (0, missing))[None] + self.first_position
         if head is None:
             logits: torch.Tensor = self.hf(**given).logits[0, : len(tokens)]
             return logits
@@ -117,13 +132,35 @@ class TransformersModel(Model):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits [tokens, vocab] of hidden states [tokens, hidden], by transformers' forward without the blocks."""
         prefix, base = self.hf.base_model_prefix, self.hf.base_model
-        self.hf._modules[prefix] = _Given(hidden[None])
+        self.hf._modules[prefix] = _Given(hidden[None], base)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             logits: torch.Tensor = self.hf(input_ids=ids, use_cache=False).logits[0]
             return logits
         finally:
             self.hf._modules[prefix] = base
+
+    def routers(self) -> list[RouterWatch]:
+        return self._routers
+
+    def _watch_routers(self) -> list[RouterWatch]:
+        """Returns watches of all routers, which run with them."""
+        watches = []
+        router: Any
+        for router in self.layers.modules():
+            if type(router).__name__ not in ROUTERS.values():
+                continue
+            biased = "e_score_correction_bias" in dict(router.named_buffers())
+            bias = (router, "e_score_correction_bias") if biased else None
+            watch = RouterWatch(router.num_experts, router.top_k, "sigmoid" if biased else "softmax", bias)
+
+            def hook(_: nn.Module, __: Any, out: Any, watch: RouterWatch = watch) -> Any:
+                logits, weights, chosen = out
+                return logits, watch(weights, logits, chosen, self._documents), chosen
+
+            router.register_forward_hook(hook)
+            watches.append(watch)
+        return watches
 
     def attention(self, make: MakeAttention) -> Rings:
         """As `Model.attention`, for each kind of layer; made before the layers run, as torch.compile would trace it."""
@@ -142,7 +179,7 @@ class TransformersModel(Model):
         self._fill_buffers(device)
         self._device = device
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
-            self.kinds = check_packed(self.hf, self._as_transformers, dtype)
+            self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
             self._choose_head(dtype)
 
     def _fill_buffers(self, device: torch.device) -> None:
@@ -199,12 +236,19 @@ class TransformersModel(Model):
         return self.conversion.tensors({name.removeprefix(OURS): weight for name, weight in weights.items()})
 
     def describe(self) -> dict[str, Any]:
-        return {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
+        described = {"transformers": json.loads(self.hf.config.to_json_string(use_diff=False))}
+        return {**described, "masked": True} if self.masked else described
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         here, there = self.describe()["transformers"], described.get("transformers")
         if there is None:
             return ["it was trained by the native decoder, not by transformers' own code (see model.implementation)"]
+        if self.masked != described.get("masked", False):
+            return [
+                "it is a causal model: omit masked.share"
+                if self.masked
+                else "it is an encoder for masked tokens: set masked.share"
+            ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
         ignored = {"transformers_version", "_name_or_path"}
@@ -218,9 +262,11 @@ class TransformersModel(Model):
 class _Given(nn.Module):
     """Replaces the base model and returns given hidden states."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, base: nn.Module) -> None:
         super().__init__()
         self.out = _Out(hidden)
+        # Some forwards read numbers of their base model, such as Falcon-H1's multiplier of logits.
+        vars(self).update({name: value for name, value in vars(base).items() if isinstance(value, float)})
 
     def forward(self, *_: Any, **__: Any) -> "_Out":
         return self.out
@@ -245,8 +291,6 @@ class _Out:
 
 def _build(files: CheckpointFiles) -> Any:
     """Builds a checkpoint's model in float32, on torch's default device. Raises PretrainedError if it cannot be trained."""
-    from transformers import AutoModelForCausalLM
-
     config = deepcopy(files.config)
     if getattr(config, "quantization_config", None) is not None:
         raise PretrainedError(
@@ -257,12 +301,14 @@ def _build(files: CheckpointFiles) -> Any:
             f"{files.folder} has experts without parameters: on a rank whose tokens use only these, other experts have no "
             "gradient, which FSDP2 cannot reduce; it cannot be trained here"
         )
+    auto, what = auto_class(files)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
     except (ValueError, TypeError, ImportError, NotImplementedError) as error:
         raise PretrainedError(
-            f"transformers cannot build a causal language model from {files.folder}: {brief(error)}"
+            f"transformers cannot build {what} from {files.folder}: {brief(error)}{other_objective(files)}"
         ) from error
+    check_direction(model, files)
     if model.base_model is model:
         raise PretrainedError(f"{type(model).__name__} has no base model that returns hidden states: it cannot be trained here")
     return model
@@ -286,15 +332,20 @@ def _block_name(hf: Any) -> str:
     return max(known or lists, key=lambda name: sum(weight.numel() for weight in lists[name].parameters()))
 
 
-def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
+def spec_of(hf: Any, blocks: Iterable[nn.Module], causal: bool = True) -> ModelSpec:
     """Returns the sizes of a model, from its parameters and its config."""
     config = hf.config.get_text_config()
     own = list(getattr(config, "per_layer_config", ()))  # layers may have other sizes than the config
     configs = (own[number] if number < len(own) else config for number in itertools.count())
     layers = tuple(map(_layer_spec, configs, blocks))
     windows = _windows(config)
+    if not causal:  # the window of an encoder's config leaves out the token itself
+        windows = [None if window is None else window + 1 for window in windows]
     if len(windows) == len(layers):
         layers = tuple(replace(layer, window=window) for layer, window in zip(layers, windows, strict=True))
+    if linear_layers(hf):
+        kinds = getattr(config, "layer_types", None) or ()
+        layers = tuple(replace(layer, attends=kind not in WITHOUT_ATTENTION) for layer, kind in zip(layers, kinds, strict=True))
     embedding, head = hf.get_input_embeddings().weight, hf.get_output_embeddings()
     return ModelSpec(
         layers=layers,
@@ -302,6 +353,7 @@ def spec_of(hf: Any, blocks: Iterable[nn.Module]) -> ModelSpec:
         vocab_size=embedding.shape[0],
         tie_word_embeddings=head is not None and head.weight is embedding,
         attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+        causal=causal,
     )
 
 
@@ -313,7 +365,8 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         if parameter.dim() > 1:
             matrices += parameter.numel()
             visited += parameter.numel() * chosen // experts if parameter.dim() == 3 else parameter.numel()
-    heads = config.num_attention_heads
+    heads = _first(config, ("num_attention_heads", "num_heads"))  # the latter of models that have only linear attention
+    assert heads is not None
     kv_heads, head_dim = getattr(config, "num_key_value_heads", None) or heads, getattr(config, "head_dim", None)
     if getattr(config, "kv_lora_rank", None):  # latent attention: every head has its own keys
         kv_heads, head_dim = heads, config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -327,9 +380,12 @@ def _layer_spec(config: Any, block: nn.Module) -> LayerSpec:
         matrix_parameters=visited,
         other_parameters=sum(parameter.numel() for parameter in block.parameters() if parameter.dim() == 1),
         idle_parameters=matrices - visited,
+        state_size=sum(map(state_size, linear_layers(block))),
     )
 
 
+WITHOUT_ATTENTION = ("linear_attention", "mlp", "moe")
+"""Types of layers of models with linear attention that have no softmax attention."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 EXPERT_WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size")

@@ -123,7 +123,7 @@ class AdaptedModel(TransformersModel):
 
     def peft_config(self) -> Any:
         """Returns the adapters as a `LoraConfig` of peft, with only the last parts of layer names if these are unambiguous."""
-        return _peft_config(self.lora, self.adapted, self.conversion.twin)
+        return _peft_config(self.lora, self.adapted, self.conversion.twin, None if self.masked else "CAUSAL_LM")
 
     @property
     def _asked(self) -> str | list[str]:
@@ -200,7 +200,7 @@ def _taken_for_experts(twin: Any, names: Iterable[str]) -> set[str]:
     return wanted - _inject(trial, _peft_config(Lora(1, 1.0), wanted, twin))
 
 
-def _peft_config(lora: Lora, adapted: Collection[str], twin: Any) -> Any:
+def _peft_config(lora: Lora, adapted: Collection[str], twin: Any, task: str | None = None) -> Any:
     from peft import LoraConfig
 
     ends = {name.rpartition(".")[2] for name in adapted}
@@ -212,7 +212,7 @@ def _peft_config(lora: Lora, adapted: Collection[str], twin: Any) -> Any:
         lora_dropout=0.0,
         target_modules=sorted(ends if short else adapted),
         fan_in_fan_out=not isinstance(some, nn.Linear),
-        task_type="CAUSAL_LM",
+        task_type=task,
     )
 
 

@@ -1,10 +1,12 @@
-"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop) to `8b` (Llama 3.1)."""
+"""Shapes of the native decoder, with the names of Hugging Face configs, from `tiny` (for a laptop) to Megatron's GPT of 1T."""
 
+from dataclasses import replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from longctx.errors import UserError
 from longctx.model.spec import LayerSpec, ModelSpec
 
 
@@ -15,17 +17,24 @@ class ModelShape(BaseModel):
 
     vocab_size: int | None = Field(None, ge=2, description="vocabulary size; default: the tokenizer's")
     hidden_size: int = Field(ge=1, description="width of the residual stream")
-    intermediate_size: int = Field(ge=1, description="width of the gated MLP")
+    intermediate_size: int = Field(ge=1, description="width of the MLP")
     num_hidden_layers: int = Field(ge=1, description="number of blocks")
     num_attention_heads: int = Field(ge=1, description="query heads")
     num_key_value_heads: int = Field(ge=1, description="key and value heads; divides the query heads (GQA)")
     head_dim: int = Field(ge=2, description="size of one head; even, for RoPE")
-    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm")
+    norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with biases, as in GPT-2")
+    rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm, to the variance in LayerNorm")
+    mlp: Literal["gated", "plain"] = Field(
+        "gated", description="activation(gate) · up, then down; plain: activation(up), then down, as in GPT-2"
+    )
     tie_word_embeddings: bool = Field(False, description="share the embedding with the output projection")
-    hidden_act: Literal["silu", "gelu"] = Field("silu", description="activation of the MLP; gelu: its tanh form, as in Gemma")
+    hidden_act: Literal["silu", "gelu"] = Field(
+        "silu", description="activation of the MLP; gelu: its tanh form, as in Gemma and GPT-2"
+    )
     qkv_bias: bool = Field(False, description="biases of the projections to queries, keys and values, as in Qwen 2")
-    qk_norm: bool = Field(False, description="RMSNorm of every head's queries and keys before RoPE, as in Qwen 3")
-    output_norms: bool = Field(False, description="RMSNorm also after attention and after the MLP, as in Gemma 2 and 3")
+    linear_bias: bool = Field(False, description="biases of all linear layers of the blocks, as in GPT-2")
+    qk_norm: bool = Field(False, description="norms of every head's queries and keys before RoPE, as in Qwen 3")
+    output_norms: bool = Field(False, description="norms also after attention and after the MLP, as in Gemma 2 and 3")
     norm_offset: bool = Field(False, description="norms multiply by 1 + weight, with weights from 0 on, as in Gemma")
     embedding_scale: float = Field(1.0, gt=0, description="factor of the embeddings, √hidden_size in Gemma")
     attention_scale: float | None = Field(None, gt=0, description="factor of attention scores instead of 1/√head_dim")
@@ -38,6 +47,25 @@ class ModelShape(BaseModel):
         None,
         ge=1,
         description="every n-th layer has no window (n is 2 in Gemma 2, 6 in Gemma 3), instead of none",
+    )
+    num_experts: int = Field(0, ge=0, description="experts of each mixture-of-experts layer; 0: dense MLPs")
+    num_experts_per_tok: int = Field(2, ge=1, description="experts that a token uses (top-k)")
+    moe_intermediate_size: int | None = Field(None, ge=1, description="width of each expert, instead of intermediate_size")
+    shared_expert_intermediate_size: int = Field(0, ge=0, description="width of an expert that all tokens use; 0: none")
+    first_dense_layers: int = Field(0, ge=0, description="number of first layers with a dense MLP instead of experts")
+    router_scores: Literal["softmax", "sigmoid"] = Field("softmax", description="scores of experts from the router's logits")
+    norm_topk_prob: bool = Field(
+        True, description="divide the scores of the chosen experts by their sum; with softmax, as a softmax of the chosen alone"
+    )
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor of the scores, 2.5 in DeepSeek-V3")
+    router_bias: bool = Field(
+        False, description="a bias per expert to choose experts, moved by balance.bias_rate instead of gradients (DeepSeek-V3)"
+    )
+    position_embeddings: Literal["rope", "learned"] = Field(
+        "rope", description="rotary, or learned ones that are added to the embedding, as in GPT-2"
+    )
+    max_position_embeddings: int | None = Field(
+        None, ge=1, description="number of learned positions, so of tokens of the longest document"
     )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rope_local_theta: float | None = Field(
@@ -63,6 +91,42 @@ class ModelShape(BaseModel):
                 f"num_attention_heads is {self.num_attention_heads}, which is not divisible by num_key_value_heads "
                 f"{self.num_key_value_heads}: choose a divisor, or equal numbers for attention without GQA"
             )
+        if self.full_attention_every is not None and self.sliding_window is None:
+            raise ValueError(f"full_attention_every is {self.full_attention_every}, but sliding_window is not set: set it")
+        if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, but there are only {self.num_experts} experts: lower it"
+            )
+        if self.num_experts and self.first_dense_layers >= self.num_hidden_layers:
+            raise ValueError(
+                f"first_dense_layers is {self.first_dense_layers}, which leaves none of {self.num_hidden_layers} layers for "
+                "experts: lower it, or set num_experts to 0"
+            )
+        self._check_gpt_options()
+        if not self.learned_positions:
+            self._check_rope()
+        return self
+
+    def _check_gpt_options(self) -> None:
+        """Raises ValueError for combinations that the decoder does not have."""
+        if self.norm == "layer" and self.norm_offset:
+            raise ValueError("norm is layer, and norm_offset is only for RMSNorm: set norm to rms, or norm_offset to false")
+        if self.num_experts and (self.mlp == "plain" or self.linear_bias):
+            raise ValueError(
+                f"num_experts is {self.num_experts}, and experts are gated MLPs without biases: set mlp to gated and "
+                "linear_bias to false, or num_experts to 0"
+            )
+        if not self.learned_positions:
+            return
+        if self.max_position_embeddings is None:
+            raise ValueError("position_embeddings is learned, so max_position_embeddings must be set: to the longest document")
+        if self.rope_scaling != "none":
+            raise ValueError(
+                f"rope_scaling is {self.rope_scaling}, but position_embeddings is learned: set rope_scaling to none, or "
+                "position_embeddings to rope"
+            )
+
+    def _check_rope(self) -> None:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: RoPE rotates pairs, so it must be even")
         if self.rotary_dim % 2 or self.rotary_dim < (4 if self.rope_scaling == "ntk" else 2):
@@ -70,19 +134,38 @@ class ModelShape(BaseModel):
                 f"partial_rotary_factor is {self.partial_rotary_factor}, so RoPE rotates {self.rotary_dim} of {self.head_dim} "
                 "dimensions of a head: their number must be even, at least 2, and at least 4 for rope_scaling ntk"
             )
-        if self.full_attention_every is not None and self.sliding_window is None:
-            raise ValueError(f"full_attention_every is {self.full_attention_every}, but sliding_window is not set: set it")
         if self.rope_low_freq_factor >= self.rope_high_freq_factor:
             raise ValueError(
                 f"rope_low_freq_factor is {self.rope_low_freq_factor}: must be below rope_high_freq_factor "
                 f"{self.rope_high_freq_factor}"
             )
-        return self
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.position_embeddings == "learned"
 
     @property
     def rotary_dim(self) -> int:
-        """Number of dimensions of a head that RoPE rotates."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        """Number of dimensions of a head that RoPE rotates; 0 with learned positions."""
+        return 0 if self.learned_positions else int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def expert_width(self) -> int:
+        """Width of an expert."""
+        return self.moe_intermediate_size or self.intermediate_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Returns whether a layer has experts instead of a dense MLP."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
+
+    def check_length(self, longest: int) -> None:
+        """Raises UserError if there are fewer learned positions than `longest` tokens."""
+        most = self.max_position_embeddings
+        if self.learned_positions and most is not None and longest > most:
+            raise UserError(
+                f"a document has {longest} tokens, but the model has {most} learned positions (max_position_embeddings): split "
+                f"documents to at most {most} tokens (data.max_length), or use a model with RoPE"
+            )
 
     @property
     def spec(self) -> ModelSpec:
@@ -93,20 +176,31 @@ class ModelShape(BaseModel):
 @cache
 def _spec(shape: ModelShape) -> ModelSpec:
     heads = shape.num_attention_heads + shape.num_key_value_heads
-    matrices = 2 * shape.hidden_size * shape.head_dim * heads + 3 * shape.hidden_size * shape.intermediate_size
-    biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias else 0
+    matrices = 3 if shape.mlp == "gated" else 2
+    biases = (heads + shape.num_key_value_heads) * shape.head_dim if shape.qkv_bias or shape.linear_bias else 0
+    biases += 2 * shape.hidden_size + (matrices - 1) * shape.intermediate_size if shape.linear_bias else 0
     norms = (4 if shape.output_norms else 2) * shape.hidden_size + (2 * shape.head_dim if shape.qk_norm else 0)
-    every, attention = shape.full_attention_every, (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
-    windows = (
-        shape.sliding_window if every is None or (layer + 1) % every else None for layer in range(shape.num_hidden_layers)
-    )
-    sizes = (shape.hidden_size, *attention, shape.intermediate_size, matrices, norms + biases)
+    norms *= 2 if shape.norm == "layer" else 1
     output_norm = shape.hidden_size if shape.output_norms else 0
-    of_heads = heads * shape.head_dim if shape.qk_norm else 0
-    queries = shape.hidden_size * shape.num_attention_heads * shape.head_dim
+    dense = LayerSpec(
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate_size,
+        matrix_parameters=shape.hidden_size * (2 * shape.head_dim * heads + matrices * shape.intermediate_size),
+        other_parameters=norms + biases,
+        attention_norms=output_norm + (heads * shape.head_dim if shape.qk_norm else 0),
+        mlp_norms=output_norm,
+        query_parameters=shape.hidden_size * shape.num_attention_heads * shape.head_dim,
+        mlp_matrices=matrices,
+    )
+    sparse, every = _with_experts(dense, shape), shape.full_attention_every
+    kinds = (sparse if shape.has_experts(layer) else dense for layer in range(shape.num_hidden_layers))
     return ModelSpec(
         layers=tuple(
-            LayerSpec(*sizes, window, output_norm + of_heads, output_norm, query_parameters=queries) for window in windows
+            replace(kind, window=shape.sliding_window if every is None or (layer + 1) % every else None)
+            for layer, kind in enumerate(kinds)
         ),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
@@ -114,11 +208,33 @@ def _spec(shape: ModelShape) -> ModelSpec:
         attention_scale=shape.attention_scale,
         attention_softcap=shape.attention_softcap,
         logit_softcap=shape.logit_softcap,
+        layer_norm=shape.norm == "layer",
+        position_parameters=(shape.max_position_embeddings or 0) * shape.hidden_size if shape.learned_positions else 0,
     )
 
 
-def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool) -> ModelShape:
+def _with_experts(dense: LayerSpec, shape: ModelShape) -> LayerSpec:
+    """Returns the sizes of a layer with experts instead of its MLP."""
+    of_mlp = 3 * shape.hidden_size
+    chosen = shape.num_experts_per_tok * shape.expert_width
+    visited = of_mlp * (chosen + shape.shared_expert_intermediate_size) + shape.hidden_size * shape.num_experts
+    routed = of_mlp * shape.num_experts * shape.expert_width
+    return replace(
+        dense,
+        intermediate_size=chosen + shape.shared_expert_intermediate_size,
+        matrix_parameters=dense.matrix_parameters - of_mlp * shape.intermediate_size + visited,
+        idle_parameters=routed - of_mlp * chosen,
+        experts=shape.num_experts,
+        experts_per_token=shape.num_experts_per_tok,
+        expert_parameters=routed,
+    )
+
+
+def _shape(
+    hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, tied: bool, **options: Any
+) -> ModelShape:
     return ModelShape(
+        **options,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=layers,
@@ -129,6 +245,25 @@ def _shape(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, head_d
     )
 
 
+def _gpt(hidden: int, layers: int, heads: int, positions: int) -> ModelShape:
+    """Returns a shape in the style of GPT-2."""
+    return ModelShape(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
+        tie_word_embeddings=True,
+        norm="layer",
+        mlp="plain",
+        hidden_act="gelu",
+        linear_bias=True,
+        position_embeddings="learned",
+        max_position_embeddings=positions,
+    )
+
+
 PRESETS: dict[str, ModelShape] = {
     "tiny": _shape(128, 384, 2, 4, 2, 32, tied=True),
     "small": _shape(512, 1536, 8, 8, 4, 64, tied=True),
@@ -136,5 +271,42 @@ PRESETS: dict[str, ModelShape] = {
     "1b": _shape(2048, 8192, 16, 32, 8, 64, tied=True),
     "3b": _shape(3072, 8192, 28, 24, 8, 128, tied=True),
     "8b": _shape(4096, 14336, 32, 32, 8, 128, tied=False),
+    "tiny-moe": _shape(
+        128,
+        384,
+        3,
+        4,
+        2,
+        32,
+        tied=True,
+        num_experts=8,
+        moe_intermediate_size=96,
+        shared_expert_intermediate_size=96,
+        first_dense_layers=1,
+        router_scores="sigmoid",
+        router_bias=True,
+    ),
+    "mixtral-8x7b": _shape(4096, 14336, 32, 32, 8, 128, tied=False, num_experts=8, rope_theta=1e6),
+    "qwen3-30b-a3b": _shape(
+        2048,
+        6144,
+        48,
+        32,
+        4,
+        128,
+        tied=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        qk_norm=True,
+        rms_norm_eps=1e-6,
+        rope_theta=1e6,
+    ),
+    "tiny-gpt": _gpt(128, 2, 4, 1024),
+    "gpt-8.3b": _gpt(3072, 72, 24, 1024),
+    "gpt-18.4b": _gpt(6144, 40, 48, 2048),
+    "gpt-530b": _gpt(20480, 105, 128, 2048),
+    "gpt-1t": _gpt(25600, 128, 160, 2048),
 }
-"""Shapes by name; from 1b on, the sizes are those of Llama 3.1 and 3.2, without the vocabulary."""
+"""Shapes by name, without the vocabulary. From 1b to 8b the sizes are those of Llama 3.1 and 3.2. Megatron's GPT, with a
+vocabulary of 51,200: 8.3B from table 2 of arXiv 1909.08053; 18.4B, 530B and 1T from table 1 of arXiv 2104.04473."""

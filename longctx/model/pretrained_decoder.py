@@ -22,13 +22,15 @@ class NativeSource:
         self.files, self.said = files, said
         self.family = family_of(files.config)
         self.shape = self.family.shape(files.config)
+        self.embedding = self.family.parts("embed_tokens.weight")[0]
 
     @property
     def spec(self) -> ModelSpec:
         return self.shape.spec
 
     def check_length(self, longest: int) -> None:
-        """Accepts any length: RoPE that depends on lengths is refused."""
+        """Raises UserError if there are too few learned positions. RoPE that depends on lengths is refused anyway."""
+        self.shape.check_length(longest)
 
     def build(self, layers: Collection[int] | None = None) -> Model:
         return PretrainedDecoder(self, layers)
@@ -38,9 +40,9 @@ class NativeSource:
         """Shape of each parameter of the whole model. Raises PretrainedError if the checkpoint has other tensors."""
         with torch.device("meta"):
             sizes = {name: tuple(weight.shape) for name, weight in Decoder(self.shape).named_parameters()}
-        known = {self._stored(self.family.parts(name)[0]) for name in sizes}
+        known = {self._stored(theirs) for name in sizes for theirs in self._theirs(name)}
         known |= {"lm_head.weight"} if self.shape.tie_word_embeddings else set()
-        others = [name for name in self.files.files if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        others = [name for name in self.files.files if name not in known and not name.endswith(self.family.buffers)]
         if others:
             raise PretrainedError(
                 f"{self.files.folder} has {', '.join(others[:3])}{' and more' * (len(others) > 3)}, which "
@@ -50,22 +52,34 @@ class NativeSource:
 
     def read(self, name: str) -> torch.Tensor:
         """Reads a parameter to the CPU, in the checkpoint's dtype. Raises PretrainedError if it is missing or does not fit."""
+        if pieces := self.family.pieces(name, self.shape.num_experts):
+            whole, *others = self.sizes[name]
+            return torch.cat([self._read(piece, (whole // len(pieces), *others)) for piece in pieces])
         theirs, parts = self.family.parts(name)
-        stored = self._stored(theirs)
-        if stored not in self.files.files and name == "embed_tokens.weight" and self.shape.tie_word_embeddings:
+        rows = [self.sizes[part][0] for part in parts]
+        start = sum(rows[: parts.index(name)])
+        part = slice(start, start + self.sizes[name][0]) if len(parts) > 1 else None
+        return self._read(theirs, (sum(rows), *self.sizes[name][1:]), part)
+
+    def _theirs(self, name: str) -> list[str]:
+        """Returns the checkpoint's tensors that contain a parameter."""
+        return self.family.pieces(name, self.shape.num_experts) or [self.family.parts(name)[0]]
+
+    def _read(self, theirs: str, wanted: tuple[int, ...], rows: slice | None = None) -> torch.Tensor:
+        """Reads a tensor, or some of its rows, in the layout of our parameters, in which it must have the shape `wanted`."""
+        stored, transposed = self._stored(theirs), self.family.transposed(theirs)
+        wanted = wanted[::-1] if transposed else wanted
+        if stored not in self.files.files and theirs == self.embedding and self.shape.tie_word_embeddings:
             stored = "lm_head.weight"  # tied: both are the same
         if stored not in self.files.files:
             raise PretrainedError(f"{self.files.folder} lacks {theirs}: give a checkpoint of the whole language model")
-        rows = [self.sizes[part][0] for part in parts]
-        wanted, found = (sum(rows), *self.sizes[name][1:]), self.files.shape(stored)
-        if found != wanted:
+        if (found := self.files.shape(stored)) != wanted:
             raise PretrainedError(
                 f"{self.files.folder} does not fit its config.json: {stored} has shape {found}, not {wanted}; give the config "
                 "that the weights were saved with"
             )
-        start = sum(rows[: parts.index(name)])
-        tensor = self.files.read(stored, slice(start, start + self.sizes[name][0]) if len(parts) > 1 else None)
-        if name == "embed_tokens.weight" and self.shape.tie_word_embeddings and "lm_head.weight" in self.files.files:
+        tensor = self.files.read(stored).t()[rows or slice(None)] if transposed else self.files.read(stored, rows)
+        if theirs == self.embedding and self.shape.tie_word_embeddings and "lm_head.weight" in self.files.files:
             self._refuse_untied(tensor)
         return tensor
 
@@ -78,7 +92,7 @@ class NativeSource:
 
     def _stored(self, theirs: str) -> str:
         """Returns the name in the files: a base model saved alone lacks the first part."""
-        bare = theirs.removeprefix("model.")
+        bare = theirs.removeprefix(self.family.prefix)
         return bare if theirs not in self.files.files and bare in self.files.files else theirs
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from longctx.attention import HybridAttention, RingAttention, by_layer
 from longctx.attention.inputs import Queries
 from longctx.errors import UserError
+from longctx.model.balance import Documents, RouterWatch
 from longctx.model.spec import ModelSpec
 
 
@@ -62,15 +63,27 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
-        """Returns `head` of the hidden states and the output weight; `tokens` and `positions` are [tokens]."""
+        """Returns `head` of the hidden states and the output weight; `tokens` and `positions` are [tokens].
+
+        `documents` tells a mixture of experts which rows belong together; None: no tokens are counted.
+        """
 
     def attention(self, make: MakeAttention) -> Any:
         """Returns the argument `attention` of `forward` for a micro-batch; `make` is called once per kind of layer."""
         spec = self.spec
         windows = [layer.window for layer in spec.layers]
         return by_layer(windows, lambda window: make(spec.attention_scale, spec.attention_softcap, window))
+
+    def routers(self) -> list[RouterWatch]:
+        """Returns the watches of the routers of this part, in order; none without experts, or if they cannot be watched."""
+        return []
 
     def finish(self, device: torch.device, dtype: torch.dtype) -> None:
         """Called on every rank once all parameters have their values; `dtype` is the compute dtype."""
@@ -119,18 +132,20 @@ class StagedModel(Model):
 
     Attributes:
         embed_tokens: embedding, present with the first block; if it is tied, also with the last.
+        embed_positions: embedding of learned positions, if there is one, present with the first block.
         norm, lm_head: final norm and head, present with the last block. `Head` is called with `lm_head.weight`.
         tensor_plan: tensor-parallel style of each module of a block, by name: see `longctx.parallel.tensor`.
     """
 
     embed_tokens: nn.Embedding
+    embed_positions: nn.Embedding
     norm: nn.Module
     lm_head: nn.Linear
     tensor_plan: ClassVar[Mapping[str, str]]
 
     @abstractmethod
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the hidden states [tokens, hidden] of token ids [tokens]."""
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the hidden states [tokens, hidden] of token ids and positions [tokens]."""
 
     @abstractmethod
     def run(
@@ -140,10 +155,16 @@ class StagedModel(Model):
         positions: torch.Tensor,
         attention: Attention | AttentionByLayer,
         head: Head | None,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
         """Runs hidden states [tokens, hidden] through `blocks`, then through the final norm and `head` unless it is None."""
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: Attention | AttentionByLayer, head: Head
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention | AttentionByLayer,
+        head: Head,
+        documents: Documents | None = None,
     ) -> torch.Tensor:
-        return self.run(self.layers, self.embed(tokens), positions, attention, head)
+        return self.run(self.layers, self.embed(tokens, positions), positions, attention, head, documents)

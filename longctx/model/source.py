@@ -65,7 +65,7 @@ class NewDecoder:
         return self.shape.spec
 
     def check_length(self, longest: int) -> None:
-        """Accepts any length."""
+        self.shape.check_length(longest)
 
     def build(self, layers: Collection[int] | None = None) -> "Model":
         from longctx.model.decoder import Decoder
@@ -77,40 +77,41 @@ Rope = tuple[tuple[str, Any], ...]
 """RoPE settings that replace those of a checkpoint, see `context_extension`."""
 
 
+UNSPLIT = "set parallel.tensor_parallel_size, parallel.pipeline_parallel_size and parallel.expert_parallel_size to 1"
+
+
 @cache
-def pretrained(source: str, rope: Rope, implementation: str, split: bool) -> ModelSource:
+def pretrained(source: str, rope: Rope, implementation: str, split: bool, masked: bool = False) -> ModelSource:
     """Returns the checkpoint in a folder or on the hub, run by transformers' own code or the native decoder.
 
-    `split`: whether matrices or layers are split over ranks. Raises PretrainedError if the checkpoint cannot be used.
+    `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens.
+    Raises PretrainedError if the checkpoint cannot be used.
     """
     from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
-    from longctx.model.families import NoNativeModel
+    from longctx.model.family import NoNativeModel
     from longctx.model.huggingface import TransformersSource
     from longctx.model.pretrained_decoder import NativeSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope)
+    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
     why = "as model.implementation says"
     if implementation == "auto":
-        why = "as matrices or layers are split over ranks" if split else "as neither matrices nor layers are split over ranks"
+        why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"
+        why += " over ranks"
     if implementation == "transformers" and split:
         raise PretrainedError(
-            "transformers' own code cannot split a model over ranks: set parallel.tensor_parallel_size and "
-            "parallel.pipeline_parallel_size to 1, or choose model.implementation native"
+            f"transformers' own code cannot split a model over ranks: {UNSPLIT}, or choose model.implementation native"
         )
     if implementation == "transformers" or (implementation == "auto" and not split):
         return TransformersSource(files, f"transformers' own code runs it, {why}")
     try:
         return NativeSource(files, f"the native decoder runs it, {why}")
     except NoNativeModel as error:
-        ways = " and ".join(
-            ["choose model.implementation transformers"] * (implementation == "native")
-            + ["set parallel.tensor_parallel_size and parallel.pipeline_parallel_size to 1"] * split
-        )
+        ways = " and ".join(["choose model.implementation transformers"] * (implementation == "native") + [UNSPLIT] * split)
         raise PretrainedError(f"the native decoder cannot run {source}: {error}; {ways}") from error
 
 
 @cache
-def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
+def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = False) -> ModelSource:
     """Returns a checkpoint with adapters, run by transformers' own code; frozen weights are kept in `dtype`.
 
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
@@ -123,5 +124,5 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str) -> ModelSource:
     from longctx.model.huggingface import TransformersSource
     from longctx.model.lora import AdaptedSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope)
+    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
     return AdaptedSource(TransformersSource(files), lora, getattr(torch, dtype))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Sizes of one block: self-attention and a gated MLP.
+    """Sizes of one block: self-attention and an MLP.
 
     Attributes:
         hidden_size: width of the residual stream.
@@ -20,7 +20,13 @@ class LayerSpec:
             norm before either.
         adapter_parameters: parameters of LoRA's matrices; all others are then frozen.
         adapter_width: values per token between the two matrices of all adapters (sum of their ranks).
+        experts, experts_per_token, expert_parameters: number of experts, of those that a token uses, and parameters of all of
+            them, which are part of `matrix_parameters` and `idle_parameters`; 0 without experts.
+        mlp_matrices: 3 in a gated MLP, 2 in a plain one.
         query_parameters: part of `matrix_parameters` that computes queries while K and V travel; 0 if queries come first.
+        attends: whether it has softmax attention, whose operations and exchange grow with the document.
+        state_size: values of linear attention's state and of its transition, which segments of a split document send to each
+            other; 0: no linear attention. The operations on the state, a few per value and token, are not counted.
     """
 
     hidden_size: int
@@ -37,6 +43,19 @@ class LayerSpec:
     adapter_parameters: int = 0
     adapter_width: int = 0
     query_parameters: int = 0
+    mlp_matrices: int = 3
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_parameters: int = 0
+    attends: bool = True
+    state_size: int = 0
+
+    @property
+    def routed_size(self) -> int:
+        """Part of `intermediate_size` in experts that a router chooses; the rest is a dense MLP, or an expert of all tokens."""
+        if not self.experts:
+            return 0
+        return self.experts_per_token * self.expert_parameters // (3 * self.experts * self.hidden_size)
 
     @property
     def parameters(self) -> int:
@@ -44,7 +63,7 @@ class LayerSpec:
 
     def multiplications(self, keys: int) -> int:
         """Returns the multiplications for one token that attends to `keys` tokens, without those of norms."""
-        seen = keys if self.window is None else min(keys, self.window)
+        seen = 0 if not self.attends else keys if self.window is None else min(keys, self.window)
         return self.matrix_parameters + self.adapter_parameters + 2 * seen * self.num_attention_heads * self.head_dim
 
     def attention_flops(self, length: int) -> int:
@@ -53,6 +72,8 @@ class LayerSpec:
         Each visible pair of a query and a key takes 2 · head_dim operations for the score and as many for the value, in every
         query head. A query sees s/2 keys on average; with a window of w, the s queries see w · s - w²/2 keys in total.
         """
+        if not self.attends:
+            return 0
         window = length if self.window is None else min(length, self.window)
         return 2 * self.num_attention_heads * self.head_dim * (2 * window * length - window * window)
 
@@ -68,6 +89,9 @@ class ModelSpec:
         tie_word_embeddings: whether embedding and output projection are the same matrix.
         attention_scale: factor of attention scores; None: 1/√head_dim.
         attention_softcap, logit_softcap: tanh bounds of attention scores and of logits; 0: no bound.
+        layer_norm: whether norms are LayerNorms with biases, instead of RMSNorms.
+        position_parameters: parameters of learned positions; 0 without.
+        causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -77,11 +101,19 @@ class ModelSpec:
     attention_scale: float | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    layer_norm: bool = False
+    position_parameters: int = 0
+    causal: bool = True
 
     @property
     def largest_layer(self) -> LayerSpec:
         """Block with the most parameters, from which activations are estimated."""
         return max(self.layers, key=lambda layer: layer.parameters)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Number of parameters of the last norm."""
+        return self.hidden_size * (2 if self.layer_norm else 1)
 
     @property
     def vocabulary_parameters(self) -> int:
@@ -94,7 +126,8 @@ class ModelSpec:
     def parameters(self) -> int:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
-        return sum(layer.parameters for layer in self.layers) + embeddings + self.hidden_size
+        outside = embeddings + self.position_parameters + self.norm_parameters
+        return sum(layer.parameters for layer in self.layers) + outside
 
     @property
     def adapted(self) -> bool:
@@ -115,4 +148,4 @@ class ModelSpec:
     def flops(self, lengths: Sequence[int]) -> int:
         """Returns the operations of a forward pass over documents of these lengths. Needs `vocab_size`."""
         attention = sum(layer.attention_flops(length) for layer in self.layers for length in lengths)
-        return 2 * self.multiplied_parameters * sum(lengths) + attention
+        return 2 * self.multiplied_parameters * sum(lengths) + attention * (1 if self.causal else 2)

@@ -15,12 +15,15 @@ def compile_blocks(model: Model, backend: Any = "inductor") -> None:
 
     Attention is a single operator in them and causes no graph break. Token counts and layer numbers are symbolic, so that
     other micro-batches and layers are not recompiled (except layers 0 and 1, which torch treats as constants). Blocks with
-    zero tokens or one token, which torch would also recompile, run uncompiled.
+    zero tokens or one token, which torch would also recompile, run uncompiled, as do blocks with experts, whose numbers of rows
+    depend on data.
     """
     config = torch._dynamo.config
     config.allow_unspec_int_on_nn_module = True  # otherwise the number of each layer is a constant of its program
     config.capture_dynamic_output_shape_ops = True  # the number of rows that attention receives is known only at run time
     for block in model.layers:
+        if hasattr(block, "moe"):
+            continue
         block.forward = _from_two_tokens(torch.compile(block.forward, backend=backend, dynamic=True), block.forward)
 
 

@@ -1,6 +1,7 @@
 """The only module that makes process groups and reads the launcher's environment; all others are given a group or a mesh."""
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_p
 AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
 """Axes that `dp_cp` consists of if several parts of it each hold a copy of the weights."""
+EXPERT_COPIES = ("ep_replicate", "ep_shard")
+"""Axes over which the experts of a rank are replicated and sharded."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,9 @@ class Mesh:
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: separate communicator for the messages of ring attention (design invariant I5).
         control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
+        experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in
+            `weights`; None if no experts are split.
+        tokens: group of all ranks with this stage of the model, for sums over tokens; None without experts.
         pipeline: group of the ranks whose stages form one model, in order; None without a pipeline.
         ends: group of the first and last rank of `pipeline`, which share a tied embedding; None on other ranks and without a
             pipeline.
@@ -102,6 +108,8 @@ class Mesh:
     control: dist.ProcessGroup
     pipeline: dist.ProcessGroup | None = None
     ends: dist.ProcessGroup | None = None
+    experts: DeviceMesh | None = None
+    tokens: dist.ProcessGroup | None = None
 
     @property
     def rank(self) -> int:
@@ -218,6 +226,7 @@ def join(
     tensor: int = 1,
     pipeline: int = 1,
     shard_ranks: int | None = None,
+    expert: int | None = None,
     timeout_s: float = 600.0,
 ) -> Mesh:
     """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`.
@@ -233,16 +242,23 @@ def join(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return make_groups(device, tensor=tensor, pipeline=pipeline, shard_ranks=shard_ranks, timeout_s=timeout_s)
+    return make_groups(device, tensor=tensor, pipeline=pipeline, shard_ranks=shard_ranks, expert=expert, timeout_s=timeout_s)
 
 
 def make_groups(
-    device: torch.device, *, tensor: int = 1, pipeline: int = 1, shard_ranks: int | None = None, timeout_s: float = 600.0
+    device: torch.device,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    shard_ranks: int | None = None,
+    expert: int | None = None,
+    timeout_s: float = 600.0,
 ) -> Mesh:
     """Makes the groups of a run from all processes of the default group.
 
-    `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. A collective or message that
-    takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
+    `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. The experts of a mixture are
+    split over `expert` consecutive ranks of the domain and their tensor ranks; None: the model has no experts. A collective or
+    message that takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
     """
     timeout = timedelta(seconds=timeout_s)
     ranks = dist.get_world_size() // (pipeline * tensor)
@@ -269,10 +285,28 @@ def make_groups(
     if pipeline > 1:
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)
         stages, ends = _my_group(columns, timeout), _my_group(columns[:, [0, -1]], timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends)
+    experts = tokens = None
+    if expert is not None:
+        tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
+        if expert * tensor > 1:
+            experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
+    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens)
     for group in (exchange, stages, ends):
         if group is not None:
             warm_up(group, device)
+    return mesh
+
+
+def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout: timedelta) -> DeviceMesh:
+    """Makes the mesh over which experts are split, from the numbers of stages, replicas, shards and ranks with each expert."""
+    numbers = torch.arange(math.prod(sizes)).view(sizes).permute(0, 3, 1, 2)
+    axes: tuple[str, ...] = ("pp", "ep", *EXPERT_COPIES)
+    if sizes[1] == 1:
+        numbers, axes = numbers.squeeze(2), ("pp", "ep", EXPERT_COPIES[1])
+    whole = DeviceMesh(device.type, numbers.clone(memory_format=torch.contiguous_format), mesh_dim_names=axes)
+    mesh = whole[axes[1:]]
+    for axis in mesh.get_all_groups():
+        SET_TIMEOUT(timeout, axis)
     return mesh
 
 

@@ -34,6 +34,7 @@ from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
 from longctx.errors import UserError
+from longctx.model.balance import Documents
 from longctx.model.protocol import Head, StagedModel
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
@@ -59,6 +60,7 @@ class Inputs:
         tokens, positions: int64 [tokens].
         attention: attention of the micro-batch.
         head: computes the loss from final hidden states and output weight.
+        documents: documents of the rows, for a mixture of experts.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Inputs:
     positions: torch.Tensor
     attention: PackedAttention
     head: Head
+    documents: Documents | None = None
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:
@@ -118,6 +121,8 @@ class Stage(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == len(model.spec.layers)
         if self.is_first or (self.is_last and model.spec.tie_word_embeddings):
             self.embed_tokens = model.embed_tokens
+        if self.is_first and model.spec.position_parameters:
+            self.embed_positions = model.embed_positions
         if self.is_last:
             self.norm, self.lm_head = model.norm, model.lm_head
         self.inputs: Callable[[int], Inputs]
@@ -132,8 +137,9 @@ class Stage(nn.Module):
         The first stage ignores `hidden`.
         """
         given = self.inputs(self.micro_batch)
-        x = self.embed(given.tokens) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
-        out = self.run(self.layers, x, given.positions, given.attention, given.head if self.is_last else None)
+        x = self.embed(given.tokens, given.positions) if self.is_first else hidden[: len(given.tokens) // self.tensor_ranks]
+        head = given.head if self.is_last else None
+        out = self.run(self.layers, x, given.positions, given.attention, head, given.documents)
         return out if self.is_last else F.pad(out, (0, 0, 0, self.wire_rows - out.shape[0]))
 
 

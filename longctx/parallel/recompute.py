@@ -1,12 +1,20 @@
 """Activation checkpointing: backward recomputes activations instead of keeping them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from longctx.attention import OPERATORS
 from longctx.errors import UserError
@@ -43,7 +51,7 @@ def apply_recompute(model: Model, mode: str, *, mlp_tile_tokens: int | None = No
     if mode == "norms" and mlp_tile_tokens is not None:
         mode = "mlp"  # tiles recompute the MLP anyway
     for block in model.layers:
-        if mlp_tile_tokens is not None:
+        if mlp_tile_tokens is not None and not hasattr(block, "moe"):  # experts compute in turns themselves
             mlp = getattr(block, "mlp", None)
             if not isinstance(mlp, nn.Module):
                 raise UserError(
@@ -97,6 +105,20 @@ def _contexts(mode: str) -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def unseen(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides a hook from selective recomputation, which would count its operations and find others in backward.
+
+    Needed for modules inside a block that FSDP shards on their own: it gathers weights in forward, but earlier in backward.
+    """
+
+    def hidden(*given: Any, **named: Any) -> Any:
+        seen = isinstance(_get_current_dispatch_mode(), (_CachingTorchDispatchMode, _CachedTorchDispatchMode))
+        with _pop_mode_temporarily() if seen else nullcontext():
+            return hook(*given, **named)
+
+    return hidden
 
 
 def _in_tiles(forward: Callable[..., torch.Tensor], tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:

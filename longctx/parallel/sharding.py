@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from longctx.model.experts import Experts
 from longctx.model.protocol import Model
+from longctx.parallel.expert import describe_as_split, shard_experts, sparse_layers
 
 
 def shard(
@@ -23,10 +25,11 @@ def shard(
     reshard_after: str = "block",
     stages: Sequence[nn.Module] | None = None,
     offload_optimizer: bool = False,
+    experts: DeviceMesh | None = None,
 ) -> None:
     """Shards every block and the rest of the model, or of each of its pipeline `stages`, over the mesh `weights`, in place.
 
-    `copies` is the mesh of tensor parallelism followed by `weights`.
+    `copies` is the mesh of tensor parallelism followed by `weights`, `experts` that of experts which are split over ranks.
 
     Weights are kept, and gradients accumulated and reduced, in float32; forward and backward compute in `dtype`. (Gradients of
     norms are summed over tensor ranks in `dtype` if the backward that computes them also reduces them.) Inputs of blocks are
@@ -37,9 +40,15 @@ def shard(
     """
     offload = CPUOffloadPolicy() if offload_optimizer else OffloadPolicy()
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    again = reshard_after == "block"
     for block in model.layers:
-        again = reshard_after == "block"
+        if experts is not None:
+            for layer in sparse_layers(block):
+                shard_experts(layer, experts, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
         fully_shard(block, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+        whole, *apart = sharded_modules(block)
+        if apart:
+            whole.set_modules_to_forward_prefetch(apart)  # else only once tokens have travelled
     for root in [model] if stages is None else stages:
         fully_shard(root, mesh=weights, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
         for module in sharded_modules(root):
@@ -49,6 +58,8 @@ def shard(
         if stages is not None and reshard_after == "block":
             # Torch's pipelines pass False before every backward, after which all blocks of a stage would stay gathered.
             vars(root)["set_reshard_after_backward"] = lambda reshard: None
+        if experts is not None:
+            describe_as_split(root, experts)
         _describe_as_split(root, copies)
 
 
@@ -63,8 +74,8 @@ def _describe_as_split(root: nn.Module, copies: DeviceMesh) -> None:
     for module in root.modules():
         for name, weight in module.named_parameters(recurse=False):
             assert isinstance(weight, DTensor)
-            if weight.device_mesh.ndim < copies.ndim:
-                continue  # no tensor parallelism
+            if weight.device_mesh.ndim < copies.ndim or isinstance(module, Experts):
+                continue  # no tensor parallelism, or described already
             if weight not in described:  # seen before if tied: an embedding with two names
                 *sharded, tensor = weight.placements
                 placements = [tensor, *(placement if placement.is_replicate() else Shard(0) for placement in sharded)]

@@ -3,7 +3,8 @@
 Between blocks each rank of the `tp` axis has its share of the tokens, [tokens / tp, hidden], so norms and residuals are split
 too (sequence parallelism, Korthikanti et al., 2022). Attention and MLP gather all tokens on entry, and reduce-scatter them on
 exit. In between, each rank has its own heads and its own columns of the MLP as plain tensors, so ring attention is unchanged
-and runs among the ranks of the domain with the same heads. Embedding and head are split over the vocabulary.
+and runs among the ranks of the domain with the same heads. Embedding and head are split over the vocabulary, an embedding of
+positions over positions.
 
 If a size is not divisible, the last ranks have less (as in `torch.chunk`); only heads must be divisible.
 """
@@ -37,11 +38,19 @@ def _gather_tokens(module: nn.Module) -> ParallelStyle:
     return PrepareModuleInput(input_layouts=(Shard(0), *others), desired_input_layouts=(Replicate(), *others))
 
 
+def _own_tokens(module: nn.Module) -> ParallelStyle:
+    """Passes the first input of a module, which is split over tokens, as a plain tensor."""
+    others = (None,) * (len(inspect.signature(module.forward).parameters) - 1)
+    split = (Shard(0), *others)
+    return PrepareModuleInput(input_layouts=split, desired_input_layouts=split, use_local_output=True)
+
+
 STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
     "tokens": lambda _: SequenceParallel(sequence_dim=0),
     "residual": lambda _: SequenceParallel(sequence_dim=0, use_local_output=True),
     "heads": lambda _: SequenceParallel(sequence_dim=1, use_local_output=True),
     "gather": _gather_tokens,
+    "own tokens": _own_tokens,
     "columns": lambda _: ColwiseParallel(),
     "split columns": lambda _: ColwiseParallel(use_local_output=False),
     "rows": lambda _: RowwiseParallel(output_layouts=Shard(0)),
@@ -49,14 +58,15 @@ STYLES: dict[str, Callable[[nn.Module], ParallelStyle]] = {
 """Style of a module in `tensor_plan` → torch's style.
 
 tokens: a norm over each rank's tokens; residual: the same, with output to the residual stream. heads: a norm of every head,
-over each rank's heads. gather: a module that needs all tokens. columns: a matrix split by outputs, which are plain tensors
+over each rank's heads. gather: a module that needs all tokens. own tokens: one that
+takes each rank's own as a plain tensor. columns: a matrix split by outputs, which are plain tensors
 (heads), or with "split columns" DTensors, whose sizes need not be divisible. rows: a matrix split by inputs, with outputs
 summed over ranks and split over tokens.
 """
 
 
 class SplitEmbedding(RowwiseParallel):
-    """Splits an embedding over the vocabulary, and its gradient too: torch's own rule makes a whole gradient on every rank."""
+    """Splits an embedding over its entries, and its gradient too: torch's own rule makes a whole gradient on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split = super()._apply(module, device_mesh)
@@ -78,6 +88,7 @@ def _own_rows(embedding: nn.Embedding, tokens: DTensor) -> DTensor:
 
 ENDS: dict[str, ParallelStyle] = {
     "embed_tokens": SplitEmbedding(input_layouts=Replicate(), output_layouts=Shard(0)),
+    "embed_positions": SplitEmbedding(input_layouts=Replicate(), output_layouts=Shard(0)),
     "norm": SequenceParallel(sequence_dim=0),
     "lm_head": ColwiseParallel(),
 }

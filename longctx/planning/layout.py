@@ -12,6 +12,11 @@ Span = tuple[int, int]
 """Half-open range of token positions inside a document."""
 
 
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number of ranks, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The place of a document in a micro-batch: ranks `first_rank … first_rank + degree - 1` of the domain.

@@ -144,9 +144,16 @@ def measure_profile(
 
     tell("everything except attention")
     note(measure_linear(profiled))
-    recompute, tensor = config.train.recompute, mesh.tensor.size()
-    work = work_of(profiled.spec, config.train.dtype, recompute=recompute, keep_kv=config.context.keep_kv, tensor=tensor)
-    profile = replace(profile, query_share=_short(query_share(profile, work)))
+    work = work_of(
+        profiled.spec,
+        config.train.dtype,
+        recompute=config.train.recompute,
+        keep_kv=bool(config.context.keep_kv),
+        tensor=mesh.tensor.size(),
+        expert=config.parallel.expert_parallel_size,
+    )
+    profile = replace(profile, query_share=_short(query_share(profile, work)), state_bytes=work.state_bytes)
+    sources["state_bytes"] = Source("model: states of linear attention")
     sources["query_share"] = Source(
         "model: 2 of 3 products of the matrices to queries / all products, less tensor-parallel messages"
     )
@@ -170,8 +177,9 @@ def measure_profile(
         "device": mesh.device.type,
         "dtype": config.train.dtype,
         "recompute": config.train.recompute,
-        "keep_kv": config.context.keep_kv,
+        "keep_kv": bool(config.context.keep_kv),
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "expert_parallel_size": config.parallel.expert_parallel_size,
         "kernel": config.context.kernel,
         "tokens_per_rank": tokens,
         "max_remote_tokens": config.context.max_remote_tokens,

@@ -49,6 +49,7 @@ class ProfiledRun:
         context = config.context.model_copy(update={"ulysses_degree": 1})
         self.config, self.mesh, self.longest_s = config.model_copy(update={"context": context}), mesh, longest_s
         self.spec, self.layer = shape.spec, replace(shape.spec.largest_layer, window=None)
+        self.positions = shape.max_position_embeddings if shape.learned_positions else None
         self.trainer = Trainer.build(self.config, mesh, NewDecoder(shape))
         self.time = Stopwatch(mesh, longest_s)
         self.dtype: torch.dtype = getattr(torch, config.train.dtype)
@@ -76,7 +77,7 @@ class ProfiledRun:
     def batch(self, layouts: Sequence[Layout], tokens: Sequence[int], plan: Plan | None = None) -> StepBatch:
         """Returns a step of micro-batches with these layouts and random tokens, padded for tensor parallelism.
 
-        Tensor-parallel ranks get the same tokens.
+        Tensor-parallel ranks get the same tokens. Learned positions, which the time does not depend on, repeat.
         """
         assert self.spec.vocab_size is not None
         multiple = self.mesh.tensor.size()
@@ -84,7 +85,8 @@ class ProfiledRun:
         for number, (layout, count) in enumerate(zip(layouts, tokens, strict=True)):
             rows = -(-count // multiple) * multiple
             ids, labels = torch.randint(self.spec.vocab_size, (2, rows), generator=generator)
-            micro_batches.append(MicroBatch(number, layout, ids, labels, torch.arange(rows)))
+            positions = torch.arange(rows) % (self.positions or max(1, rows))
+            micro_batches.append(MicroBatch(number, layout, ids, labels, positions))
         plan = self.no_plan if plan is None else plan
         total = self.mesh.ranks * sum(tokens)
         return StepBatch(1, plan, tuple("random" for _ in plan.lengths), total, max(1, total), tuple(micro_batches))

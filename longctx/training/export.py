@@ -7,7 +7,7 @@ written. The folder is written as OUT.partial and renamed when all files are on 
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
-from longctx.model.families import canonical, expressed
+from longctx.model.families import expressed
+from longctx.model.family import canonical
 from longctx.model.huggingface import TransformersSource
 from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapter
 from longctx.model.presets import ModelShape
@@ -172,7 +173,9 @@ def _find(run: Path, step: int | None) -> Checkpoint:
 def _build(found: Checkpoint, kept: Path) -> tuple[Model, CheckpointFiles | None]:
     """Returns the model of a checkpoint without values, and the transformers checkpoint that the run started from, if any."""
     described = found.state["model"]
-    source = CheckpointFiles.open(str(kept)) if (kept / DESCRIBED).is_file() else None
+    source = None
+    if (kept / DESCRIBED).is_file():
+        source = replace(CheckpointFiles.open(str(kept)), masked=described.get("masked", False))
     if source is not None and "lora" in described:
         return _adapted(described), source
     with torch.device("meta"):
@@ -198,7 +201,7 @@ def _adapted(described: dict[str, Any]) -> Model:
     targets = values["target_modules"]
     lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
     try:
-        base = CheckpointFiles.open(values["base"])
+        base = replace(CheckpointFiles.open(values["base"]), masked=described.get("masked", False))
     except PretrainedError as error:
         raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
     if fingerprint(base) != values["base_fingerprint"]:
@@ -245,7 +248,8 @@ def _write_beside(
     if dtype is not None:
         changed["dtype"] = str(dtype).removeprefix("torch.")
     _change(folder / "config.json", changed)
-    if not (folder / "generation_config.json").is_file():
+    generates = source is None or not source.masked
+    if generates and not (folder / "generation_config.json").is_file():
         GenerationConfig.from_model_config(config).save_pretrained(folder)
     return architecture
 

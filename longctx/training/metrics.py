@@ -28,6 +28,7 @@ GROUPS = {
     ),
     "plan": ("balance", "gap", "bubble_share", "predicted_bubble_share", "padding_share", "documents", "micro_batches"),
     "memory": ("peak_memory_bytes",),
+    "experts": ("expert_imbalance", "unused_experts", "document_loss", "z_loss"),
 }
 """Groups of metrics in TensorBoard and Weights & Biases. Others are in `train`, but `validation_loss` is `validation/loss`."""
 _TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
@@ -59,6 +60,9 @@ class StepMetrics:
             without a validation.
         reward_accuracy, reward_margin: with DPO, share of pairs whose chosen completion has the larger reward, and mean
             difference of the rewards; validation_accuracy is this share over the validation pairs.
+        expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
+            of experts without tokens in the step; means over layers.
+        document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
@@ -94,6 +98,10 @@ class StepMetrics:
     validation_accuracy: float | None = None
     reward_accuracy: float | None = None
     reward_margin: float | None = None
+    expert_imbalance: float | None = None
+    unused_experts: float | None = None
+    document_loss: float | None = None
+    z_loss: float | None = None
     source_tokens: dict[str, int] | None = None
 
     @classmethod
@@ -107,7 +115,7 @@ class StepMetrics:
         mfu: float | None,
     ) -> "StepMetrics":
         """Returns the metrics of a step from its batch and values per process (`loss`, `rows`, ...: float64 [world size])."""
-        plan, rows = batch.plan, float(domain["rows"].sum())
+        plan, rows, experts = batch.plan, float(domain["rows"].sum()), _of_experts(domain)
         names = ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
         means = {name: float(domain[name].mean()) for name in names}
         return cls(
@@ -136,6 +144,10 @@ class StepMetrics:
             mfu=mfu,
             validation_tokens=None,
             source_tokens=dict(batch.source_tokens) or None,
+            expert_imbalance=experts.get("expert_imbalance"),
+            unused_experts=experts.get("unused_experts"),
+            document_loss=experts.get("document_loss"),
+            z_loss=experts.get("z_loss"),
         )
 
     def console(self) -> str:
@@ -148,11 +160,12 @@ class StepMetrics:
         if validated:
             accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
             validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+        experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         return (
             f"step {self.step} loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
-            f"degrees {degrees} balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
+            f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "
             f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"
         )
@@ -163,6 +176,16 @@ class StepMetrics:
             _tag(name): value for name, value in asdict(self).items() if isinstance(value, (int, float)) and name != "step"
         }
         return numbers | {f"plan/documents_at_degree/{degree}": count for degree, count in self.degrees.items()}
+
+
+def _of_experts(domain: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns means over all layers with experts; losses that are 0 everywhere are not computed."""
+    layers = float(domain["expert_layers"].sum())
+    if not layers:
+        return {}
+    names = ("expert_imbalance", "unused_experts", "document_loss", "z_loss")
+    means = {name: float(domain[name].sum()) / layers for name in names}
+    return {name: mean for name, mean in means.items() if mean or name in names[:2]}
 
 
 def _tag(name: str) -> str:

@@ -1,23 +1,28 @@
 """AdamW with weight decay on matrices only, and the learning rate schedule, a pure function of the step."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from longctx.config.settings import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, settings: OptimizerSection, device: torch.device) -> torch.optim.AdamW:
     """Makes AdamW over all trained parameters, without weight decay for norms (one-dimensional). Fused on CUDA."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}  # fused operations need parameters on the same mesh
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((parameter.dim() > 1, mesh), []).append(parameter)
+    decayed = [
+        {"params": parameters, "weight_decay": settings.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), parameters in groups.items()
     ]
-    groups = [group for group in groups if group["params"]]  # adapters have no norms; checkpoints cannot have empty groups
     return torch.optim.AdamW(
-        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
+        decayed, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=device.type == "cuda"
     )
 
 

@@ -28,6 +28,8 @@ REPEATED_ATTENTION = 4.5 / 3.5
 """Attention operations with recomputation, relative to those without: backward takes 2.5 times the forward."""
 COLLECTIVES = 4
 """Tensor parallel collectives per block and direction: before and after attention, before and after the MLP."""
+SEGMENTS, STATE_BYTES = 2, 4
+"""Segments of a document per rank, a head and a tail, and bytes per value of their states, which are float32."""
 
 
 class Described(BaseModel):
@@ -43,15 +45,22 @@ class Described(BaseModel):
     recompute: Recompute = "none"
     keep_kv: bool = False
     tensor_parallel_size: int = Field(1, ge=1)
+    expert_parallel_size: int = Field(1, ge=1)
 
     @property
     def work(self) -> RankWork:
         return work_of(
-            self.model.spec, self.dtype, recompute=self.recompute, keep_kv=self.keep_kv, tensor=self.tensor_parallel_size
+            self.model.spec,
+            self.dtype,
+            recompute=self.recompute,
+            keep_kv=self.keep_kv,
+            tensor=self.tensor_parallel_size,
+            expert=self.expert_parallel_size,
         )
 
     def __str__(self) -> str:
         split = f", tensor_parallel_size {self.tensor_parallel_size}" * (self.tensor_parallel_size > 1)
+        split += f", expert_parallel_size {self.expert_parallel_size}" * (self.expert_parallel_size > 1)
         recompute = f", recompute {self.recompute}" * (self.recompute != "none")
         where = self.gpu or self.cpu or ("a GPU" if self.device == "cuda" else "a CPU")
         return f"{format_count(self.model.spec.parameters)} parameters in {self.dtype} on {where}{recompute}{split}"
@@ -93,6 +102,7 @@ def work_of(
     pipeline: Pipeline = NO_PIPELINE,
     tokens_per_rank: int = 1,
     gpus: int = 1,
+    expert: int = 1,
 ) -> RankWork:
     """Returns the work per token of the slowest pipeline rank.
 
@@ -102,8 +112,9 @@ def work_of(
     each with (tp - 1)/tp of [tokens, hidden] per rank; those of embedding and head are not counted. Every stage receives
     [tokens, hidden] / tp in forward and in backward. While K and V travel, queries are computed, also in a forward that is
     recomputed with attention; while their gradients return, so is the gradient of the queries' input. That of the weights does
-    not count, as compiled blocks compute it later. Attention windows are not counted: plans assume full attention. Raises
-    ProfileError if tp does not divide the KV heads.
+    not count, as compiled blocks compute it later. Each token's row travels to all its experts and back, in forward, in
+    backward and in a recomputed forward. Attention windows are not counted: plans assume full attention. Raises ProfileError if
+    tp does not divide the KV heads.
     """
     for layer in spec.layers:
         if layer.num_key_value_heads % tensor:
@@ -119,20 +130,33 @@ def work_of(
         computed -= (in_blocks + head) / 3
     element, again = ELEMENT_BYTES[dtype], recompute == "full"
     hidden_bytes, passes = spec.hidden_size * element, 3 + again - keep_kv
-    heads = sum(layer.num_attention_heads * layer.head_dim for layer in layers) / tensor
+    attending = [layer for layer in layers if layer.attends]
+    heads = sum(layer.num_attention_heads * layer.head_dim for layer in attending) / tensor
+    experts, expert_ranks = sum(layer.expert_parameters for layer in layers), expert * tensor
+    idle = sum(layer.idle_parameters for layer in layers)
+    sent_rows = (4 + 2 * (recompute != "none")) * sum(layer.experts_per_token for layer in layers)
     return RankWork(
         layers=len(layers),
-        weights=(in_blocks + head) / tensor,
+        weights=(in_blocks + idle + head - experts + experts / expert) / tensor,
         computed=computed / tensor,
-        attention=heads * (REPEATED_ATTENTION if again else 1.0),
-        kv_bytes=sum(
-            kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element, passes) for layer in layers
+        # Profiles need positive constants, also for models without softmax attention.
+        attention=max(1.0, heads * (REPEATED_ATTENTION if again else 1.0) * (1 if spec.causal else 2)),
+        kv_bytes=max(
+            1,
+            sum(
+                kv_bytes_per_token(1, layer.num_key_value_heads // tensor, layer.head_dim, element, passes)
+                for layer in attending
+            ),
         ),
         tensor=tensor,
         tensor_bytes=len(layers) * collectives * hidden_bytes * (tensor - 1) / tensor,
         pipeline_bytes=2 * pipeline.chunks * hidden_bytes / tensor if pipeline.ranks > 1 else 0.0,
         gpus=gpus if pipeline.ranks > 1 else 1,
         queries=sum(layer.query_parameters for layer in layers) * (2 + again) / 3 / tensor,
+        expert_weights=experts / expert_ranks,
+        expert_ranks=expert_ranks if experts else 1,
+        expert_bytes=sent_rows * hidden_bytes * (expert_ranks - 1) / expert_ranks / tensor,
+        state_bytes=SEGMENTS * STATE_BYTES * sum(layer.state_size for layer in layers) * (2 + (recompute != "none")),
     )
 
 
@@ -201,11 +225,12 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         _with_vocabulary(config.model_source(vocab_size).spec, described),
         config.train.dtype,
         recompute=config.train.recompute,
-        keep_kv=config.context.keep_kv,
+        keep_kv=bool(config.context.keep_kv),
         tensor=tensor,
         pipeline=config.pipeline,
         tokens_per_rank=config.batch.tokens_per_rank,
         gpus=ranks,
+        expert=config.parallel.expert_parallel_size,
     )
     if config.context.ulysses_degree not in (1, "auto"):
         wanted = replace(wanted, queries=0.0)  # heads are swapped once the queries are there
@@ -235,6 +260,7 @@ def preset_profile(
         pipeline=pipeline,
         tokens_per_rank=tokens_per_rank,
         gpus=domain * pipeline.ranks * described.tensor_parallel_size,
+        expert=described.expert_parallel_size,
     )
     what = (preset or "its model") + " in a pipeline" * (pipeline.ranks > 1)
     found = _scaled(name, profile, described, wanted, what)

@@ -13,14 +13,16 @@ from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_rank_empty
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader
+from longctx.data.masking import Masking
 from longctx.data.store import TOKENIZER, Store
-from longctx.data.tokenizer import same_tokens
+from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.expert import sparse_layers, split_experts
 from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.parallel.mesh import Launch, Mesh, host_threads, join
@@ -41,15 +43,19 @@ from longctx.training.run_profile import run_profile
 
 def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
     """Joins the processes of a run in the mesh that `config.parallel` describes."""
+    return join(launch, device, **sizes_of_groups(config), timeout_s=config.train.timeout_s)
+
+
+def sizes_of_groups(config: Config) -> dict[str, Any]:
+    """Returns the sizes of the groups of a run, as arguments of `make_groups`."""
     parallel = config.parallel
-    return join(
-        launch,
-        device,
-        tensor=parallel.tensor_parallel_size,
-        pipeline=parallel.pipeline_parallel_size,
-        shard_ranks=parallel.shard_ranks,
-        timeout_s=config.train.timeout_s,
-    )
+    mixture = config.model_source().spec.largest_layer.experts or config.watches_checkpoint
+    return {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "shard_ranks": parallel.shard_ranks,
+        "expert": parallel.expert_parallel_size if mixture else None,
+    }
 
 
 def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model, PipelineRun | None]:
@@ -70,14 +76,17 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
                 "omit it, or set model.implementation to native where the family has it"
             )
         convert_to_float8(model, train.float8, mesh.device, FLOAT8_ROWS)
-    if config.fuses(mesh.device.type):
+    if config.fuses(mesh.device.type, source.spec):
         _fuse(model, config, mesh.device)
     offload = Offload() if train.offload_activations and on_gpu else None
     apply_recompute(model, train.recompute, mlp_tile_tokens=train.mlp_tile_tokens, offload=offload)
     if mesh.tensor.size() > 1:
         assert isinstance(model, StagedModel)  # `model_source` returns such models for tensor parallelism
         parallelize(model, mesh.tensor)
-    if config.compiles(mesh.device.type):
+    if mesh.experts is not None:
+        split_experts(model, mesh.experts)
+    limit_rows(model, config)
+    if config.compiles(mesh.device.type, source.spec):
         compile_blocks(model)
     stages = None
     if pipeline.ranks > 1:
@@ -87,7 +96,8 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     in_host_memory = train.offload_optimizer and on_gpu
     if in_host_memory and (threads := host_threads()) is not None:
         torch.set_num_threads(threads)  # else the optimizer would use one core
-    shard(model, mesh.weights, mesh.copies, dtype, config.parallel.reshard_after, stages, offload_optimizer=in_host_memory)
+    reshard_after = config.parallel.reshard_after
+    shard(model, mesh.weights, mesh.copies, dtype, reshard_after, stages, in_host_memory, mesh.experts)
     with returned_when_freed():
         initialize_sharded(model, train.seed, mesh.device, stages, keep_on=torch.device("cpu") if in_host_memory else None)
         model.finish(mesh.device, dtype)
@@ -96,6 +106,17 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         return model, None
     assert isinstance(model, StagedModel)
     return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+
+
+def limit_rows(model: Model, config: Config) -> None:
+    """Sets how many rows the experts of a rank compute at once."""
+    train, parallel = config.train, config.parallel
+    for layer in sparse_layers(model):
+        tokens = train.mlp_tile_tokens
+        if layer.send is not None:
+            even = math.ceil(parallel.expert_max_load * config.batch.tokens_per_rank / parallel.tensor_parallel_size)
+            tokens = min(even, tokens or even)
+        layer.most_rows = None if tokens is None else tokens * layer.gate.shape.num_experts_per_tok
 
 
 def _fuse(model: Model, config: Config, device: torch.device) -> None:
@@ -154,7 +175,25 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
         pad_to_multiple_of=padding(config),
+        masking=make_masking(config, store, config.train.seed),
     )
+
+
+def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
+    """Returns the masks of an encoder's tokens; None if next tokens are predicted.
+
+    Raises UserError if the tokenizer of the store has no mask token, or the store has preference pairs.
+    """
+    masked, tokenizer = config.masked, store.tokenizer
+    if masked.share is None:
+        return None
+    if store.pairs:
+        raise UserError(f"masked.share is {masked.share:g}, but {store.path} contains preference pairs: omit one of the two")
+    try:
+        token = tokenizer.mask_token(masked.token)
+    except TokenizerError as error:
+        raise UserError(f"masked.share is {masked.share:g}, but in the tokenizer of {config.data.said} {error}") from error
+    return Masking(seed, masked.share, token, tokenizer.ordinary, masked.random, masked.kept)
 
 
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
@@ -220,11 +259,22 @@ def check_pairs(config: Config, store: Store) -> None:
             )
 
 
-def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
-    """Raises UserError if the initial checkpoint does not fit the store: another tokenizer, or too long documents."""
-    source, name = config.model_source(store.tokenizer.vocab_size), config.model.from_pretrained
-    if name is None:
-        return
+def check_model(config: Config, store: Store, ranks: int) -> None:
+    """Raises UserError if the model does not fit the stores.
+
+    Documents are too long; or a checkpoint has another tokenizer, or one without mask token where tokens are to be masked.
+    """
+    source = config.model_source(store.tokenizer.vocab_size)
+    if config.model.from_pretrained is not None:
+        _check_tokenizer(config, store, source, config.model.from_pretrained)
+        make_masking(config, store, config.train.seed)
+    longest = int(store.lengths.max())
+    if config.eval.every is not None and config.eval.store is not None:
+        longest = max(longest, int(Store.open(config.eval.store).lengths.max()))
+    source.check_length(min(config.max_length(ranks), longest))
+
+
+def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
     way_out = f"prepare it with the tokenizer of the checkpoint (longctx prepare --tokenizer {name})"
     if embedded is not None and entries > embedded:
@@ -235,7 +285,6 @@ def check_checkpoint(config: Config, store: Store, ranks: int) -> None:
     own = source.files.folder / TOKENIZER if source.files is not None else None
     if own is not None and own.is_file() and not same_tokens(own.read_text("utf-8"), store.tokenizer.text):
         raise UserError(f"{config.data.said} was prepared with another tokenizer than {name}: {way_out}")
-    source.check_length(min(config.max_length(ranks), int(store.lengths.max())))
 
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:
@@ -267,11 +316,11 @@ def make_attention(
             layout,
             degree,
             group=mesh.exchange,
-            mask=Mask(window=window),
+            mask=Mask(causal=spec.causal, window=window),
             scale=scale,
             softcap=softcap,
             kernel=context.kernel,
-            keep_kv=context.keep_kv,
+            keep_kv=bool(context.keep_kv),
             deterministic=context.deterministic,
             ranks_per_node=plan.profile.ranks_per_node if context.two_level_exchange else None,
             device=mesh.device,

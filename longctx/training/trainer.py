@@ -30,6 +30,7 @@ from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.training import checkpoint
+from longctx.training.balance import Balance
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
@@ -91,6 +92,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
+        self.balance = Balance.of(self.model, self.config, self.mesh)
         self.until = self.config.train.steps
 
     @classmethod
@@ -280,7 +282,7 @@ class Trainer:
         given = self._inputs(batch, weights, number)
         try:
             with record_function(given.name):
-                loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head)
+                loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head, given.documents)
                 loss.backward()
         except RuntimeError as error:
             where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
@@ -310,10 +312,11 @@ class Trainer:
             weights=counted,
             softcap=self.model.spec.logit_softcap,
             rows=None if rows is None else copy_to(rows, device),
-            compiled=self.config.compiles(device.type),
+            compiled=self.config.compiles(device.type, self.model.spec),
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head)
+        documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents)
 
     def _attend(self, plan: Plan, layout: Layout) -> Any:
         """Makes the attention of a micro-batch, as configured."""
@@ -352,6 +355,7 @@ class Trainer:
             "bubble_s": idle_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
+            **self.balance.end_step(),
         }
         return dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
 

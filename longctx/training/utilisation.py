@@ -1,7 +1,8 @@
 """Model FLOP utilization (MFU): FLOP/s that the model needs as a share of the devices' peak.
 
-Counts what an ideal implementation computes: two operations per matrix weight and token, causal attention inside each document,
-and twice that in backward, less the gradients of frozen weights. Recomputation and padding are not counted, so they lower MFU.
+Counts what an ideal implementation computes: two operations per matrix weight and token, attention inside each document (to
+earlier tokens, in encoders to all), and twice that in backward, less the gradients of frozen weights. Recomputation and padding
+are not counted, so they lower MFU.
 """
 
 import re

@@ -14,6 +14,7 @@ import torch
 
 from longctx.config import Config
 from longctx.data.loader import Planner, read_step
+from longctx.data.masking import Masking
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
@@ -22,7 +23,7 @@ from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
 from longctx.training.loss import log_probabilities
 from longctx.training.objective import StepWeights
-from longctx.training.setup import padding
+from longctx.training.setup import make_masking, padding
 
 
 class Score(Protocol):
@@ -67,6 +68,7 @@ class Documents:
         pad_to_multiple_of: as in `Loader`.
         max_length: maximum tokens of a piece.
         long: number of documents longer than `max_length`, which are split or dropped.
+        masking: masks of an encoder's tokens, the same in every pass and for every train.seed; None: next tokens are predicted.
     """
 
     store: Store
@@ -75,6 +77,7 @@ class Documents:
     pad_to_multiple_of: int
     max_length: int
     long: int
+    masking: Masking | None = None
 
     @classmethod
     def choose(
@@ -103,14 +106,15 @@ class Documents:
             pairs=store.pairs,
         )
         tokens, multiple = config.batch.global_tokens, padding(config)
-        return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long)
+        masking = make_masking(config, store, seed=0)
+        return cls(store, sampler.in_order(), tokens, multiple, max_length, sampler.long, masking)
 
     def steps(self, planner: Planner, mesh: Mesh) -> Iterator[StepBatch]:
         """Yields this rank's share of all pieces, step by step. Collective."""
         for step, pieces in enumerate(in_steps(self.pieces, self.step_tokens, 1 + self.store.pairs), start=1):
             plan = planner([piece.length for piece in pieces])
             mesh.agree(plan.hash, f"plan {step} of the evaluation")
-            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of)
+            yield read_step(self.store, pieces, plan, mesh.rank, step, self.pad_to_multiple_of, self.masking)
 
 
 def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterator[list[Piece]]:

@@ -19,7 +19,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import Pipeline
-from longctx.planning.cost.scaling import scale
+from longctx.planning.cost.scaling import RankWork, scale
 from longctx.training.run_profile import read_described, work_of
 from longctx.training.utilisation import PEAK_FLOPS
 
@@ -86,6 +86,7 @@ class Split:
         tensor: tensor parallel size.
         pipeline: pipeline parallel size and schedule.
         domain: number of ranks that documents and weight shards are split over.
+        expert: expert parallel size; 1 without experts.
         recompute, reshard_after, reduce_after, tokens_per_rank: the settings of those names.
     """
 
@@ -96,6 +97,7 @@ class Split:
     reshard_after: str
     reduce_after: str
     tokens_per_rank: int
+    expert: int = 1
 
     @property
     def gpus(self) -> int:
@@ -109,6 +111,7 @@ class Split:
             "parallel.pipeline_parallel_size": self.pipeline.ranks,
             "parallel.pipeline_chunks": self.pipeline.chunks,
             "parallel.pipeline_schedule": self.pipeline.schedule,
+            "parallel.expert_parallel_size": self.expert,
             "parallel.reshard_after": self.reshard_after,
             "parallel.reduce_after": self.reduce_after,
             "train.recompute": self.recompute,
@@ -134,10 +137,11 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
         pipeline=split.pipeline,
         tokens_per_rank=split.tokens_per_rank,
         gpus=split.gpus,
+        expert=split.expert,
     )
     known = machine.profile
     scaled = scale(known, work_of(machine.model.spec, DTYPE), work)
-    gather, reduce = (_collective_s(known, split, number * work.weights) for number in (BFLOAT16, FLOAT32))
+    gather, reduce = (_collectives_s(known, split, work, number) for number in (BFLOAT16, FLOAT32))
     in_micro_batch, in_step = 0.0, 0.0
     if split.reshard_after == "block":
         in_micro_batch += 2 * gather
@@ -151,10 +155,18 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
     return replace(scaled, launch_s=scaled.launch_s + max(0.0, in_micro_batch - hidden), step_s=in_step)
 
 
-def _collective_s(known: HardwareProfile, split: Split, size: float) -> float:
-    """Returns the seconds to gather or reduce `size` bytes over the domain."""
-    here = min(split.domain, max(1, known.ranks_per_node // split.tensor))
+def _collectives_s(known: HardwareProfile, split: Split, work: RankWork, number: int) -> float:
+    """Returns the seconds to gather or reduce a rank's weights, of `number` bytes each."""
+    everyones = number * (work.weights - work.expert_weights)
+    of_experts = _collective_s(known, split, number * work.expert_weights, apart=split.expert)
+    return _collective_s(known, split, everyones) + of_experts
+
+
+def _collective_s(known: HardwareProfile, split: Split, size: float, apart: int = 1) -> float:
+    """Returns the seconds to gather or reduce `size` bytes over every `apart`-th rank of the domain."""
+    ranks = split.domain // apart
+    here = min(ranks, max(1, known.ranks_per_node // split.tensor // apart))
     speed = known.intra_node_bytes_per_s
-    if here < split.domain:
+    if here < ranks:
         speed = min(speed, here * known.inter_node_bytes_per_s)
-    return size * (split.domain - 1) / split.domain / speed
+    return size * (ranks - 1) / ranks / speed

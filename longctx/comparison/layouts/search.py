@@ -28,6 +28,7 @@ from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.cost.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
+from longctx.planning.layout import divisors
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.training.utilisation import model_flops
@@ -92,15 +93,16 @@ def possible_splits(spec: ModelSpec, gpus: int, gpus_per_node: int, budgets: Seq
 
     With 8 GPUs per node and 8 KV heads: tp 1, 2, 4, 8; for tp 2, pipelines of 1, 2, 4 ranks with a domain of 4, 2, 1.
     """
-    kv_heads = spec.largest_layer.num_key_value_heads
-    for tensor in _divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
+    kv_heads, experts = spec.largest_layer.num_key_value_heads, spec.largest_layer.experts
+    for tensor in divisors(math.gcd(gpus, gpus_per_node, kv_heads)):
         held = [budget for budget in budgets if budget % tensor == 0]
-        for ranks in _divisors(gpus // tensor):
+        for ranks in divisors(gpus // tensor):
             domain = gpus // tensor // ranks
-            choices = itertools.product(_pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held)
-            for pipeline, recompute, (reshard_after, reduce_after), budget in choices:
+            sizes = [size for size in divisors(domain) if size == 1 or (experts and experts % (size * tensor) == 0)]
+            choices = itertools.product(_pipelines(ranks, len(spec.layers)), RECOMPUTE, WEIGHTS, held, sizes)
+            for pipeline, recompute, (reshard_after, reduce_after), budget, expert in choices:
                 if _runs(pipeline, recompute, reshard_after, reduce_after):
-                    yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget)
+                    yield Split(tensor, pipeline, domain, recompute, reshard_after, reduce_after, budget, expert)
 
 
 def _runs(pipeline: Pipeline, recompute: str, reshard_after: str, reduce_after: str) -> bool:
@@ -108,10 +110,6 @@ def _runs(pipeline: Pipeline, recompute: str, reshard_after: str, reduce_after: 
     if pipeline.schedule == "zero-bubble" and (recompute != "none" or reshard_after == "block"):
         return False
     return pipeline.ranks == 1 or reduce_after != "micro_batch"
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _pipelines(ranks: int, layers: int) -> Iterator[Pipeline]:

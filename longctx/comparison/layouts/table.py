@@ -28,7 +28,8 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
     console.print(title, style="bold", highlight=False, markup=False)
     console.print()
     table = Table(box=None, padding=(0, 1, 0, 0))
-    for name in ("tp", "pp", "domain"):
+    with_experts = any(found.split.expert > 1 for found in outcome.best)
+    for name in ("tp", "pp", "ep" if with_experts else "domain"):  # the domain is what tp and pp leave
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("schedule", "recompute", "kept\nwhole"):
         table.add_column(name, no_wrap=True)
@@ -39,7 +40,7 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
         table.add_row(
             str(split.tensor),
             str(split.pipeline.ranks),
-            str(split.domain),
+            str(split.expert if with_experts else split.domain),
             _schedule(split.pipeline),
             split.recompute,
             _kept_whole(split),

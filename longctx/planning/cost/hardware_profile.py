@@ -46,6 +46,8 @@ class HardwareProfile:
         query_share: share of `linear_s_per_token`, in [0, 1], that computes queries while K and V travel, or the gradient of
             their input while the gradients of K and V return. It hides the exchange at the same `overlap` as attention. 0, the
             default, for models that compute queries before K and V are sent.
+        state_bytes: bytes of the states of linear attention that a rank receives from every other rank of a document's ring,
+            summed over all layers and passes, whatever the document's length. 0, the default, without linear attention.
     """
 
     linear_s_per_token: float
@@ -62,6 +64,7 @@ class HardwareProfile:
     exchange_levels: int = 2
     attention_split_penalty: float = 0.3
     query_share: float = 0.0
+    state_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         problems = []
@@ -76,7 +79,7 @@ class HardwareProfile:
             value = getattr(self, name)
             if not _is_number(value) or value <= 0:
                 problems.append(f"{name} is {value!r}: must be a positive number")
-        for name in ("latency_s", "launch_s", "step_s", "attention_split_penalty"):
+        for name in ("latency_s", "launch_s", "step_s", "attention_split_penalty", "state_bytes"):
             value = getattr(self, name)
             if not _is_number(value) or value < 0:
                 problems.append(f"{name} is {value!r}: must be a number ≥ 0")

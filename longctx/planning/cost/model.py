@@ -80,8 +80,12 @@ def linear_ns(profile: HardwareProfile, tokens: Integers) -> Integers:
 
 
 def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> tuple[Integers, Integers]:
-    """Returns the time to exchange a document's K and V with one peer of its ring: in the same node, in another node."""
-    size = lengths / degrees * profile.kv_bytes_per_token * NANOSECONDS
+    """Returns the time to exchange a document with one peer of its ring: in the same node, in another node.
+
+    That is K and V, which grow with the document, and states of linear attention, which do not. In truth nothing hides states,
+    and they cross nodes once per pair of ranks also with two exchange levels.
+    """
+    size = (lengths / degrees * profile.kv_bytes_per_token + profile.state_bytes) * NANOSECONDS
     intra = np.ceil(size / profile.intra_node_bytes_per_s).astype(np.int64)
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
 

@@ -1,9 +1,10 @@
 """Scaling: converts a profile from one model or parallel layout to another on the same hardware.
 
 - linear: 6 FLOP per parameter and token, plus 2 where backward recomputes it; plus messages that nothing hides: the
-  collectives of tensor parallelism inside a node, and the messages between pipeline ranks.
-- attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it.
-- K and V: bytes are counted, not scaled.
+  collectives of tensor parallelism inside a node, tokens that travel to their experts and back, evenly spread, and the messages
+  between pipeline ranks.
+- attention: by layers × heads × head size, times 4.5 / 3.5 where backward recomputes it, twice that in both directions.
+- K and V, states of linear attention: bytes are counted, not scaled.
 - queries: seconds per token, by the parameters that compute queries while K and V travel.
 - latency and launch: by layers; step: by parameters.
 
@@ -21,15 +22,19 @@ class RankWork:
 
     Attributes:
         layers: number of blocks.
-        weights: number of parameters that every token is multiplied with.
-        computed: `weights`, plus a third of those that backward recomputes.
-        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention.
+        weights: number of parameters of all matrices, including experts that a token does not use.
+        computed: parameters that every token is multiplied with, plus a third of those that backward recomputes.
+        attention: layers × heads × head size, times 4.5 / 3.5 if backward recomputes attention; twice that if it is not causal.
         kv_bytes: bytes of K and V exchanged per token, over all layers and passes.
         tensor: tensor-parallel size.
         tensor_bytes: bytes received per token in tensor-parallel collectives.
         pipeline_bytes: bytes sent per token between pipeline ranks.
         gpus: number of GPUs of the whole run if it is a pipeline, else 1.
         queries: part of `computed` that runs while K and V, or their gradients, travel.
+        expert_weights: part of `weights` in experts, which are gathered over the ranks with the same experts.
+        expert_ranks: number of ranks that hold each expert once.
+        expert_bytes: bytes received per token that travels to experts of other ranks, and back.
+        state_bytes: bytes of states that a rank receives from another of a ring, over all layers and passes.
     """
 
     layers: int
@@ -42,6 +47,10 @@ class RankWork:
     pipeline_bytes: float = 0.0
     gpus: int = 1
     queries: float = 0.0
+    expert_weights: float = 0.0
+    expert_ranks: int = 1
+    expert_bytes: float = 0.0
+    state_bytes: float = 0.0
 
 
 def scale(
@@ -74,6 +83,7 @@ def scale(
         query_share=min(1.0, profile.query_share * queries * (profile.linear_s_per_token / linear_s_per_token)),
         attention_s_per_token2=profile.attention_s_per_token2 * (wanted.attention / known.attention),
         kv_bytes_per_token=wanted.kv_bytes,
+        state_bytes=wanted.state_bytes,
         latency_s=profile.latency_s * layers,
         launch_s=profile.launch_s * layers,
         step_s=profile.step_s * (wanted.weights / known.weights),
@@ -89,7 +99,10 @@ def query_share(profile: HardwareProfile, work: RankWork) -> float:
 def _messages_s(profile: HardwareProfile, work: RankWork, node: int) -> float:
     """Returns the seconds per token of messages that nothing hides, on nodes of `node` GPUs."""
     pipeline_bytes_per_s = profile.intra_node_bytes_per_s if work.gpus <= node else profile.inter_node_bytes_per_s
-    return work.tensor_bytes / profile.intra_node_bytes_per_s + work.pipeline_bytes / pipeline_bytes_per_s
+    outside = max(0, work.expert_ranks - node) / work.expert_ranks
+    to_experts = (1 - outside) / profile.intra_node_bytes_per_s + outside / profile.inter_node_bytes_per_s
+    in_node = work.tensor_bytes / profile.intra_node_bytes_per_s
+    return in_node + work.pipeline_bytes / pipeline_bytes_per_s + work.expert_bytes * to_experts
 
 
 def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: RankWork, wanted: RankWork) -> str:
@@ -99,7 +112,7 @@ def arithmetic_said(profile: HardwareProfile, scaled: HardwareProfile, known: Ra
             "linear",
             scaled.linear_s_per_token / profile.linear_s_per_token,
             f"{known.computed / 1e6:,.4g}M → {wanted.computed / 1e6:,.4g}M parameters computed per token"
-            + ", plus messages between ranks" * (wanted.tensor_bytes + wanted.pipeline_bytes > 0),
+            + ", plus messages between ranks" * (wanted.tensor_bytes + wanted.pipeline_bytes + wanted.expert_bytes > 0),
         ),
         (
             "attention",

@@ -1,0 +1,421 @@
+"""Families of transformers models that the native decoder can run: translates configs to shapes, and tensor names to ours.
+
+Every field of a config is either translated, or known not to change the model's function, or at the default of its class;
+otherwise the model is refused. Tensors are renamed, transposed (GPT-2), and fused ones are split by rows: no value is computed,
+so that reading and writing a checkpoint keeps every bit.
+
+Two features of transformers are left out: dropout, which is refused unless it is 0, and `pad_token_id`, whose entry of the
+embedding gets no gradient in transformers.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from longctx.errors import UserError
+from longctx.model.context_extension import ROPE_FIELDS, ntk_theta
+from longctx.model.presets import ModelShape
+from longctx.model.router_names import EXPERT_OPTIONS
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+)
+"""Fields with the same names in configs and shapes."""
+HARMLESS = frozenset(
+    {
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Fields of configs that do not change what a model of these families computes; nor do fields that begin with `_`."""
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+"""Names of activations in configs → ours."""
+FUSED_ATTENTION = {"self_attn.qkv_proj.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv")}
+FUSED_MLP = {"mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}
+OUTPUT_NORMS = {
+    "attention_output_norm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+
+
+ROPE_OPTIONS = {name for name in ModelShape.model_fields if name.startswith("rope_")} | {"partial_rotary_factor"}
+"""Options of shapes that have no effect without RoPE."""
+
+
+class NoNativeModel(UserError):
+    """The native decoder cannot run a model of transformers, or transformers has no model of a shape; the text says why."""
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of a mixture of experts in a family.
+
+    Attributes:
+        module: module of a block that has router and experts.
+        names: matrices of an expert, ours → theirs.
+        sizes: config fields with the sizes of mixtures, ours → theirs.
+        normalized: whether the scores of chosen experts always add up to 1.
+        dense: config field with the list of layers that have a dense MLP; empty: none.
+        ignored: further fields without effect here.
+    """
+
+    module: str
+    names: Mapping[str, str]
+    sizes: Mapping[str, str]
+    normalized: bool = False
+    dense: str = ""
+    ignored: tuple[str, ...] = ("router_aux_loss_coef",)
+
+    @property
+    def fields(self) -> set[str]:
+        return {*self.sizes.values(), *self.ignored, *([self.dense] if self.dense else [])}
+
+    def shape(self, config: Any) -> dict[str, Any]:
+        """Returns the values of a shape."""
+        found = {ours: getattr(config, theirs) for ours, theirs in self.sizes.items()}
+        found |= {"norm_topk_prob": True} if self.normalized else {}
+        layers = sorted(getattr(config, self.dense) or ()) if self.dense else []
+        if layers != list(range(len(layers))):
+            raise NoNativeModel(f"{self.dense} is {layers}, and only the first layers may have dense MLPs")
+        return {**found, "first_dense_layers": len(layers)}
+
+    def config(self, shape: ModelShape) -> dict[str, Any]:
+        """Returns the values of a config."""
+        fields = {theirs: getattr(shape, ours) for ours, theirs in self.sizes.items()}
+        fields |= {self.sizes["moe_intermediate_size"]: shape.expert_width} if "moe_intermediate_size" in self.sizes else {}
+        return fields | ({self.dense: list(range(shape.first_dense_layers))} if self.dense else {})
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of transformers that the native decoder can run.
+
+    Attributes:
+        kind: its model_type.
+        architecture: its class.
+        always: options that all its shapes have.
+        activation: config field that names the activation.
+        windows: layers with a window: none, all, or those named in layer_types.
+        gemma: whether embedding scale and norms are as in Gemma.
+        query_scalar, softcap, final_softcap: whether the config has a scale of attention, a bound of attention scores, and a
+            bound of logits.
+        local_rope: whether layers with a window have their own RoPE.
+        partial_rope: whether RoPE may rotate only a part of a head.
+        prefix: of the names of tensors, which a base model saved alone lacks.
+        buffers: ends of the names of tensors in checkpoints that a model computes itself.
+        experts: mixtures of experts; None: dense MLPs.
+        ignored: further fields that have no effect, or repeat other fields.
+        renamed: modules of a block, ours → theirs.
+        fused: tensors of a block that concatenate several of ours.
+    """
+
+    kind: str
+    architecture: str
+    always: Mapping[str, Any] = field(default_factory=dict)
+    activation: str = "hidden_act"
+    windows: Literal["none", "all", "named"] = "none"
+    gemma: bool = False
+    query_scalar: bool = False
+    softcap: bool = False
+    final_softcap: bool = False
+    local_rope: bool = False
+    partial_rope: bool = False
+    prefix: str = "model."
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    experts: ExpertNames | None = None
+    ignored: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def shape(self, config: Any) -> ModelShape:
+        """Returns the shape of a config. Raises NoNativeModel for anything that the native decoder does not support."""
+        values: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
+        values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        values["hidden_act"] = self._activation(config)
+        values |= {**self.always, **self._windows(config)}
+        if self.gemma:
+            values |= {"norm_offset": True, "embedding_scale": config.hidden_size**0.5}
+        if self.query_scalar:
+            values["attention_scale"] = config.query_pre_attn_scalar**-0.5
+        if self.softcap:
+            values["attention_softcap"] = config.attn_logit_softcapping or 0.0
+        if self.final_softcap:
+            values["logit_softcap"] = config.final_logit_softcapping or 0.0
+        if self.experts is not None:
+            values |= self.experts.shape(config)
+        values |= self._rope(config, values)
+        return self._checked(config, values)
+
+    def _activation(self, config: Any) -> str:
+        activation = getattr(config, self.activation)
+        if activation not in ACTIVATIONS:
+            raise NoNativeModel(f"{self.activation} is {activation}, and only {', '.join(ACTIVATIONS)} are supported")
+        return ACTIVATIONS[activation]
+
+    def _checked(self, config: Any, values: Mapping[str, Any]) -> ModelShape:
+        self._refuse_unknown(config, values)
+        try:
+            return canonical(ModelShape.model_validate(values))
+        except ValidationError as error:
+            raise NoNativeModel("; ".join(details["msg"] for details in error.errors())) from error
+
+    def config(self, shape: ModelShape, longest: int, end: int | None) -> dict[str, Any]:
+        """Returns a config for a shape, with the fields that the family has.
+
+        `longest`: number of tokens of the longest document; `end`: id of the end-of-document token.
+        """
+        activation = next(theirs for theirs, ours in reversed(ACTIVATIONS.items()) if ours == shape.hidden_act)
+        values: dict[str, Any] = {name: getattr(shape, name) for name in SIZES}
+        values |= {self.activation: activation, "head_dim": shape.head_dim, "max_position_embeddings": longest}
+        values |= {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+        if shape.rope_scaling == "yarn":
+            values["max_position_embeddings"] = round(shape.rope_original_length * shape.rope_factor)
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": shape.rope_theta}
+        if shape.rope_scaling != "none":
+            rope |= {"rope_type": shape.rope_scaling, "factor": shape.rope_factor}
+            rope |= {theirs: getattr(shape, ours) for theirs, ours in ROPE_FIELDS.get(shape.rope_scaling, {}).items()}
+        if self.partial_rope:
+            rope["partial_rotary_factor"] = shape.partial_rotary_factor
+        values["rope_parameters"] = rope
+        if self.local_rope:
+            local = {"rope_type": "default", "rope_theta": shape.rope_local_theta or shape.rope_theta}
+            values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+        values |= self._window_fields(shape)
+        if self.experts is not None:
+            values |= self.experts.config(shape)
+        if self.query_scalar:
+            values["query_pre_attn_scalar"] = round((shape.attention_scale or shape.head_dim**-0.5) ** -2)
+        if self.softcap:
+            values["attn_logit_softcapping"] = shape.attention_softcap or None
+        if self.final_softcap:
+            values["final_logit_softcapping"] = shape.logit_softcap or None
+        return values
+
+    def _windows(self, config: Any) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        window, count = config.sliding_window, config.num_hidden_layers
+        kinds = ["sliding_attention"] * count if self.windows == "all" and window else ["full_attention"] * count
+        if self.windows == "named":
+            kinds = list(config.layer_types or kinds)
+        strange = set(kinds) - {"full_attention", "sliding_attention"}
+        if strange:
+            raise NoNativeModel(f"layer_types has {', '.join(sorted(strange))}, which is not supported")
+        if "sliding_attention" not in kinds:
+            return {}
+        if window is None:
+            raise NoNativeModel("layer_types has sliding_attention, but sliding_window is None")
+        if "full_attention" not in kinds:
+            return {"sliding_window": window}
+        every = kinds.index("full_attention") + 1
+        if kinds != [_kind_of_layer(layer, window, every) for layer in range(count)]:
+            raise NoNativeModel("layer_types has full_attention in layers other than every n-th, which is not supported")
+        return {"sliding_window": window, "full_attention_every": every}
+
+    def _window_fields(self, shape: ModelShape) -> dict[str, Any]:
+        if self.windows == "none":
+            return {}
+        window = shape.sliding_window
+        fields: dict[str, Any] = {} if window is None and self.windows == "named" else {"sliding_window": window}
+        if self.windows == "named":
+            layers = range(shape.num_hidden_layers)
+            fields["layer_types"] = [_kind_of_layer(layer, window, shape.full_attention_every) for layer in layers]
+        if "use_sliding_window" in self.ignored:
+            fields["use_sliding_window"] = window is not None
+        return fields
+
+    def _rope(self, config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        given = dict(config.rope_parameters or {})
+        if not self.local_rope:
+            return self._whole_rope(config, given)
+        rope = self._whole_rope(config, dict(given.pop("full_attention")))
+        local = dict(given.pop("sliding_attention"))
+        if given:
+            raise NoNativeModel(f"rope_parameters has {', '.join(sorted(given))}, which is not supported")
+        if values.get("sliding_window") is None:
+            return rope
+        kind, theta = local.pop("rope_type", "default"), local.pop("rope_theta")
+        if kind != "default" or local:
+            raise NoNativeModel(
+                f"rope_parameters of sliding_attention has type {kind} with {sorted(local)}, and scaling is not supported there"
+            )
+        return {**rope, "rope_local_theta": theta}
+
+    def _whole_rope(self, config: Any, given: dict[str, Any]) -> dict[str, Any]:
+        kind = given.pop("rope_type", given.pop("type", "default"))
+        given.pop("type", None)
+        found: dict[str, Any] = {"rope_theta": given.pop("rope_theta")}
+        turned = given.pop("partial_rotary_factor", None) or 1.0
+        if turned != 1.0 and not self.partial_rope:
+            raise NoNativeModel(f"rope_parameters has partial_rotary_factor {turned}, which {self.kind} does not use")
+        found["partial_rotary_factor"] = turned
+        if kind not in ("default", "linear", "yarn", "llama3"):
+            raise NoNativeModel(f"rope_parameters has type {kind}, and only default, linear, yarn and llama3 are supported")
+        if kind != "default":
+            found |= {"rope_scaling": kind, "rope_factor": given.pop("factor", None)}
+            fields = ROPE_FIELDS.get(kind, {})
+            found |= {ours: given.pop(theirs) for theirs, ours in fields.items() if given.get(theirs) is not None}
+            if found["rope_factor"] is None or (fields and "rope_original_length" not in found):
+                raise NoNativeModel(f"rope_parameters of type {kind} lacks factor or original_max_position_embeddings")
+            if kind == "yarn":
+                _check_yarn(given, found["rope_factor"])
+        unknown = {key: value for key, value in given.items() if value is not None and key not in ROPE_NAMES}
+        if unknown:
+            raise NoNativeModel(f"rope_parameters has {unknown}, which is not supported")
+        return found
+
+    def _refuse_unknown(self, config: Any, values: Mapping[str, Any]) -> None:
+        """Raises NoNativeModel for fields that are neither translated nor harmless, unless they have their default."""
+        known = {*SIZES, *HARMLESS, *self.ignored, "head_dim", self.activation, "rope_parameters"}
+        fields = {
+            "sliding_window": self.windows != "none",
+            "layer_types": self.windows == "named",
+            "query_pre_attn_scalar": self.query_scalar,
+            "attn_logit_softcapping": self.softcap,
+            "final_logit_softcapping": self.final_softcap,
+            "partial_rotary_factor": getattr(config, "partial_rotary_factor", None)
+            in (None, values.get("partial_rotary_factor")),
+            "use_bidirectional_attention": not getattr(config, "use_bidirectional_attention", None),
+        }
+        known |= {name for name, is_known in fields.items() if is_known}
+        known |= set() if self.experts is None else self.experts.fields
+        defaults, missing = type(config)().to_dict(), object()
+        strange = {
+            key: value
+            for key, value in config.to_dict().items()
+            if key not in known and not key.startswith("_") and value != defaults.get(key, missing)
+        }
+        if strange:
+            said = ", ".join(f"{key} {value!r}" for key, value in strange.items())
+            raise NoNativeModel(f"config.json has {said}, which is not supported")
+
+    def parts(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Returns the checkpoint's tensor that contains our parameter `name`, and all parameters in it, in row order."""
+        block = re.match(r"layers\.\d+\.", name)
+        if block is None:
+            return (name if name.startswith("lm_head.") else f"model.{name}"), (name,)
+        inside = name.removeprefix(block[0])
+        for fused, ours in self.fused.items():
+            if inside in ours:
+                return f"model.{block[0]}{fused}", tuple(block[0] + part for part in ours)
+        module, _, rest = inside.partition(".")
+        if self.experts is not None and module == "moe":
+            return f"model.{block[0]}{self.experts.module}.{rest}", (name,)
+        return f"model.{block[0]}{self.renamed.get(module, module)}.{rest}", (name,)
+
+    def transposed(self, theirs: str) -> bool:
+        """Returns whether a tensor of the checkpoint is the transpose of our parameters."""
+        return False
+
+    def pieces(self, name: str, experts: int) -> list[str]:
+        """Returns the checkpoint's tensors, one per expert, that our parameter `name` concatenates; none for other ones."""
+        found = re.fullmatch(r"(layers\.\d+)\.moe\.experts\.(\w+)", name)
+        if found is None or self.experts is None:
+            return []
+        theirs = f"model.{found[1]}.{self.experts.module}.experts.{{}}.{self.experts.names[found[2]]}.weight"
+        return [theirs.format(number) for number in range(experts)]
+
+    def tensors(self, weights: Mapping[str, torch.Tensor], experts: int = 0) -> dict[str, torch.Tensor]:
+        """Converts our parameters to the checkpoint's tensors; all parts of a fused tensor must be given.
+
+        `experts` is the number of experts of a mixture.
+        """
+        made: dict[str, torch.Tensor] = {}
+        for name, weight in weights.items():
+            if pieces := self.pieces(name, experts):
+                made |= zip(pieces, weight.chunk(len(pieces)), strict=True)
+                continue
+            theirs, parts = self.parts(name)
+            if name == parts[0]:
+                whole = torch.cat([weights[part] for part in parts]) if len(parts) > 1 else weight
+                made[theirs] = whole.t().contiguous() if self.transposed(theirs) else whole
+        return made
+
+
+ROPE_NAMES = {theirs for fields in ROPE_FIELDS.values() for theirs in fields} | {"factor", "attention_factor"}
+"""Fields that have no effect in RoPE of another type."""
+
+
+def _kind_of_layer(layer: int, window: int | None, every: int | None) -> str:
+    full = window is None or (every is not None and (layer + 1) % every == 0)
+    return "full_attention" if full else "sliding_attention"
+
+
+def _check_yarn(given: dict[str, Any], factor: float) -> None:
+    """Removes optional YaRN fields from `given`; raises NoNativeModel for values other than those of `Rope`."""
+    magnitude, scales = given.pop("attention_factor", None), [given.pop(name, None) for name in ("mscale", "mscale_all_dim")]
+    if magnitude is None and all(scales):
+        raise NoNativeModel(f"rope_parameters has mscale {scales[0]} and mscale_all_dim {scales[1]}, which is not supported")
+    if magnitude is not None and not math.isclose(magnitude, 0.1 * math.log(factor) + 1, rel_tol=1e-6):
+        raise NoNativeModel(f"rope_parameters has attention_factor {magnitude}, and only 0.1 ln factor + 1 is supported")
+    if given.pop("truncate", True) is False:
+        raise NoNativeModel("rope_parameters has truncate False, which is not supported")
+
+
+def canonical(shape: ModelShape) -> ModelShape:
+    """Returns the canonical shape of the same model: options without effect are at their defaults."""
+    values, defaults = shape.model_dump(), {name: known.default for name, known in ModelShape.model_fields.items()}
+    scaling = values["rope_scaling"]
+    if scaling == "ntk":
+        values["rope_theta"] = ntk_theta(shape.rope_theta, shape.rope_factor, shape.rotary_dim)
+    if scaling == "ntk" or values["rope_factor"] == 1:
+        values["rope_scaling"] = scaling = "none"
+    used = set(ROPE_FIELDS.get(scaling, {}).values())
+    unused = {ours for fields in ROPE_FIELDS.values() for ours in fields.values()} - used
+    unused |= {"rope_factor"} if scaling == "none" else set()
+    unused |= ROPE_OPTIONS if shape.learned_positions else {"max_position_embeddings"}
+    unused |= {"qkv_bias"} if shape.linear_bias else set()
+    if not shape.num_experts:
+        unused |= EXPERT_OPTIONS
+    elif shape.moe_intermediate_size == shape.intermediate_size:
+        unused.add("moe_intermediate_size")
+    every = values["full_attention_every"]
+    if every == 1:
+        unused |= {"sliding_window", "full_attention_every"}
+    if every is not None and every > shape.num_hidden_layers:
+        unused.add("full_attention_every")
+    if (
+        values["sliding_window"] is None
+        or every == 1
+        or (values["rope_local_theta"] == values["rope_theta"] and scaling == "none")
+    ):
+        unused.add("rope_local_theta")
+    if values["attention_scale"] == shape.head_dim**-0.5:
+        unused.add("attention_scale")
+    return ModelShape.model_validate({**values, **{name: defaults[name] for name in unused}})

@@ -1,0 +1,141 @@
+"""Expert parallelism: experts are split over neighbouring ranks, and tokens travel to their experts by all-to-all and back.
+
+A group of `expert_parallel_size` ranks of the domain, with all their tensor ranks, holds each expert once; the experts of one
+rank are sharded over the ranks at the same place in other groups. Every rank takes part in every exchange, also without tokens.
+Sizes differ by rank and are known after a small all-gather of counts, for which the host waits once per layer and pass.
+
+Experts compute at most `most_rows` rows at once. If any rank of a group has more, the whole group exchanges and computes in
+turns, each with an even share of the rows between any two ranks, and recomputes them in backward: no token is dropped.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from longctx.model.experts import Experts, Send, SparseMLP, by_expert, in_turns, inverse, take
+from longctx.model.protocol import Model
+from longctx.parallel.recompute import unseen
+
+
+def sparse_layers(model: nn.Module) -> list[SparseMLP]:
+    """Returns the mixtures of experts of a model, or of its part on this rank, in order."""
+    return [module for module in model.modules() if isinstance(module, SparseMLP)]
+
+
+def split_experts(model: Model, mesh: DeviceMesh) -> None:
+    """Leaves each rank its share of the experts of a model on the meta device, in place, before it is sharded.
+
+    `mesh` has the ranks that hold each expert once as its first axis. Their number must divide the experts.
+    """
+    group = mesh.get_group(0)
+    for layer in sparse_layers(model):
+        layer.experts = Experts(layer.gate.shape, layer.gate.shape.num_experts // group.size())
+        layer.send = dispatch(group)
+
+
+def shard_experts(layer: SparseMLP, mesh: DeviceMesh, **options: Any) -> None:
+    """Shards the experts of this rank over the other axes of `mesh`, before their block; `options` are those of FSDP."""
+    assert mesh.mesh_dim_names is not None
+    fully_shard(layer.experts, mesh=mesh[mesh.mesh_dim_names[1:]], **options)
+    for hooks in (layer.experts._forward_pre_hooks, layer.experts._forward_hooks):
+        hooks.update({key: unseen(hook) for key, hook in hooks.items()})
+
+
+@torch.no_grad()
+def describe_as_split(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Describes the sharded experts as parts of all experts, for initial values and checkpoints.
+
+    FSDP uses whatever parameter it finds in a module, so parameters are replaced.
+    """
+    for layer in sparse_layers(model):
+        for name, weight in list(layer.experts.named_parameters()):
+            assert isinstance(weight, DTensor)
+            shape = torch.Size((weight.shape[0] * mesh.size(0), *weight.shape[1:]))
+            placements = [Shard(0), *weight.placements]
+            whole = DTensor.from_local(
+                weight.to_local(), mesh, placements, run_check=False, shape=shape, stride=weight.stride()
+            )
+            setattr(layer.experts, name, nn.Parameter(whole))
+
+
+def dispatch(group: dist.ProcessGroup) -> Send:
+    """Returns a function that sends tokens to experts that are split over the ranks of `group`."""
+    ranks, mine = group.size(), group.rank()
+
+    def send(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
+        held, count = mlp.experts.count, chosen.shape[1]
+        order, counts = by_expert(chosen.flatten(), ranks * held)
+        known = _of_all_ranks(counts, group)
+        rows = known.sum(2)
+        turns = 1 if mlp.most_rows is None else max(1, -(-int(rows.sum(0).max()) // mlp.most_rows))
+        back = inverse(order)
+        leaving = take(x, order // count, back).split(rows[mine].tolist())
+
+        def turn(number: int, *leaving: torch.Tensor) -> torch.Tensor:
+            first, last = rows * number // turns, rows * (number + 1) // turns
+            sent, received = ((last - first)[mine].tolist(), (last - first)[:, mine].tolist())
+            arrived = _exchange(torch.cat(leaving), sent, received, group)
+            expert = _experts(_between(known[:, mine], first[:, mine], last[:, mine]), sum(received), x.device)
+            sorting, of_expert = by_expert(expert, held)
+            undo = inverse(sorting)
+            out = take(mlp.experts(take(arrived, sorting, undo), of_expert), undo, sorting)
+            return _exchange(out, received, sent, group)
+
+        places = [[part * number // turns for number in range(turns + 1)] for part in rows[mine].tolist()]
+        parts = [[each[at[n] : at[n + 1]] for each, at in zip(leaving, places, strict=True)] for n in range(turns)]
+        outs = in_turns(turn, [(number, *part) for number, part in enumerate(parts)])
+        split = [out.split([len(each) for each in part]) for out, part in zip(outs, parts, strict=True)]
+        return take(torch.cat([torch.cat(of_rank) for of_rank in zip(*split, strict=True)]), back, order)
+
+    return send
+
+
+def _of_all_ranks(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the `counts` [experts] of all ranks, int64 [from, to, experts of that rank], on the host."""
+    everyones = counts.new_empty(group.size(), group.size(), len(counts) // group.size())
+    dist.all_gather(list(everyones.flatten(1).unbind()), counts, group=group)
+    return everyones.cpu()
+
+
+def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sends the first `sent[0]` of the rows [rows, hidden] to the first rank, and so on. Returns those that arrive."""
+    out: torch.Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]  # torch's is untyped
+    return out
+
+
+class _Exchange(torch.autograd.Function):
+    """torch's all-to-all; its own differentiable forms are deprecated or not in torch 2.11."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.given = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        sent, received, group = ctx.given
+        return _all_to_all(gradient, received, sent, group), None, None, None
+
+
+def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), rows.shape[1])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def _between(counts: torch.Tensor, first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Returns how many of the rows `first` to `last` [ranks] are for each expert; `counts` [ranks, experts] are of all rows."""
+    ends = counts.cumsum(1)
+    after = torch.maximum(ends - counts, first.unsqueeze(1))
+    return (torch.minimum(ends, last.unsqueeze(1)) - after).clamp(min=0)
+
+
+def _experts(counts: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+    """Returns the expert of every row that arrived, by rank and expert: `counts` [ranks, experts] of them."""
+    experts = torch.arange(counts.shape[1], device=device).repeat(len(counts))
+    return experts.repeat_interleave(counts.flatten().to(device), output_size=rows)

@@ -1,0 +1,98 @@
+"""Balance of a model's experts in training: tells routers about documents, and moves their biases after each step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from longctx.attention.host_to_device import copy_to
+from longctx.config import Config
+from longctx.model.balance import Documents, RouterWatch
+from longctx.model.protocol import Model
+from longctx.parallel.mesh import Mesh
+from longctx.planning.layout import Layout
+from longctx.planning.plan import Plan
+
+STATISTICS = ("expert_layers", "expert_imbalance", "unused_experts", "document_loss", "z_loss")
+"""Names of what `Balance.end_step` returns, sums over this rank's layers."""
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Balance of the experts of this rank by its `routers`; there may be none, as on other stages of a pipeline, or if
+    nothing is to be balanced.
+
+    Attributes:
+        routers: watches of the routers, one per layer.
+        bias_rate: how far biases move per step.
+        mesh: groups of the run.
+    """
+
+    routers: list[RouterWatch]
+    bias_rate: float
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, model: Model, config: Config, mesh: Mesh) -> "Balance":
+        """Sets the factors of the losses in all routers of the model."""
+        settings, routers = config.balance, model.routers() if mesh.tokens is not None else []
+        for router in routers:
+            assert mesh.tokens is not None
+            router.document_loss, router.z_loss = settings.document_loss, settings.z_loss
+            router.begin_sum = partial(_begin_sum, mesh.tokens)
+        return cls(routers, config.bias_rate, mesh)
+
+    def documents(self, plan: Plan, layout: Layout, tokens: int) -> Documents | None:
+        """Returns the documents of this rank's rows in a micro-batch of `tokens` rows, padding included."""
+        if not self.routers:
+            return None
+        placed = plan.micro_batches[layout.micro_batch] if layout.micro_batch < len(plan.micro_batches) else ()
+        tensor = self.mesh.tensor.size()  # whose ranks have parts of all documents
+        split = sorted(placement.document for placement in placed if placement.degree * tensor > 1)
+        known = {document: place for place, document in enumerate(split)}
+        for shard in layout.shards:
+            known.setdefault(shard.document, len(known))
+        lengths = [plan.lengths[document] for document in known]
+        of_shards = [known[shard.document] for shard in layout.shards]
+        rows = np.repeat([*of_shards, len(known)], [*(shard.tokens for shard in layout.shards), tokens - layout.tokens])
+        own = torch.from_numpy(rows.astype(np.int64)).tensor_split(tensor)[self.mesh.tensor.get_local_rank()]
+        of_documents = torch.tensor(lengths, dtype=torch.float32)
+        device = self.mesh.device
+        return Documents(copy_to(own, device), copy_to(of_documents, device), len(split), sum(plan.lengths))
+
+    @torch.no_grad()
+    def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns counts [layers, experts] and losses [layers, 2] of the step over all ranks, and clears them. Collective."""
+        device, experts = self.mesh.device, self.routers[0].experts
+        none = torch.zeros(experts, dtype=torch.int64, device=device), torch.zeros(2, dtype=torch.float64, device=device)
+        counts = torch.stack([none[0] if router.counts is None else router.counts for router in self.routers])
+        losses = torch.stack([none[1] if router.losses is None else router.losses for router in self.routers])
+        for router in self.routers:
+            router.clear()
+        for tensor in (counts, losses):
+            dist.all_reduce(tensor, group=self.mesh.tokens)
+        return counts, losses
+
+    def end_step(self) -> dict[str, float]:
+        """Moves the biases, and returns statistics of the step, summed over this rank's layers. Collective.
+
+        The imbalance of a layer is the tokens of its busiest expert over the mean.
+        """
+        if not self.routers:
+            return dict.fromkeys(STATISTICS, 0.0)
+        counts, losses = self._sums()
+        for router, of_router in zip(self.routers, counts, strict=True):
+            router.move_bias(of_router, self.bias_rate)
+        wide = counts.double()
+        imbalance = wide.amax(1) / wide.mean(1).clamp(min=1)
+        unused = (counts == 0).double().mean(1)
+        found = torch.stack([imbalance.sum(), unused.sum(), *losses.sum(0)]).tolist()
+        return dict(zip(STATISTICS, [float(len(self.routers)), *found], strict=True))
+
+
+def _begin_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work.wait

@@ -1,0 +1,103 @@
+"""Mixtures of experts in every combination of expert and tensor ranks, pipeline, domain, mode and recomputation that eight
+processes can run: float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
+
+`make test` runs a subset that has every pair of options, for two steps. The rest is slow, ten steps each:
+
+    EXPERT_SPLITS_TABLE=bench/results/expert-splits python -m pytest tests/test_every_expert_split.py -m slow -k covering
+    EXPERT_SPLITS_TABLE=bench/results/expert-splits python -m pytest tests/test_every_expert_split.py -m slow
+
+EXPERT_SPLITS_TABLE names a table to write, as .csv and .md.
+"""
+
+import itertools
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import pytest
+
+from longctx.training.metrics import StepMetrics
+from tests.expert_cases import TINY_MOE
+from tests.test_every_split import GRADIENT_NORM, LOSS, Pair, Split, Table, check, covering
+from tests.training_cases import make_store, train
+from tests.workers import Workers
+
+
+@dataclass(frozen=True)
+class ExpertSplit(Split):
+    ep: int = 1
+
+    @property
+    def valid(self) -> bool:
+        return super().valid and self.domain % self.ep == 0
+
+    @property
+    def settings(self) -> list[str]:
+        return [*super().settings, *TINY_MOE, f"parallel.expert_parallel_size={self.ep}"]
+
+
+OPTIONS = (
+    (1, 2),
+    ("none", "1f1b", "zero-bubble"),
+    (1, 2, 4),
+    ("static", "bins", "auto"),
+    ("none", "norms", "selective", "full"),
+    ("block", "step"),
+    (1, 2, 4),
+)
+ALL = [split for options in itertools.product(*OPTIONS) if (split := ExpertSplit(*options)).valid]
+PAIRS = set[Pair]().union(*(split.pairs for split in ALL))
+COVERING = covering(PAIRS, ALL)
+TABLE = Table(
+    "EXPERT_SPLITS_TABLE",
+    ALL,
+    COVERING,
+    "4 layers, 8 experts in 3 of them",
+    "expert-splits python -m pytest tests/test_every_expert_split.py",
+)
+
+
+def name(split: Split) -> str:
+    """With the word by which pytest's -k finds the subset."""
+    return "-".join(["covering"] * (split in COVERING) + [str(option) for option in astuple(split)])
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("store"), (100, 200, 590, 150))
+
+
+def in_one_process(workers: Workers, store: Path, folder: Path, steps: int) -> list[StepMetrics]:
+    settings = [*TINY_MOE, "batch.tokens_per_rank=600", "context.mode=static"]
+    return workers.run(train, 1, store, folder, settings, steps)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    return in_one_process(workers, store, tmp_path_factory.mktemp("alone"), 10)
+
+
+@pytest.fixture(scope="module")
+def alone_at_first(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
+    return in_one_process(workers, store, tmp_path_factory.mktemp("first"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
+def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+    began = time.perf_counter()
+    try:
+        losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
+    except Exception:
+        TABLE.write(split, "failed", "failed", time.perf_counter() - began)
+        raise
+    TABLE.write(split, f"{losses:.1e}", f"{norms:.1e}", time.perf_counter() - began)
+    assert losses <= LOSS
+    assert norms <= GRADIENT_NORM
+
+
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in COVERING], ids=name)
+def test_every_pair(workers: Workers, store: Path, alone_at_first: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+    losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone_at_first)
+    assert losses <= LOSS
+    assert norms <= GRADIENT_NORM

@@ -1,0 +1,313 @@
+"""Mixtures of experts: routing, experts on one and on many ranks, and balance, against plain float64 references."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longctx.config import ConfigError, load
+from longctx.memory.model import Load, estimate
+from longctx.model import experts
+from longctx.model.balance import Documents
+from longctx.model.presets import PRESETS
+from longctx.model.router_names import ROUTERS, WITH_BIAS
+from tests.expert_cases import (
+    TINY_MOE,
+    balanced_step,
+    chosen_experts,
+    inputs,
+    largest_error,
+    moe_steps,
+    reference,
+    routed,
+    shape_of,
+    sparse,
+    split_documents,
+    split_over_ranks,
+)
+from tests.training_cases import make_store, train, train_then_save
+from tests.workers import Workers
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"norm_topk_prob": False},
+    {"router_scores": "sigmoid", "router_bias": True, "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 5},
+]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_store(tmp_path_factory.mktemp("experts"))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ", ".join(kind) or "mixtral")
+@given(
+    tokens=st.integers(0, 9),
+    number=st.integers(1, 7),
+    hidden=st.integers(1, 17),
+    width=st.integers(1, 9),
+    most_rows=st.sampled_from([None, 1, 4]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    data=st.data(),
+)
+@settings(max_examples=25, deadline=None)
+def test_every_token_uses_its_experts(
+    kind: dict[str, Any],
+    tokens: int,
+    number: int,
+    hidden: int,
+    width: int,
+    most_rows: int | None,
+    dtype: torch.dtype,
+    data: st.DataObject,
+) -> None:
+    chosen = data.draw(st.integers(1, number))
+    sizes = {"num_experts": number, "num_experts_per_tok": chosen, "hidden_size": hidden, "moe_intermediate_size": width}
+    mlp = sparse(shape_of(**sizes, **kind), dtype)
+    mlp.most_rows = most_rows
+    if mlp.gate.shape.router_bias:
+        mlp.gate.expert_bias.copy_(torch.randn(number))
+    x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    out, wanted = mlp(x), reference(mlp, x)
+    gradient, tensors = torch.randn_like(out), [x, *mlp.parameters()]
+    bound = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(out, wanted, **bound)
+    found = torch.autograd.grad(out, tensors, gradient)
+    if tokens:
+        for a, b in zip(found, torch.autograd.grad(wanted, tensors, gradient), strict=True):
+            torch.testing.assert_close(a, b, **bound)
+    else:
+        assert not any(each.any() for each in found)
+
+
+def test_grouped_product_is_used_and_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product")
+    rows, counts = torch.randn(9, 8), torch.tensor([4, 0, 5])
+    weight = torch.randn(3 * 12, 8)
+    assert experts._is_grouped(rows, weight.unflatten(0, (3, 12)))
+    assert not experts._is_grouped(rows, weight.unflatten(0, (4, 9)))
+    found = experts.grouped_product(rows, weight, counts)
+    monkeypatch.setattr(experts, "_is_grouped", lambda *_: False)
+    torch.testing.assert_close(found, experts.grouped_product(rows, weight, counts))
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+def test_losses_are_those_of_the_papers(scores: str) -> None:
+    mlp = sparse(shape_of(router_scores=scores))
+    watch = mlp.gate.watch
+    watch.document_loss, watch.z_loss = 0.3, 0.2
+    lengths, logits = [5, 1, 7], torch.randn(14, 6, dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor([0] * 5 + [1] + [2] * 7 + [3])  # the last one is padding
+    documents = Documents(rows, torch.tensor(lengths, dtype=torch.float32), 0, 20)
+    chosen, weights = mlp.gate.routes(logits, documents)
+    gradient = torch.randn_like(weights)
+    (found,) = torch.autograd.grad(weights, logits, gradient)
+
+    probabilities = logits.softmax(1) if scores == "softmax" else logits.sigmoid() / logits.sigmoid().sum(1, keepdim=True)
+    document_loss = torch.zeros((), dtype=torch.float64)
+    for document, of_document in enumerate(torch.arange(13).split(lengths)):
+        share = torch.zeros(6, dtype=torch.float64).index_add_(
+            0, chosen[of_document].flatten(), torch.ones(3 * len(of_document)).double()
+        )
+        share = share * 6 / (3 * lengths[document])
+        document_loss = document_loss + lengths[document] / 20 * (share * probabilities[of_document].mean(0)).sum()
+    z_loss = logits[:13].logsumexp(1).square().sum() / 20
+    plain = mlp.gate.routes(logits, None)[1]
+    (wanted,) = torch.autograd.grad((plain * gradient).sum() + 0.3 * document_loss + 0.2 * z_loss, logits)
+    torch.testing.assert_close(found, wanted)
+    assert watch.losses is not None and watch.counts is not None
+    torch.testing.assert_close(watch.losses, torch.stack([document_loss, z_loss]).detach())
+    assert watch.counts.tolist() == torch.bincount(chosen[:13].flatten(), minlength=6).tolist()
+
+
+def test_losses_are_the_same_however_documents_are_cut(workers: Workers) -> None:
+    lengths = [7, 3, 11]
+    ((wanted, counts, losses),) = workers.run(split_documents, 1, lengths, [0, 1], False)
+    for cut in ([0, 1, 2, 3], [0, 0, 1, 7], [0, 5, 5, 6]):
+        found = workers.run(split_documents, 3, lengths, cut, True)
+        parts = [
+            gradient.split([length * cut[rank + 1] // cut[-1] - length * cut[rank] // cut[-1] for length in lengths])
+            for rank, (gradient, *_) in enumerate(found)
+        ]
+        whole = torch.cat([part for of_document in zip(*parts, strict=True) for part in of_document])
+        torch.testing.assert_close(whole, wanted)
+        for _, its_counts, its_losses in found:
+            assert torch.equal(its_counts, counts)
+            torch.testing.assert_close(its_losses, losses)
+
+
+def test_bias_moves_towards_even_use() -> None:
+    router = sparse(shape_of(router_bias=True)).gate
+    router.watch.move_bias(torch.tensor([4, 0, 2, 2, 2, 2]), 0.5)
+    assert router.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("most_rows", [None, 7, 1])
+@pytest.mark.parametrize(
+    ("tokens", "favourite"),
+    [([4, 5, 3], None), ([9, 0, 1], None), ([0, 0, 0], None), ([5, 4, 6], 3), ([1, 0, 0], 5)],
+    ids=["even", "a rank without tokens", "no tokens", "one favourite", "one token"],
+)
+def test_experts_on_other_ranks(workers: Workers, tokens: list[int], favourite: int | None, most_rows: int | None) -> None:
+    found = workers.run(split_over_ranks, 3, tokens, favourite, most_rows)
+    mlp, (x, gradient) = sparse(shape_of()), inputs(sum(tokens))
+    if favourite is not None:
+        mlp.gate.weight.data[favourite] = 50 * x.detach().mean(0)
+        assert (routed(mlp, x)[1] == favourite).any(1).all()
+    out = mlp(x)
+    torch.testing.assert_close(torch.cat([own for (own,), _, _ in found]), out)
+    wanted = torch.autograd.grad(out, [x, mlp.gate.weight, *mlp.experts.parameters()], gradient)
+    gradients = [own for _, own, _ in found]
+    torch.testing.assert_close(torch.cat([own[0] for own in gradients]), wanted[0])
+    torch.testing.assert_close(sum(own[1] for own in gradients), wanted[1])
+    for place in range(2, len(wanted)):
+        torch.testing.assert_close(torch.cat([own[place] for own in gradients]), wanted[place])
+    if most_rows is not None:
+        assert max(most for *_, most in found) <= most_rows + len(tokens)  # a row more from each rank by rounding
+
+
+ZERO_BUBBLE = [
+    "parallel.pipeline_parallel_size=2",
+    "parallel.pipeline_schedule=zero-bubble",
+    "parallel.reshard_after=step",
+    "parallel.expert_parallel_size=2",
+    "parallel.expert_max_load=1",
+]
+SPLITS = [
+    (3, ["train.mlp_tile_tokens=50", "parallel.reduce_after=micro_batch"]),
+    (4, ["parallel.expert_parallel_size=2", "parallel.shard_ranks=2", "train.mlp_tile_tokens=40"]),
+    *([] if torch.__version__ < "2.13" else [(4, ZERO_BUBBLE)]),
+]
+"""What `test_every_expert_split` lacks."""
+
+
+def test_training_is_the_same_however_it_is_split(store: Path, tmp_path: Path, workers: Workers) -> None:
+    wanted = workers.run(moe_steps, 1, store, tmp_path / "alone", ["batch.tokens_per_rank=600"], 2)[0]
+    assert wanted[-1].document_loss and wanted[-1].z_loss and wanted[-1].expert_imbalance
+    for number, (ranks, options) in enumerate(SPLITS):
+        found = workers.run(moe_steps, ranks, store, tmp_path / str(number), ["batch.tokens_per_rank=400", *options], 2)[0]
+        for one, other in zip(wanted, found, strict=True):
+            assert one.loss == pytest.approx(other.loss, rel=1e-5), options
+            assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), options
+            assert one.document_loss == pytest.approx(other.document_loss, rel=1e-5), options
+            assert one.z_loss == pytest.approx(other.z_loss, rel=1e-5), options
+            assert (one.expert_imbalance, one.unused_experts) == (other.expert_imbalance, other.unused_experts), options
+
+
+def test_routing_is_the_same_however_documents_are_split(store: Path, tmp_path: Path, workers: Workers) -> None:
+    wanted = workers.run(chosen_experts, 1, store, tmp_path / "alone", ["batch.tokens_per_rank=600"])[0]
+    for ranks, degree in ((2, 2), (4, 4)):
+        options = ["batch.tokens_per_rank=400", "context.mode=static", f"context.degree={degree}"]
+        expert = "parallel.expert_parallel_size=2"
+        found = workers.run(chosen_experts, ranks, store, tmp_path / str(ranks), [*options, expert])
+        assert sorted(token for own in found for token in own) == sorted(wanted)
+
+
+def test_checkpoints_continue_under_other_splits(store: Path, tmp_path: Path, workers: Workers) -> None:
+    expert = [*TINY_MOE, "parallel.expert_parallel_size=2", "batch.tokens_per_rank=400"]
+    wanted = workers.run(train, 2, store, tmp_path / "whole", expert, 4)[0][2:]
+    workers.run(train_then_save, 2, store, tmp_path / "saved", expert, 2)
+    alone = workers.run(train, 1, store, tmp_path / "saved", [*TINY_MOE, "batch.tokens_per_rank=600"], 2, True)[0]
+    again = workers.run(train, 2, store, tmp_path / "saved", expert, 2, True)[0]
+    assert [step.loss for step in again] == [step.loss for step in wanted]  # bit by bit, the bias of the experts included
+    for one, other in zip(wanted, alone, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=1e-5)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_checkpoints_of_transformers_are_balanced_too(workers: Workers, tmp_path: Path, kind: str) -> None:
+    """Gradients are those without losses, plus those of the losses over whole documents; equal on every number of ranks."""
+    pytest.importorskip("transformers")
+    from tests.family_cases import build
+
+    build(kind, "eager").save_pretrained(tmp_path / kind)
+    losses = ["balance.document_loss=0.3", "balance.z_loss=0.2", *["balance.bias_rate=0.01"] * (kind in WITH_BIAS)]
+    plain, _, _ = workers.run(balanced_step, 1, tmp_path / kind, [])[0]
+    wanted, counts, biases = workers.run(balanced_step, 1, tmp_path / kind, losses)[0]
+    assert counts["document_loss"] and counts["z_loss"] and counts["expert_layers"]
+    routers = [name for name in wanted if name.endswith(("gate.weight", "router.weight"))]
+    assert routers and all((wanted[name] - plain[name]).norm() > 0.01 * plain[name].norm() for name in routers)
+    assert (kind in WITH_BIAS) == bool(biases) and all((bias.abs() == 0.01).any() for bias in biases)
+    for ranks in (2, 3):
+        found, others, moved = workers.run(balanced_step, ranks, tmp_path / kind, losses)[0]
+        assert largest_error(found, wanted) < 1e-4
+        assert others == pytest.approx(counts, rel=1e-5)
+        assert all(torch.equal(a, b) for a, b in zip(biases, moved, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("mixtral", ["balance.z_loss=0.1", "train.mlp_tile_tokens=8"], "routers that are watched cannot run in tiles"),
+        ("mixtral", ["balance.z_loss=0.1", "train.compile=true"], "whose routers are watched cannot be compiled"),
+        ("mixtral", ["balance.bias_rate=0.1"], "routers of mixtral have no bias"),
+        ("llama", ["balance.z_loss=0.1"], "model_type llama is not one of mixtral"),
+        ("olmoe", ["parallel.expert_parallel_size=2"], r"and parallel\.expert_parallel_size to 1"),
+    ],
+)
+def test_what_cannot_be_with_a_checkpoint_is_refused(tmp_path: Path, kind: str, given: list[str], said: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.family_cases import build
+
+    build(kind, "eager").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        load(None, [f"model.from_pretrained={tmp_path}", *given], world_size=2)
+
+
+def test_an_expert_of_all_tokens_is_not_in_tiles() -> None:
+    kept = []
+    for shared in (0, 4096):
+        options = [f"model.shared_expert_intermediate_size={shared}", "train.mlp_tile_tokens=128", "model.vocab_size=300"]
+        config = load(None, ["model.preset=tiny-moe", *options], world_size=1)
+        tokens = Load(tokens=8192, remote=0, sent=0, held=0, fullest=0, micro_batches=1)
+        kept.append(estimate(config.model.sizes().spec, config, 1, [tokens], fused=True).activations)
+    assert kept[1] - kept[0] >= 2 * 3 * 8192 * 4096 * 4  # in two layers: gate, up and their product, in float32
+
+
+def test_sizes_of_presets() -> None:
+    """Published numbers of parameters, all and per token."""
+    for name, vocabulary, parameters, used in (
+        ("mixtral-8x7b", 32000, 46.7e9, 12.9e9),
+        ("qwen3-30b-a3b", 151936, 30.5e9, 3.3e9),
+    ):
+        spec = PRESETS[name].model_copy(update={"vocab_size": vocabulary}).spec
+        assert spec.parameters == pytest.approx(parameters, rel=0.002)
+        assert spec.multiplied_parameters + spec.vocabulary_parameters == pytest.approx(used, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "said"),
+    [
+        (["parallel.expert_parallel_size=3"], 3, "8 experts cannot be split evenly over 3 × 1"),
+        (["parallel.expert_parallel_size=4"], 6, "must divide the number of ranks in the domain, 6"),
+        (["parallel.expert_parallel_size=2", "parallel.shard_ranks=1"], 4, "divide parallel.shard_ranks, 1\n.* multiple of 2"),
+        (
+            ["model.num_experts=3", "parallel.tensor_parallel_size=2"],
+            2,
+            "tensor_parallel_size = 2\n.*3 experts .*\n.*set it to 1, 3",
+        ),
+        (
+            ["model.shared_expert_intermediate_size=1", "parallel.tensor_parallel_size=2"],
+            2,
+            "shared_expert_intermediate_size = 1",
+        ),
+        (["model.intermediate_size=1", "parallel.tensor_parallel_size=2"], 2, r"model\.intermediate_size = 1"),
+        (["parallel.expert_max_load=3"], 2, "expert_max_load = 3.0\n.*: has no effect"),
+        (["model.router_bias=false", "balance.bias_rate=0.1"], 1, "bias_rate = 0.1\n.*: has no effect: the router has no bias"),
+        (["model.preset=tiny", "model.router_scores=sigmoid"], 1, "model.router_scores = sigmoid\n.*only applies to mixtures"),
+        (["model.preset=tiny", "parallel.expert_parallel_size=2"], 2, "only applies to mixtures of experts"),
+        (["model.preset=tiny", "balance.z_loss=0.1"], 1, "only applies to mixtures of experts"),
+        (["balance.z_loss=0.1", "model.preset=tiny"], 1, "only applies to mixtures of experts, and this model is none"),
+        (["train.compile=true"], 1, "blocks with experts cannot be compiled"),
+        (["model.num_experts_per_tok=9"], 1, "there are only 8 experts"),
+        (["model.first_dense_layers=3"], 1, "leaves none of 3 layers"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: list[str], ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(None, ["model.preset=tiny-moe", *given], world_size=ranks)
