@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
@@ -14,10 +13,10 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.masking import Masking
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.tokenizer import byte_vocabulary
-from longctx.model.huggingface import OURS
 from tests.data_cases import placed_plan
 from tests.huggingface_cases import LENGTHS, SIZE
-from tests.pretrained_cases import PLACEMENTS_OF, _gradient, make_trainer, whole
+from tests.pretrained_cases import PLACEMENTS_OF, _gradient
+from tests.pretrained_cases import step as causal_step
 
 KINDS = ("bert", "roberta", "modernbert")
 MASK_TOKEN, SPECIAL = 5, 6
@@ -103,11 +102,4 @@ def make_batch(ranks: int, rank: int) -> StepBatch:
 
 def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns the same from the trainer, on every rank: packed, split and sharded."""
-    trainer = make_trainer(folder, [*MASKED, *settings])
-    state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
-    batch = make_batch(dist.get_world_size(), dist.get_rank())
-    losses = trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
-    total = losses.sum().double()
-    dist.all_reduce(total)
-    gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
-    return total.item(), gradients, state
+    return causal_step(folder, [*MASKED, *settings], make_batch)

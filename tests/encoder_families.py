@@ -14,7 +14,16 @@ from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepar
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import pack_documents
 from tests.data_cases import placed_plan
-from tests.family_cases import GRADIENT_TOLERANCE, LOSS_TOLERANCE, VOCABULARY, Finding, _text, largest_error, make_config
+from tests.family_cases import (
+    GRADIENT_TOLERANCE,
+    LOSS_TOLERANCE,
+    VOCABULARY,
+    Finding,
+    _text,
+    largest_error,
+    make_config,
+    summed_step,
+)
 from tests.huggingface_cases import LENGTHS, PLACEMENTS, gradients, make_documents
 
 FAMILIES: dict[str, str] = dict(MODEL_FOR_MASKED_LM_MAPPING_NAMES)
@@ -107,13 +116,5 @@ def ring_step(model: PreTrainedModel) -> float:
     """Returns the loss of a step over all ranks and leaves its gradients in the model."""
     plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), *masked_documents(model), shift=False)
-    loss = torch.zeros((), dtype=torch.float64)
-    for batch in micro_batches:
-        part = part_of_loss(model(**model_inputs(model, batch)).logits[0], batch.labels, targets)
-        part.backward()
-        loss += part.detach()
-    dist.all_reduce(loss)
-    for parameter, gradient in zip(model.parameters(), gradients(model), strict=True):
-        dist.all_reduce(gradient)
-        parameter.grad = gradient
-    return loss.item()
+    every = ((batch.labels, model(**model_inputs(model, batch)).logits[0]) for batch in micro_batches)
+    return summed_step(model, (part_of_loss(logits, labels, targets) for labels, logits in every))

@@ -12,6 +12,8 @@ from longctx.model.balance import Documents
 from longctx.model.experts import Experts, SparseMLP
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import expert
+from longctx.parallel.mesh import make_groups
+from longctx.training.balance import Balance
 from longctx.training.metrics import StepMetrics
 from tests.training_cases import start, train
 
@@ -135,6 +137,16 @@ def moe_steps(store: Path, run: Path, settings: list[str], steps: int) -> list[S
     return train(store, run, [*TINY_MOE, *settings], steps)
 
 
+def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
+    """Returns statistics and biases after a step with known counts of 2 layers with 4 experts."""
+    mesh = make_groups(torch.device("cpu"), timeout_s=60.0, tensor=1, pipeline=1, shard_ranks=None, expert=1)
+    gates = [sparse(shape_of(router_bias=True, num_experts=4)).gate for _ in range(2)]
+    for gate, counts, losses in zip(gates, ([4, 0, 4, 0], [1, 2, 2, 3]), ([1.0, 2.0], [3.0, 4.0]), strict=True):
+        gate.watch.add(torch.tensor(counts), torch.tensor(losses, dtype=torch.float64))
+    found = Balance([gate.watch for gate in gates], 0.25, mesh).end_step()
+    return found, [gate.expert_bias.tolist() for gate in gates]
+
+
 def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[Any, ...]]:
     """What each layer's router chose in the first step: document, position, experts of every token of this rank."""
     trainer = start(store, run, [*TINY_MOE, *settings])
@@ -148,7 +160,7 @@ def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[An
             found.append(chosen.sort(1).values)
             return chosen, weights
 
-        layer.gate.routes = routes  # type: ignore[method-assign]
+        layer.gate.routes = routes  # type: ignore[method-assign]  # only of this layer
     with trainer.loader:
         batch = next(trainer.loader)
         trainer.step(batch)

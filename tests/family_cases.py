@@ -1,6 +1,7 @@
 """Every causal language model of the installed transformers, tiny: compares a step on two ranks with one unpacked process."""
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass
 from typing import Any
 
@@ -238,9 +239,13 @@ def ring_step(model: PreTrainedModel, documents: list[torch.Tensor]) -> float:
     """Returns the loss of a step over all ranks and leaves its gradients in the model."""
     plan = placed_plan(LENGTHS, dist.get_world_size(), PLACEMENTS)
     micro_batches, targets = pack_documents(plan, dist.get_rank(), documents)
-    loss = torch.zeros(())
-    for batch in micro_batches:
-        part = model(**model_inputs(model, batch, targets)).loss
+    return summed_step(model, (model(**model_inputs(model, batch, targets)).loss for batch in micro_batches))
+
+
+def summed_step(model: PreTrainedModel, parts: Iterable[torch.Tensor]) -> float:
+    """Returns the sum of parts of a loss over all ranks and leaves its gradients in the model."""
+    loss = torch.zeros((), dtype=torch.float64)
+    for part in parts:
         part.backward()
         loss += part.detach()
     dist.all_reduce(loss)

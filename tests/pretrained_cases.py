@@ -1,5 +1,6 @@
 """Tiny checkpoints of transformers on disk, and one step of the trainer on them over several ranks."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ def reference(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, t
     return loss, {name: _gradient(weight) for name, weight in model.named_parameters()}, state
 
 
-def step(folder: Path, settings: list[str]) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Returns the same from the trainer, on every rank: packed, split and sharded."""
+def step(
+    folder: Path, settings: list[str], batch_of: Callable[[int, int], StepBatch] | None = None
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns the same from the trainer, packed, split and sharded. `batch_of` takes the number of ranks and the rank."""
     trainer = make_trainer(folder, settings)
     state = {name.removeprefix(OURS): whole(value).clone() for name, value in trainer.model.state_dict().items()}
-    batch = make_batch(dist.get_world_size(), dist.get_rank())
+    batch = (batch_of or make_batch)(dist.get_world_size(), dist.get_rank())
     losses = trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     total = losses.sum().double()
     dist.all_reduce(total)

@@ -1,5 +1,6 @@
 """Configuration: reading, precedence, and errors with key, value, rule and fix for every mistake."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,9 @@ def test_blocks_are_compiled_on_gpus_where_that_is_possible() -> None:
     assert load().compiles("cuda") and not load().compiles("cpu")
     assert load("train.compile=true").compiles("cpu") and not load("train.compile=false").compiles("cuda")
     assert not load("train.mlp_tile_tokens=100").compiles("cuda")
+    plain, mixture = (PRESETS[name].spec for name in ("tiny", "tiny-moe"))
+    linear = replace(plain, layers=(replace(plain.layers[0], state_size=8), *plain.layers[1:]))
+    assert [load().compiles("cuda", spec) for spec in (plain, mixture, linear)] == [True, False, False]
     assert not config.load(None, ["parallel.tensor_parallel_size=2"], world_size=2).compiles("cuda")
     pipeline = ["parallel.pipeline_parallel_size=2", "parallel.reshard_after=step"]
     assert load(*pipeline).compiles("cuda")

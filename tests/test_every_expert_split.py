@@ -10,7 +10,6 @@ EXPERT_SPLITS_TABLE names a table to write, as .csv and .md.
 """
 
 import itertools
-import time
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 
 from longctx.training.metrics import StepMetrics
 from tests.expert_cases import TINY_MOE
-from tests.test_every_split import GRADIENT_NORM, LOSS, Pair, Split, Table, check, covering
+from tests.test_every_split import Pair, Split, Table, assert_exact, covering
 from tests.training_cases import make_store, train
 from tests.workers import Workers
 
@@ -85,19 +84,9 @@ def alone_at_first(workers: Workers, store: Path, tmp_path_factory: pytest.TempP
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    began = time.perf_counter()
-    try:
-        losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
-    except Exception:
-        TABLE.write(split, "failed", "failed", time.perf_counter() - began)
-        raise
-    TABLE.write(split, f"{losses:.1e}", f"{norms:.1e}", time.perf_counter() - began)
-    assert losses <= LOSS
-    assert norms <= GRADIENT_NORM
+    TABLE.assert_exact(split, lambda: workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
 
 
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in COVERING], ids=name)
 def test_every_pair(workers: Workers, store: Path, alone_at_first: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone_at_first)
-    assert losses <= LOSS
-    assert norms <= GRADIENT_NORM
+    assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone_at_first)

@@ -14,7 +14,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass
 from datetime import date
 from pathlib import Path
@@ -161,37 +161,30 @@ def error(found: Iterable[float], wanted: Iterable[float]) -> float:
     return max(abs(mine / right - 1) for mine, right in zip(found, wanted, strict=True))
 
 
-def check(split: Split, steps: list[StepMetrics], alone: list[StepMetrics]) -> tuple[float, float]:
-    """The greatest errors of loss and gradient norm."""
+def assert_exact(split: Split, steps: list[StepMetrics], alone: list[StepMetrics]) -> tuple[float, float]:
+    """Returns the greatest errors of loss and gradient norm."""
     assert [(m.tokens, m.target_tokens) for m in steps] == [(m.tokens, m.target_tokens) for m in alone]
     assert any(int(degree) == split.domain for m in steps for degree in m.degrees)
     if split.mode == "bins" and split.domain > 1:
         assert all(len(m.degrees) > 1 for m in steps), "degrees change by the document"
     losses = error((m.loss for m in steps), (m.loss for m in alone))
-    return losses, error((m.grad_norm for m in steps), (m.grad_norm for m in alone))
+    norms = error((m.grad_norm for m in steps), (m.grad_norm for m in alone))
+    assert losses <= LOSS
+    assert norms <= GRADIENT_NORM
+    return losses, norms
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in ALL], ids=name)
 def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
-    began = time.perf_counter()
-    try:
-        losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
-    except Exception:
-        TABLE.write(split, "failed", "failed", time.perf_counter() - began)
-        raise
-    TABLE.write(split, f"{losses:.1e}", f"{norms:.1e}", time.perf_counter() - began)
-    assert losses <= LOSS
-    assert norms <= GRADIENT_NORM
+    TABLE.assert_exact(split, lambda: workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
 
 
 @pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in NOT_IN_OTHER_TESTS], ids=name)
 def test_pairs_that_other_tests_lack(
     workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split
 ) -> None:
-    losses, norms = check(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone[:2])
-    assert losses <= LOSS
-    assert norms <= GRADIENT_NORM
+    assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone[:2])
 
 
 def test_the_subset_has_every_pair() -> None:
@@ -213,6 +206,15 @@ class Table:
     @property
     def columns(self) -> list[str]:
         return list(type(self.every[0]).__dataclass_fields__)
+
+    def assert_exact(self, split: Split, run: Callable[[], list[StepMetrics]], alone: list[StepMetrics]) -> None:
+        """Writes the row of a split that runs now, also if it fails."""
+        began, errors = time.perf_counter(), ("failed", "failed")
+        try:
+            losses, norms = assert_exact(split, run(), alone)
+            errors = (f"{losses:.1e}", f"{norms:.1e}")
+        finally:
+            self.write(split, *errors, time.perf_counter() - began)
 
     def write(self, split: Split, loss_error: str, gradient_norm_error: str, seconds: float) -> None:
         """Puts a row into the table that the environment names, if it does."""

@@ -27,6 +27,7 @@ from tests.expert_cases import (
     sparse,
     split_documents,
     split_over_ranks,
+    statistics_of_counts,
 )
 from tests.training_cases import make_store, train, train_then_save
 from tests.workers import Workers
@@ -144,6 +145,18 @@ def test_bias_moves_towards_even_use() -> None:
     router = sparse(shape_of(router_bias=True)).gate
     router.watch.move_bias(torch.tensor([4, 0, 2, 2, 2, 2]), 0.5)
     assert router.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_statistics_of_a_step(workers: Workers) -> None:
+    statistics, biases = workers.run(statistics_of_counts, 1)[0]
+    assert statistics == {
+        "expert_layers": 2.0,
+        "expert_imbalance": 2.0 + 1.5,
+        "unused_experts": 0.5 + 0.0,
+        "document_loss": 1.0 + 3.0,
+        "z_loss": 2.0 + 4.0,
+    }
+    assert biases == [[-0.25, 0.25, -0.25, 0.25], [0.25, 0.0, 0.0, -0.25]]
 
 
 @pytest.mark.parametrize("most_rows", [None, 7, 1])

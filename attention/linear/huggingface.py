@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from longctx.attention.linear.recurrence import Recurrence
 
 ARGUMENT = "ring_attention"
 _HOOKS: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+_REPLACED: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def replace_linear(model: Any) -> None:
         own = sys.modules[kind.__module__]
         for name, ours in FUNCTIONS.items():
             original = getattr(own, name, None)
-            if original is not None and not hasattr(original, "ours"):
+            if original is not None and original not in _REPLACED:
                 setattr(own, name, _replacement(original, ours))
         handles.append(layer.register_forward_pre_hook(_bind, with_kwargs=True))
     if handles and type(model).__name__ == "Mamba2ForCausalLM":
@@ -76,7 +77,7 @@ def _replacement(original: Callable[..., Any], ours: Callable[..., Any]) -> Call
     def replaced(*given: Any, **named: Any) -> Any:
         return (original if named.get(ARGUMENT) is None else ours)(*given, **named)
 
-    replaced.ours = ours  # type: ignore[attr-defined]  # marks it
+    _REPLACED.add(replaced)
     return replaced
 
 

@@ -6,8 +6,8 @@ of a ring exchange M and B, and each combines those before its segments to their
 pair of ranks and layer, however many segments; autograd runs the same in reverse.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -15,6 +15,9 @@ from longctx.attention.linear.chunked import Chunks, scan_chunks
 from longctx.attention.linear.segments import Messages, Segment, Segments, carried_rows, state_messages
 from longctx.attention.linear.sending import MakeExchange, receive
 from longctx.attention.segment_builder import RowSet, row_index
+
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""q, k, v, decay and beta of some rows."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,9 @@ class Group:
         ranges = [segment.rows for segment in segments]
         return cls(tuple(segments), RowSet.of(ranges, device), Chunks.of(list(map(len, ranges)), device))
 
-    def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor | None,
-        initial: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, given: Given, initial: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the outputs of its rows, and the states at the ends of its segments; initial states are zero if not given."""
+        q, k, v, decay, beta = given
         if initial is None:
             initial = v.new_zeros(len(self.segments), *v.shape[1:2], k.shape[2], v.shape[2])
         return scan_chunks(q, k, v, decay, beta, initial, self.chunks)
@@ -112,32 +108,28 @@ def linear_attention(
     """
     if not len(q):
         return v
-    dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
+    wide = torch.promote_types(v.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
-        wide_q, wide_k, wide_v, wide_decay = (x.to(wide) for x in (q, k, v, decay))
-        out = _attend(wide_q, wide_k, wide_v, wide_decay, None if beta is None else beta.to(wide), scan, make)
-    return out.to(dtype)
+        return _attend(_each(lambda x: x.to(wide), (q, k, v, decay, beta)), scan, make).to(v.dtype)
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    scan: Scan,
-    make: MakeExchange,
-) -> torch.Tensor:
+def _each(function: Callable[[torch.Tensor], torch.Tensor], given: Given) -> Given:
+    q, k, v, decay, beta = given
+    return function(q), function(k), function(v), function(decay), None if beta is None else function(beta)
+
+
+def _attend(given: Given, scan: Scan, make: MakeExchange) -> torch.Tensor:
+    q, k, _, _, beta = given
     outs: list[torch.Tensor] = []
     ends: list[torch.Tensor] = []
     transitions: list[torch.Tensor] = []
     reach = q  # replaced if there are later segments, which alone use it
     if scan.first is not None:
-        out, end = scan.first.run(*_rows(scan.first, q, k, v, decay, beta))
+        out, end = scan.first.run(_each(scan.first.rows.read, given))
         outs, ends = [out], [end]
         transitions = [end.new_zeros(*end.shape[:2], *(() if beta is None else (k.shape[2], k.shape[2])))]
     if scan.later is not None:
-        out, reach, end, transition = _affine(scan.later, *_rows(scan.later, q, k, v, decay, beta))
+        out, reach, end, transition = _affine(scan.later, _each(scan.later.rows.read, given))
         outs, ends, transitions = [*outs, out], [*ends, end], [*transitions, transition]
     if len(scan.carried):
         parts = [torch.cat(each).index_select(0, scan.carried) for each in (transitions, ends)]
@@ -153,26 +145,21 @@ def _attend(
     return outs[0] if scan.order is None else torch.cat(outs).index_select(0, scan.order)
 
 
-def _rows(group: Group, *given: torch.Tensor | None) -> tuple[Any, ...]:
-    return tuple(None if x is None else group.rows.read(x) for x in given)
-
-
-def _affine(
-    group: Group, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _affine(group: Group, given: Given) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns o [rows, heads, v_dim], W [rows, heads, k_dim], B [segments, heads, k_dim, v_dim] and M of each segment.
 
     M is [segments, heads, k_dim, k_dim], or [segments, heads] without delta rule.
     """
+    q, k, v, decay, beta = given
     if beta is None:
         totals = [part.cumsum(0) for part in group.split(decay)]
-        out, end = group.run(q, k, v, decay, None)
+        out, end = group.run(given)
         return out, q * torch.cat(totals).exp()[..., None], end, torch.stack([total[-1] for total in totals]).exp()
     # W and M are the output and the state of values of zero after a state of one.
     k_dim = k.shape[2]
     one = torch.eye(k_dim, dtype=q.dtype, device=q.device).expand(len(group.segments), v.shape[1], -1, -1)
     initial = torch.cat([one, one.new_zeros(*one.shape[:3], v.shape[2])], dim=-1)
-    out, end = group.run(q, k, torch.cat([torch.zeros_like(k), v], dim=-1), decay, beta, initial)
+    out, end = group.run((q, k, torch.cat([torch.zeros_like(k), v], dim=-1), decay, beta), initial)
     return out[..., k_dim:], out[..., :k_dim], end[..., k_dim:], end[..., :k_dim]
 
 

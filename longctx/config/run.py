@@ -120,8 +120,10 @@ class Config(BaseModel):
         """Returns whether blocks of a model are compiled on a device of type `device`: `train.compile`, or else its default."""
         if self.train.compile is not None:
             return self.train.compile
-        # Blocks with experts are not compiled; tiles would compile every block again for every number of tiles.
-        if device != "cuda" or self.watches_checkpoint or (spec is not None and spec.largest_layer.experts):
+        # Experts and linear attention are not compiled; tiles would compile every block again for every number of tiles.
+        if device != "cuda" or self.watches_checkpoint:
+            return False
+        if spec is not None and any(layer.experts or layer.state_size for layer in spec.layers):
             return False
         return not self.splits_blocks and self.train.mlp_tile_tokens is None and not self.train.fused
 
