@@ -65,7 +65,10 @@ def pool_documents(
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums a tensor over ranks, as torch.distributed.nn, which is deprecated, does; backward sums the gradients, as every rank's sum contains every rank's part."""
+    """Sums a tensor over ranks; backward sums the gradients, as every rank's sum contains every rank's part.
+
+    As `torch.distributed.nn` does, which is deprecated.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

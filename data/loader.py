@@ -50,6 +50,7 @@ class Loader(Iterator[StepBatch]):
         held_out_share: share of the documents held out from all steps; see `held_out`.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         masking: masks of an encoder's tokens (None: labels are next tokens).
+        ahead: number of later tokens to read for every token, for multi-token prediction.
 
     Errors while a step is prepared (PlanError, OSError, ..) are raised by the `next` that would have returned the step.
     """
@@ -68,6 +69,7 @@ class Loader(Iterator[StepBatch]):
         held_out_share: float = 0.0,
         pad_to_multiple_of: int = 1,
         masking: Masking | None = None,
+        ahead: int = 0,
     ) -> None:
         self.sampler = make_steps(
             store,
@@ -92,6 +94,7 @@ class Loader(Iterator[StepBatch]):
         """Planner of the steps prepared from now on: once step n has been returned, of the steps from n + 2."""
         self._pad_to_multiple_of = pad_to_multiple_of
         self._masking = masking
+        self._later = ahead
         self._step = 0  # last step returned
         self._cursor = self.sampler.start  # after that step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="longctx-loader")
@@ -189,7 +192,8 @@ class Loader(Iterator[StepBatch]):
         pieces, next_cursor = self.sampler.step(cursor)
         plan = planner([piece.length for piece in pieces])
         self._check(plan, pieces)
-        return read_step(self._store, pieces, plan, self._rank, step, self._pad_to_multiple_of, self._masking), next_cursor
+        options = (self._pad_to_multiple_of, self._masking, self._later)
+        return read_step(self._store, pieces, plan, self._rank, step, *options), next_cursor
 
     def _check(self, plan: Plan, pieces: Sequence[Piece]) -> None:
         if plan.ranks != self._ranks:
@@ -226,6 +230,7 @@ def read_step(
     step: int = 1,
     pad_to_multiple_of: int = 1,
     masking: Masking | None = None,
+    ahead: int = 0,
 ) -> StepBatch:
     """Reads a rank's share of a step over `pieces`, by a plan made from their lengths."""
     targets = [count_targets(store, piece, masking) for piece in pieces]
@@ -237,7 +242,14 @@ def read_step(
         tokens=sum(piece.length for piece in pieces),
         target_tokens=sum(targets),
         micro_batches=tuple(
-            pack(store, pieces, plan.layout(index, rank), pad_to_multiple_of=pad_to_multiple_of, masking=masking)
+            pack(
+                store,
+                pieces,
+                plan.layout(index, rank),
+                pad_to_multiple_of=pad_to_multiple_of,
+                masking=masking,
+                ahead=ahead,
+            )
             for index in range(len(plan.micro_batches))
         ),
         weights=() if set(weights) <= {1.0} else tuple(weights),

@@ -45,6 +45,8 @@ class MicroBatch:
         labels: int64 `[T]`; the next token of the same document, or with masking the token itself; -100 without a target and
             in padding.
         positions: int64 `[T]`; position in the document, from 0; padding is 0.
+        later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
+            for multi-token prediction; 0 and -100 behind its end and in padding.
     """
 
     index: int
@@ -52,6 +54,8 @@ class MicroBatch:
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
+    later_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,11 @@ def pack(
     *,
     pad_to_multiple_of: int = 1,
     masking: Masking | None = None,
+    ahead: int = 0,
 ) -> MicroBatch:
     """Reads a rank's share of a micro-batch. `pieces` are the training documents, by the plan's document index.
 
-    Labels are next tokens, or with `masking` the masked tokens.
+    Labels are next tokens, or with `masking` the masked tokens. `ahead`: number of later tokens to read for every token.
     """
 
     def read(document: int, start: int, stop: int) -> tuple[_Ids, _Ids]:
@@ -105,7 +110,7 @@ def pack(
             return masking.read(store, piece, start, stop)
         return store.read(piece.document, piece.start + start, piece.start + stop, end=piece.stop)
 
-    return _fill(layout, read, pad_to_multiple_of)
+    return _fill(layout, read, pad_to_multiple_of, ahead)
 
 
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:
@@ -122,6 +127,7 @@ def pack_documents(
     *,
     pad_to_multiple_of: int = 1,
     shift: bool = True,
+    ahead: int = 0,
 ) -> tuple[list[MicroBatch], int]:
     """Returns a rank's share of every micro-batch of a step, from documents in memory, for use in your own trainer.
 
@@ -132,6 +138,7 @@ def pack_documents(
         labels: as long as the documents and NOT shifted, -100 where a token is not a target; None: the documents.
         pad_to_multiple_of: every micro-batch is padded to a multiple of this number of tokens.
         shift: whether a token predicts the next label; False: the label in its own place, for encoders.
+        ahead: number of later tokens and labels for every token, for multi-token prediction.
 
     Returns the micro-batches in the order of the plan, and the number of targets of the whole step over all ranks: divide the
     sum of token losses by it, and sum gradients over the ranks.
@@ -146,7 +153,7 @@ def pack_documents(
 
     layouts = [plan.layout(index, rank) for index in range(len(plan.micro_batches))]
     target_tokens = sum(int((target != IGNORED_LABEL).sum()) for target in targets)
-    return [_fill(layout, read, pad_to_multiple_of) for layout in layouts], target_tokens
+    return [_fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
 
 
 def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
@@ -164,18 +171,24 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
     return arrays
 
 
-def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int) -> MicroBatch:
+def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int, ahead: int) -> MicroBatch:
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
-    tokens = np.zeros(padded, np.int64)
-    labels = np.full(padded, IGNORED_LABEL, np.int64)
+    tokens = np.zeros((padded, 1 + ahead), np.int64)
+    labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)
     positions = np.zeros(padded, np.int64)
     for shard in layout.shards:
         row = shard.offset
         for start, stop in (shard.head, shard.tail):
-            rows = slice(row, row + stop - start)
-            tokens[rows], labels[rows] = read(shard.document, start, stop)
-            positions[rows] = np.arange(start, stop)
-            row = rows.stop
+            found = read(shard.document, start, min(stop + ahead, shard.length))
+            for further in range(1 + ahead):
+                for columns, values in zip((tokens, labels), found, strict=True):
+                    seen = values[further : further + stop - start]
+                    columns[row : row + len(seen), further] = seen
+            positions[row : row + stop - start] = np.arange(start, stop)
+            row += stop - start
+    given = (each[:, 0].copy() for each in (tokens, labels))
     return MicroBatch(
-        layout.micro_batch, layout, torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions)
+        layout.micro_batch,
+        layout,
+        *map(torch.from_numpy, (*given, positions, tokens[:, 1:].copy(), labels[:, 1:].copy())),
     )

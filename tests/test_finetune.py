@@ -161,7 +161,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     command += ["--processes=1", "--train.steps=5000", "--batch.global_tokens=2000", "--checkpoint.every=5000"]
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        log, deadline = out / "metrics.jsonl", time.monotonic() + 120
+        log, deadline = out / "metrics.jsonl", time.monotonic() + 600
         while not (log.is_file() and log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does

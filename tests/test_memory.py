@@ -106,6 +106,16 @@ MEASURED = {
         1,
         ["batch.tokens_per_rank=2048", "model.qk_norm=true", "model.output_norms=true", "model.qkv_bias=true"],
     ),
+    "multi-token prediction": (1, ["model.num_nextn_predict_layers=2", "batch.tokens_per_rank=2048"]),
+    "bfloat16, multi-token prediction, recompute selective": (
+        2,
+        [
+            "model.num_nextn_predict_layers=1",
+            "batch.tokens_per_rank=1024",
+            "train.recompute=selective",
+            "train.dtype=bfloat16",
+        ],
+    ),
     "GPT": (1, [*GPT, "batch.tokens_per_rank=2048"]),
     "bfloat16, GPT, recompute norms": (
         2,

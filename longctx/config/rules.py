@@ -34,6 +34,7 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
         return list(_of_stages(config, world_size))
     rules = (
         _model,
+        _predictions,
         _lora,
         _dpo,
         _masked,
@@ -100,6 +101,24 @@ def _model(config: Config) -> Iterator[Problem]:
     for name in sorted(own):
         rule = f"sizes are taken from the checkpoint {model.from_pretrained}"
         yield Problem(f"model.{name}", getattr(model, name), rule, "omit it", ("model.from_pretrained",))
+
+
+def _predictions(config: Config) -> Iterator[Problem]:
+    """Checks that multi-token prediction is supported with the other settings."""
+    key, found = "model.num_nextn_predict_layers", _sizes(config)
+    count = found.predictions if isinstance(found, ModelSpec) else 0
+    if not count:
+        if config.train.mtp_loss != type(config.train).model_fields["mtp_loss"].default and isinstance(found, ModelSpec):
+            rule = f"only applies to multi-token prediction, and {key} is 0"
+            yield Problem("train.mtp_loss", config.train.mtp_loss, rule, f"omit it, or set {key}", (key,))
+        return
+    if config.dpo.beta is not None:
+        rule = "not supported with DPO, whose loss is not one of single tokens"
+        yield Problem(key, count, rule, "set it to 0, or omit dpo.beta", ("dpo.beta",))
+    if config.parallel.pipeline_parallel_size > 1:
+        rule = "not supported with pipelines: the last stage would need the embedding of the first"
+        fix = "set it to 0, or parallel.pipeline_parallel_size to 1"
+        yield Problem(key, count, rule, fix, ("parallel.pipeline_parallel_size",))
 
 
 def _without(config: Config) -> str:

@@ -363,6 +363,12 @@ class TrainSection(Section):
         description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
         "CPU)",
     )
+    mtp_loss: float = Field(
+        0.1,
+        gt=0,
+        description="factor of the loss of multi-token prediction, the mean over model.num_nextn_predict_layers blocks; 0.3, "
+        "then 0.1 in DeepSeek-V3",
+    )
     fit_memory: bool | None = Field(
         None,
         description="use the memory of each rank by estimate, with room to spare: keep received K and V unless context.keep_kv "

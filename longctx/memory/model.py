@@ -122,7 +122,10 @@ class _Step:
         self._measure_block()
         # Kept by all blocks for backward, without received K and V. RoPE tables are float32, token tensors int64.
         self.tables = load.tokens * (self.layer.head_dim * FLOAT32 + 3 * 8)
-        self.activations = self.layers * self.saved + self.tables
+        # Each block of multi-token prediction keeps the later token's embedding, its norms with their outputs, and the gradient
+        # from a head; the norm before the main head is kept through its backward.
+        predicted = self.spec.predictions * (3 * self.norm + 5 * self.stream)
+        self.activations = self.layers * self.saved + self.tables + predicted
         # Received K and V kept for backward per layer and in all layers; if attention is recomputed, one layer at a time.
         kept_kv = self.kv_row * load.remote if config.context.keep_kv else 0
         self.saved_kv, self.kept_again = (0, kept_kv) if self.recompute == "full" else (kept_kv, 0)
@@ -153,7 +156,7 @@ class _Step:
         matrices = self.first + self.last - (self.first and self.last and self.spec.tie_word_embeddings)
         self.root = matrices * self.embedding + (self.spec.norm_parameters if self.last else 0)
         self.positions = self.spec.position_parameters // self.split if self.first else 0
-        self.root += self.positions
+        self.root += self.positions + self.spec.prediction_parameters
         self.all = self.layers * whole + self.root
         # Parameters with gradients and optimizer state: all, or only the adapters.
         self.trained_block = layer.adapter_parameters if adapted else self.block

@@ -91,6 +91,8 @@ class ModelSpec:
         attention_softcap, logit_softcap: tanh bounds of attention scores and of logits; 0: no bound.
         layer_norm: whether norms are LayerNorms with biases, instead of RMSNorms.
         position_parameters: parameters of learned positions; 0 without.
+        predictions: number of blocks for multi-token prediction, the last of `layers`; each joins two hidden states by a matrix
+            and computes logits again.
         causal: whether a token sees only earlier tokens; False: also later ones, which doubles the operations of attention.
     """
 
@@ -103,6 +105,7 @@ class ModelSpec:
     logit_softcap: float = 0.0
     layer_norm: bool = False
     position_parameters: int = 0
+    predictions: int = 0
     causal: bool = True
 
     @property
@@ -127,7 +130,17 @@ class ModelSpec:
         """Number of all parameters, a tied embedding counted once. Needs `vocab_size`."""
         embeddings = self.vocabulary_parameters * (1 if self.tie_word_embeddings else 2)
         outside = embeddings + self.position_parameters + self.norm_parameters
-        return sum(layer.parameters for layer in self.layers) + outside
+        return sum(layer.parameters for layer in self.layers) + outside + self.prediction_parameters
+
+    @property
+    def prediction_parameters(self) -> int:
+        """Number of parameters of multi-token prediction outside of attention and MLP: a matrix and three norms per block."""
+        return self.predictions * (2 * self.hidden_size**2 + 3 * self.norm_parameters)
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of parameters that multiply every token after the blocks, once per logits of a token. Needs `vocab_size`."""
+        return (1 + self.predictions) * self.vocabulary_parameters + self.predictions * 2 * self.hidden_size**2
 
     @property
     def adapted(self) -> bool:
@@ -143,7 +156,7 @@ class ModelSpec:
     def multiplied_parameters(self) -> int:
         """Number of parameters that multiply every token: matrices of the blocks, and the output projection."""
         in_blocks = sum(layer.matrix_parameters + layer.adapter_parameters for layer in self.layers)
-        return in_blocks + self.vocabulary_parameters
+        return in_blocks + self.head_parameters
 
     def flops(self, lengths: Sequence[int]) -> int:
         """Returns the operations of a forward pass over documents of these lengths. Needs `vocab_size`."""

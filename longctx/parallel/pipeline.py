@@ -35,7 +35,7 @@ from torch.profiler import record_function
 from longctx.attention import PackedAttention
 from longctx.errors import UserError
 from longctx.model.balance import Documents
-from longctx.model.protocol import Head, StagedModel
+from longctx.model.protocol import Head, Later, StagedModel
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
@@ -61,6 +61,7 @@ class Inputs:
         attention: attention of the micro-batch.
         head: computes the loss from final hidden states and output weight.
         documents: documents of the rows, for a mixture of experts.
+        later: later tokens, for multi-token prediction.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Inputs:
     attention: PackedAttention
     head: Head
     documents: Documents | None = None
+    later: Later | None = None
 
 
 def split_layers(spec: ModelSpec, stages: int, keys: int) -> list[range]:

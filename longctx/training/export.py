@@ -50,14 +50,16 @@ class Exported:
     bytes: int
     files: int
     has_tokenizer: bool
+    left_out: int = 0
+    """Number of blocks for multi-token prediction, which transformers' models do not have."""
 
     @property
     def said(self) -> str:
         count = "1 file" if self.files == 1 else f"{self.files} files"
         tokenizer = "" if self.has_tokenizer else ", without a tokenizer (the run folder has none)"
-        return (
-            f"step {self.step} exported to {self.folder}: {self.architecture}, {self.bytes / 1e9:,.3f} GB in {count}{tokenizer}"
-        )
+        left_out = f"; {self.left_out} of multi-token prediction left out" if self.left_out else ""
+        size = f"{self.bytes / 1e9:,.3f} GB in {count}"
+        return f"step {self.step} exported to {self.folder}: {self.architecture}, {size}{tokenizer}{left_out}"
 
 
 def check_place(out: Path, overwrite: bool) -> None:
@@ -116,7 +118,7 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer(out))
+    return Exported(out, found.step, architecture, writer.total, len(writer.files), has_tokenizer(out), model.spec.predictions)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -63,6 +63,7 @@ class StepMetrics:
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
+        mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
 
@@ -102,6 +103,7 @@ class StepMetrics:
     unused_experts: float | None = None
     document_loss: float | None = None
     z_loss: float | None = None
+    mtp_loss: float | None = None
     source_tokens: dict[str, int] | None = None
 
     @classmethod
@@ -148,6 +150,7 @@ class StepMetrics:
             unused_experts=experts.get("unused_experts"),
             document_loss=experts.get("document_loss"),
             z_loss=experts.get("z_loss"),
+            mtp_loss=float(domain["mtp_loss"].sum()) or None,
         )
 
     def console(self) -> str:

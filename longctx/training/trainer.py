@@ -37,6 +37,7 @@ from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.model_folder import keep_model_files
+from longctx.training.multi_token import MultiTokenLoss
 from longctx.training.objective import Objective, StepWeights, TokenMean, document_sums
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.preference import preferences
@@ -93,6 +94,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
         self.balance = Balance.of(self.model, self.config, self.mesh)
+        self.multi_token = MultiTokenLoss(self.model.spec.predictions, self.config.train.mtp_loss)
         self.until = self.config.train.steps
 
     @classmethod
@@ -280,9 +282,12 @@ class Trainer:
             keep_gathered=not last and parallel.reshard_after == "step",
         )
         given = self._inputs(batch, weights, number)
+        later = {} if given.later is None else {"later": given.later}
         try:
             with record_function(given.name):
-                loss: torch.Tensor = self.model(given.tokens, given.positions, given.attention, given.head, given.documents)
+                loss: torch.Tensor = self.model(
+                    given.tokens, given.positions, given.attention, given.head, given.documents, **later
+                )
                 loss.backward()
         except RuntimeError as error:
             where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
@@ -316,7 +321,8 @@ class Trainer:
         )
         tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
         documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
-        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents)
+        later = self.multi_token.later(micro_batch, head, weights.divisor, device)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
 
     def _attend(self, plan: Plan, layout: Layout) -> Any:
         """Makes the attention of a micro-batch, as configured."""
@@ -356,7 +362,9 @@ class Trainer:
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
             **self.balance.end_step(),
+            **self.multi_token.end_step(),
         }
+        local["mtp_loss"] *= counts
         return dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
 
     def _refuse_non_finite(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
