@@ -36,10 +36,10 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 KEYS: tuple[Any, ...] = (8192, -1, 1.5, True, None, "", "8192", "mode", "steps", "größe", "a.b", "\x00", "x" * 5000)
 # fmt: off
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 17, 1 << 20, 17179869184, (1 << 40) + 1, 1 << 63, -(1 << 63), 10**400, 0.5, -0.1, 1e-300,
-    1e300, math.nan, math.inf, -math.inf, "", " ", "auto", "null", "1e5", "0x10", "2001-13-45", "x" * 9000, ".", "/", "/dev/null",
-    "nowhere.yaml", "a\x00b", "\ud800", "größe → 🎲", "\x1b[31m", "{", "{{x}}", "%s %d", "../..", "~", [], [1], [[]], [[[[]]]],
-    ["q_proj"], [None, "a", 1.5], list(range(3000)), {}, {8192: 1}, {"a": {"b": {}}}, {None: []}, {32768: 4, 8192: 1},
+    None, True, False, 0, 1, -1, 2, 3, 7, 17, 1 << 20, 17179869184, (1 << 40) + 1, 1 << 63, -(1 << 63), 10**400, 0.5, -0.1,
+    1e-300, 1e300, math.nan, math.inf, -math.inf, "", " ", "auto", "null", "1e5", "0x10", "2001-13-45", "x" * 9000, ".", "/",
+    "/dev/null", "nowhere.yaml", "a\x00b", "\ud800", "größe → 🎲", "\x1b[31m", "{{x}}", "%s %d", "../..", "~", [], [1], [[]],
+    [[[[]]]], ["q_proj"], [None, "a", 1.5], list(range(3000)), {}, {8192: 1}, {"a": {"b": {}}}, {None: []}, {32768: 4, 8192: 1},
     [{"path": "x", "weight": 1}], [{"steps": 1}], {key: key for key in range(500)},
 )
 SNIPPETS = (
