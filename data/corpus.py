@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import ChatError
-from longctx.data.formats import PAIRS, Document, FormatError, columns_of, parse_record, without_nulls
-from longctx.errors import UserError
+from longctx.data.formats import PAIRS, Document, FormatError, columns_of, parse_json, parse_record, without_nulls
+from longctx.errors import UserError, brief
 
 STANDARD_LIBRARY = "python-stdlib"
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
@@ -74,7 +74,7 @@ class Corpus:
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(f"{self._name(file)}\n{content}\n".encode("utf-8", "surrogateescape"))
+            digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n".encode())
         return digest.hexdigest()
 
     def documents(self, found: Found | None = None) -> Iterator[Document]:
@@ -115,7 +115,8 @@ class Corpus:
                 found.not_text.append(name)
 
     def _name(self, file: Path) -> str:
-        return file.relative_to(self.root).as_posix()
+        """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
+        return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
 
 
 def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
@@ -136,9 +137,11 @@ def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
     if (path / "dataset_dict.json").exists():
         try:
             splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorpusError(f"{path / 'dataset_dict.json'} is damaged: {error}; give the folder of one split") from error
-        ways_out = " or ".join(str(path / split) for split in splits)
+            ways_out = " or ".join(str(path / split) for split in splits)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorpusError(
+                f"{path / 'dataset_dict.json'} is damaged: {brief(error)}; give the folder of one split"
+            ) from error
         raise CorpusError(f"source {source!r} is a dataset with several splits: choose one, {ways_out}")
     files = list(_walk(path))
     if not files:
@@ -151,7 +154,7 @@ def _refuse_records(file: Path) -> None:
     """Raises CorpusError for a JSON list of records, which would otherwise be read as one text."""
     try:
         content = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return
     if isinstance(content, list) and content and isinstance(content[0], dict):
         raise CorpusError(
@@ -187,13 +190,11 @@ def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Docu
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode("utf-8"))
+                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
-            except json.JSONDecodeError as error:
-                raise CorpusError(
-                    f"{file}:{number}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
-                ) from error
+            except FormatError as error:
+                raise CorpusError(f"{file}:{number}: {error}") from error
             if not isinstance(record, dict):
                 raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
             yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
@@ -203,30 +204,37 @@ def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Do
     import pyarrow
     import pyarrow.parquet
 
+    row = 0
     try:
         table = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise CorpusError(f"{file} is not a Parquet file: {error}") from error
-    wanted = _columns(table.schema_arrow.names, column, str(file))
-    share = file.stat().st_size / max(1, table.metadata.num_rows)
-    row = 0
-    for batch in table.iter_batches(batch_size=256, columns=wanted):
-        for record in batch.to_pylist():
-            yield _documents(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
-            row += 1
+        wanted = _columns(table.schema_arrow.names, column, str(file))
+        share = file.stat().st_size / max(1, table.metadata.num_rows)
+        for batch in table.iter_batches(batch_size=256, columns=wanted):
+            for record in batch.to_pylist():
+                yield _documents(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
+                row += 1
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
+        where = f"is damaged after row {row - 1}" if row else "is not a Parquet file, or damaged"
+        raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
 
 
 def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[Document]]:
     import datasets
-    import pyarrow
 
     try:
         dataset = datasets.load_from_disk(str(folder))
-    except (pyarrow.ArrowInvalid, ValueError, KeyError) as error:
-        raise CorpusError(f"{folder} looks like a saved dataset, but `datasets` cannot load it: {error}") from error
-    rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
-    for row, record in enumerate(rows):
-        yield _documents(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
+        rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
+        for row, record in enumerate(rows):
+            yield _documents(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
+    except UserError:
+        raise
+    except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
+        said = f"{type(error).__name__}: {brief(error)}"
+        raise CorpusError(
+            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({said}): save it again"
+        ) from error
 
 
 def _row(record: dict[str, Any]) -> dict[str, Any]:

@@ -306,6 +306,18 @@ def _text(record: dict[str, Any], key: str) -> str:
 
 def _json(what: str, text: str) -> Any:
     try:
+        return parse_json(text)
+    except FormatError as error:
+        raise ChatError(f"{what} is {error}") from error
+
+
+def parse_json(text: str) -> Any:
+    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it."""
+    try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ChatError(f"{what} is not JSON: {error.msg} at column {error.colno}") from error
+        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except RecursionError as error:
+        raise FormatError("not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # Python's limit on digits
+        raise FormatError("not JSON that can be read: a number has thousands of digits") from error

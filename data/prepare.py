@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from longctx.data.writer import (
 from longctx.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
+COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
 REQUEST = "request"
 LAYOUT = 2  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
@@ -122,6 +123,8 @@ def prepare(
         return Prepared(present, made=False)
     with _partial_folder(out, request) as folder:
         used = _tokenizer(folder, corpus, given, vocab_size, progress)
+        if given is not None and not used.is_bytes:
+            _check_covered(used, corpus)
         if checkpoint is not None:
             _copy_files(folder / TOKENIZER_FILES, checkpoint, templates)
         encoder = _encoder(used, checkpoint, templates, train_on, max_length, workers)
@@ -155,6 +158,22 @@ def prepare(
         for name in NOTES:
             (out / name).unlink()
     return Prepared(manifest, made=True)
+
+
+def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
+    """Raises TokenizerError if no token comes from more than half of the characters of the first texts."""
+    characters = covered = 0
+    for text in chain.from_iterable(document.texts for document in corpus.documents()):
+        counts = tokenizer.covered(text[:COVERED_CHARACTERS])
+        characters, covered = characters + counts[0], covered + counts[1]
+        if characters >= COVERED_CHARACTERS:
+            break
+    if 2 * covered < characters:
+        raise TokenizerError(
+            f"the tokenizer makes no token of {characters - covered:,} of the first {characters:,} characters (white space not "
+            f"counted), which its normalizer or pre-tokenizer removes; more than half of the text must be kept: "
+            f"{ANOTHER_TOKENIZER}"
+        )
 
 
 def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_length: int | None) -> None:

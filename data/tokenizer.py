@@ -33,6 +33,7 @@ ANOTHER_TOKENIZER = (
 KNOWN_MASKS = ("[MASK]", "<mask>", "<|mask|>")
 """Mask tokens to look for in a given tokenizer.json, in this order."""
 LARGEST_VOCABULARY = (1 << 31) - 1
+LARGEST_TRAINED = 1 << 24
 SMALLEST_VOCABULARY = 257  # every byte, and the end of a document
 
 
@@ -72,7 +73,11 @@ class Tokenizer:
         # Text that happens to contain a special token stays text: a document must not be able to end itself.
         self._inner.encode_special_tokens = True
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1  # not the number of entries: ids may have holes
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # not the number of entries: ids may have holes
+        if self.vocab_size > LARGEST_VOCABULARY:
+            raise TokenizerError(
+                f"token id {self.vocab_size - 1}: a store can hold ids below {LARGEST_VOCABULARY}; renumber them"
+            )
         candidates = KNOWN_ENDS if end_of_document is None else (end_of_document,)
         self.end_of_document_token = next((token for token in candidates if token in vocabulary), "")
         if not self.end_of_document_token:
@@ -97,10 +102,12 @@ class Tokenizer:
         """Trains byte-level BPE. The same texts in the same order give the same tokenizer.
 
         A small corpus may give fewer than `vocab_size` tokens. Raises TokenizerError if `vocab_size` is below 257 (every byte
-        and the end of a document) or too large for the store.
+        and the end of a document) or above `LARGEST_TRAINED`.
         """
-        if vocab_size > LARGEST_VOCABULARY:
-            raise TokenizerError(f"vocabulary size is {vocab_size}: a store can hold at most {LARGEST_VOCABULARY} token ids")
+        if vocab_size > LARGEST_TRAINED:
+            raise TokenizerError(
+                f"vocabulary size is {vocab_size}: must be at most {LARGEST_TRAINED}; 4096 to 262144 are usual"
+            )
         if vocab_size < SMALLEST_VOCABULARY:
             raise TokenizerError(
                 f"vocabulary size is {vocab_size}: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
@@ -176,6 +183,18 @@ class Tokenizer:
     def _encode_one(self, text: str) -> Encoded:
         tokens = np.array(ids_of(self._inner, text, "a text"), self.dtype)
         return Encoded(tokens, *self._lost.count(text, tokens)) if self._lost.possible else Encoded(tokens)
+
+    def covered(self, text: str) -> tuple[int, int]:
+        """Returns how many characters of a text are not white space, and how many of these a token comes from.
+
+        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count.
+        """
+        (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
+        seen = np.zeros(len(text), np.bool_)
+        for start, stop in encoding.offsets:
+            seen[start:stop] = True
+        visible = np.array([not character.isspace() for character in text], np.bool_)
+        return int(visible.sum()), int((visible & seen).sum())
 
     def encode_markup(self, text: str) -> TokenArray:
         """Returns the token ids of a text in which special tokens of the vocabulary are meant as such.

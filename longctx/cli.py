@@ -15,13 +15,14 @@ Any other exception is a bug in longctx or a library, and its traceback is shown
 import argparse
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
 from types import ModuleType
 
 import longctx
-from longctx.errors import UserError
+from longctx.errors import LONGEST_MESSAGE, UserError, shortened
 
 COMMANDS = ("prepare", "train", "finetune", "eval", "export", "generate", "plan", "compare", "runs", "profile", "estimate")
 
@@ -48,13 +49,15 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] not in COMMANDS:
         return _main_help(argv)
     name, rest = argv[0], argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
         return _run(name, rest)
     except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (UserError, OSError) as error:
-        print(f"longctx {name}: error: {error}", file=sys.stderr)
+        print(f"longctx {name}: error: {shortened(str(error), LONGEST_MESSAGE)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"longctx {name}: interrupted", file=sys.stderr)

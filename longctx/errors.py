@@ -2,12 +2,29 @@
 
 import re
 
+LONGEST_MESSAGE = 3500
+"""Characters of a printed message; longer ones lose their middle."""
+
 
 class UserError(ValueError):
     """A wrong setting, file or argument. The text names the value, the rule it breaks and the way out."""
+
+    def __str__(self) -> str:
+        return shortened(super().__str__(), LONGEST_MESSAGE)
 
 
 def brief(error: BaseException) -> str:
     """Returns the first sentence of an error's text, on one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[.!?]) ", text)[0].rstrip(".:")[:300]
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns a text of about `most` characters at most, without its middle if it is longer.
+
+    Control characters and others that cannot be printed are escaped: a value from a file must not reach the terminal as such.
+    """
+    if len(text) > most:
+        end = most // 3
+        text = f"{text[: most - end]}[.. {len(text) - most:,} characters ..]{text[-end:]}"
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -318,6 +318,19 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("- batch", "contains list, not a mapping"),
         ("batch: 5", "a section must be a mapping of settings"),
         ("model: !!python/object/apply:os.getcwd []", "not valid YAML"),
+        ("context:\n  mode: bins\n  bins:\n  8192: 1\n  32768: 4\n", r"indent it further than `bins:`"),
+        ("balance: {zloss: 1}", r"did you mean balance\.z_loss\?"),
+        ("masked: {shared: 1}", r"did you mean masked\.share\?"),
+        ("train: {on: 1}", r"train\.on = 1"),
+        ("? [a]\n", "a key must be text or a number"),
+        ("batch:\n\tglobal_tokens: 1\n", "line 2, column 1: .*indent with spaces instead of tabs"),
+        ("train: {steps: !!int abc}", "column 16: abc is not a valid int"),
+        ("train: {steps: " + "9" * 5000 + "}", r"characters \.\.\]9+ is not a valid int"),
+        ("train: {steps: 18446744073709551616}", "more than 64 bits"),
+        ("train: " + "[" * 400 + "]" * 400, "levels of nesting"),
+        ("train: &a [*a]", "levels of nesting"),
+        ('train: {run_dir: "a\\0b"}', "characters that are not text"),
+        ("parallel: {tensor_parallel_size: 17179869184}", "less than or equal to 16384"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
@@ -331,6 +344,29 @@ def test_missing_files_and_files_that_are_not_text(tmp_path: Path) -> None:
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.yaml is not valid YAML"):
         config.load(tmp_path / "binary.yaml", [])
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder: give a configuration file"):
+        config.load(tmp_path)
+
+
+def test_files_of_windows_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_bytes("\ufeffbatch:\r\n  global_tokens: 9000\r\n".encode())
+    assert config.load(tmp_path / "run.yaml", [PROFILE]).batch.global_tokens == 9000
+
+
+def test_dates_are_text(tmp_path: Path) -> None:
+    assert load("train.run_dir=2001-13-45", "model.preset=tiny").train.run_dir == Path("2001-13-45")
+
+
+def test_messages_stay_short_and_print_no_control_characters(tmp_path: Path) -> None:
+    wrong = "".join(f"  key{number}: {'x' * 900}\n" for number in range(300))
+    with pytest.raises(ConfigError) as caught:
+        config.load(written(tmp_path, "train:\n" + wrong + '  steps: "\\e[31m"\n'), [PROFILE])
+    assert len(caught.value.problems) == 301
+    assert len(str(caught.value)) < 4000 and "more: correct these first" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
 
 
 def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Sources become documents in a fixed order, and errors name what cannot be read."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pyarrow.parquet
 import pytest
 
 from longctx.data.corpus import CorpusError, Found, open_corpus
+from longctx.data.prepare import prepare
+from longctx.data.store import Store
 from tests.data_cases import CONVERSATION, write_jsonl
 
 
@@ -170,3 +173,45 @@ def test_a_list_of_records_is_not_one_text(tmp_path: Path) -> None:
         open_corpus(str(file))
     file.write_text('{"a": 1}', "utf-8")
     assert len(texts(file)) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [('{"weight": ' + "9" * 5000 + "}", "a number has thousands of digits"), ("[" * 100_000, "it is nested too deeply")],
+)
+def test_json_that_python_does_not_read_is_named(tmp_path: Path, line: str, says: str) -> None:
+    (tmp_path / "s.jsonl").write_text(line, "utf-8")
+    with pytest.raises(CorpusError, match=rf"s\.jsonl:1: not JSON that can be read: {says}"):
+        list(open_corpus(str(tmp_path / "s.jsonl")).documents())
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n')
+    assert [document.text for document in open_corpus(str(tmp_path / "s.jsonl")).documents()] == ["a"]
+
+
+def test_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    column = pyarrow.Array.from_buffers(pyarrow.utf8(), 1, pyarrow.array([b"\xff\xfe"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "s.parquet")
+    with pytest.raises(CorpusError, match=r"s\.parquet is not a Parquet file, or damaged: 'utf-8' codec"):
+        list(open_corpus(str(tmp_path / "s.parquet")).documents())
+
+
+def test_a_damaged_dataset_is_named(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "state.json").write_text("[]")
+    with pytest.raises(CorpusError, match="looks like a saved dataset, but `datasets` cannot read it"):
+        list(open_corpus(str(tmp_path / "saved")).documents())
+
+
+def test_file_names_that_are_not_utf8_can_be_stored(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / os.fsdecode(b"\xff.txt")).write_text("some text")
+    prepare(open_corpus(str(source)), tmp_path / "out", tokenizer="bytes")
+    assert Store.open(tmp_path / "out").name(0) == "\\xff.txt"

@@ -13,6 +13,7 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.chat import ChatML
 from longctx.data.formats import parse_messages
+from longctx.data.prepare import prepare
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint, same_tokens
 from tests.data_cases import CONVERSATION, text_of
 
@@ -209,3 +210,14 @@ def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:
     assert len(stop) == 1
     assert (tokens == stop).sum() == len(messages)  # the user's own "<|im_end|>" is only text
     assert (tokens[trained] == stop).sum() == 2
+
+
+def test_a_tokenizer_that_removes_the_text_is_refused(tmp_path: Path) -> None:
+    content = json.loads(Tokenizer.bytes().text)
+    content["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[a-z]+"}, "content": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    (tmp_path / "text.txt").write_text("lorem ipsum, " * 75, "utf-8")
+    with pytest.raises(TokenizerError, match="makes no token of 750 of the first 825 characters"):
+        prepare(tmp_path / "text.txt", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="must be at most 16777216"):
+        Tokenizer.train(["a"], 1 << 31)

@@ -20,7 +20,7 @@ PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data",
 CORE = {"errors", "units", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
-    "safe_yaml": set(),
+    "safe_yaml": {"errors"},
     "units": set(),
     "tokenizer_files": set(),
     "planning": {"errors", "safe_yaml"},

@@ -174,7 +174,7 @@ def read_lengths(path: Path) -> list[int]:
     """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
     lengths: list[int] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
     for number, line in enumerate(lines, start=1):

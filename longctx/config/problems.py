@@ -1,13 +1,15 @@
 """Problems of a configuration, each with key, value, rule and fix, and the error that reports all of them."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import yaml
 
-from longctx.errors import UserError
+from longctx.errors import LONGEST_MESSAGE, UserError, shortened
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Problem:
     others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"  {self.key} = {yaml_text(self.value)}\n      rule: {self.rule}\n      fix:  {self.fix}"
+        key, value = shortened(self.key, 100), shortened(yaml_text(self.value), 200)
+        return f"  {key} = {value}\n      rule: {shortened(self.rule, 800)}\n      fix:  {shortened(self.fix, 800)}"
 
 
 def plain(value: object) -> object:
@@ -34,8 +37,11 @@ def plain(value: object) -> object:
 
 
 def yaml_text(value: object) -> str:
-    """Returns a value as YAML on one line."""
-    text: str = yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    """Returns a value as YAML on one line; Python's text of a value that YAML does not have."""
+    try:
+        text: str = yaml.safe_dump(plain(value), default_flow_style=True, sort_keys=False, width=math.inf, allow_unicode=True)
+    except (yaml.YAMLError, ValueError):
+        return repr(type(value)) if isinstance(value, int) else repr(value)
     return text.removesuffix("\n").removesuffix("\n...")
 
 
@@ -43,7 +49,11 @@ class ConfigError(UserError):
     """An invalid configuration. `problems` lists every broken rule; it is empty if the file could not be read."""
 
     def __init__(self, summary: str, problems: Sequence[Problem] = ()) -> None:
-        super().__init__("\n".join([summary, *map(str, problems)]))
+        lines = [shortened(summary, 800), *map(str, problems)]
+        size = list(accumulate(len(line) + 1 for line in lines))
+        shown = max(2, bisect_right(size, LONGEST_MESSAGE - 100))
+        left_out = [f"  .. and {len(lines) - shown} more: correct these first"] * (len(lines) > shown)
+        super().__init__("\n".join([*lines[:shown], *left_out]))
         self.problems = tuple(problems)
 
     @classmethod

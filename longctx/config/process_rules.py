@@ -6,11 +6,16 @@ from longctx.config.problems import Problem
 from longctx.config.run import Config
 from longctx.planning.layout import longest_document
 
+MOST_PROCESSES = 1 << 20
+
 
 def mesh_rules(config: Config, world_size: int) -> list[Problem]:
     """Checks that the tensor and pipeline parallel sizes divide the number of processes."""
     tensor, pipeline = config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size
     part = tensor * pipeline
+    if world_size > MOST_PROCESSES:
+        fix = "start fewer processes; for --dry-run, give a smaller --ranks"
+        return [Problem("the number of processes", world_size, f"must be at most {MOST_PROCESSES:,}", fix)]
     if world_size % part == 0:
         return []
     rule = f"tensor_parallel_size × pipeline_parallel_size must divide the number of processes, {world_size}"

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -14,7 +14,7 @@ from longctx.config.problems import ConfigError, Problem, yaml_text
 from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.stages import Stage, Values, laid_over, may_be_staged, settings_of
-from longctx.safe_yaml import SafeLoader
+from longctx.safe_yaml import YamlError, parse, read_text
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
 """All settings by dotted name."""
@@ -67,10 +67,12 @@ def load(
 
 def _read(path: Path) -> Values:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
+        values = parse(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"configuration file {path} not found: check the path, or start from a file in examples/") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder: give a configuration file, such as those in examples/") from None
+    except YamlError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if values is None:
         return {}
@@ -78,7 +80,12 @@ def _read(path: Path) -> Values:
         sections = ", ".join(SECTIONS)
         raise ConfigError(f"{path} contains {type(values).__name__}, not a mapping: write a mapping of sections ({sections})")
     # A section with all lines commented out reads as null and means the defaults.
-    return {str(section): {} if content is None else content for section, content in values.items()}
+    return {str(section): {} if content is None else _with_names(content) for section, content in values.items()}
+
+
+def _with_names(content: Any) -> Any:
+    """Returns a section with text as keys: a number is no setting, which `_explain` says."""
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else content
 
 
 def _apply(override: str, values: Values) -> Problem | None:
@@ -89,9 +96,9 @@ def _apply(override: str, values: Values) -> Problem | None:
     if not equals or not dot:
         return Problem(override, None, "an override has the form section.key=value", "write --batch.tokens_per_rank=4096")
     try:
-        value = yaml.load(text, SafeLoader)
-    except yaml.YAMLError as error:
-        return Problem(name, text, f"the value is not valid YAML: {' '.join(str(error).split())}", "quote or correct the value")
+        value = parse(text)
+    except YamlError as error:
+        return Problem(name, text, f"the value is not valid YAML: {error}", "quote or correct the value")
     if section == "stages":
         return _apply_to_stage(name, key, value, values)
     content = values.setdefault(section, {})
@@ -193,6 +200,9 @@ def _explain(details: ErrorDetails) -> Problem:
             return Problem(name, value, rule, f"see `longctx train --help`: {SETTINGS[name].description}")
         if name in RENAMED:
             return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
+        if (keys or [section])[-1].isdecimal():
+            fix = "if it is a row of context.bins, indent it further than `bins:`; otherwise remove it"
+            return Problem(name, value, "a number is not the name of a setting", fix)
         return Problem(name, value, "unknown setting", _suggest(section, keys[0] if keys else None))
     if not keys:
         return Problem(name, value, "a section must be a mapping of settings", f"write {section}: {{key: value}}")

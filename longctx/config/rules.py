@@ -16,6 +16,7 @@ from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
+from longctx.planning.validation import MOST_RANKS, MOST_TOKENS
 
 
 def check(config: Config, *, world_size: int) -> None:
@@ -284,6 +285,9 @@ def _bins(config: Config) -> Iterator[Problem]:
     lengths, degrees = list(bins), list(bins.values())
     if not bins:
         yield Problem("context.bins", bins, "the table must not be empty", "write {8192: 1, 32768: 4}, or omit it")
+    elif max(lengths) > MOST_TOKENS or max(degrees) > MOST_RANKS:
+        rule = f"lengths must be at most {MOST_TOKENS:,} and degrees at most {MOST_RANKS:,}"
+        yield Problem("context.bins", bins, rule, "write {8192: 1, 32768: 4}, for example")
     elif min(lengths) < 1 or min(degrees) < 1:
         yield Problem("context.bins", bins, "lengths and degrees must be at least 1", "write {8192: 1, 32768: 4}, for example")
     elif any(a >= b for a, b in itertools.pairwise(lengths)):

@@ -9,10 +9,11 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.planning.validation import MOST_RANKS, MOST_TOKENS
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
-LARGEST = 1 << 40
-"""Upper bound on tokens per step and per rank; keeps costs within 64 bits."""
+LARGEST = MOST_TOKENS
+"""Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
 
 
 class Section(BaseModel):
@@ -91,7 +92,9 @@ class ModelSection(create_model("Sizes", __base__=Section, **_SIZES)):  # type: 
 class LoraSection(Section):
     """LoRA adapters (by peft) on the frozen weights of a checkpoint"""
 
-    rank: int | None = Field(None, ge=1, description="rank of the adapters (null: no LoRA, all weights are trained)")
+    rank: int | None = Field(
+        None, ge=1, le=LARGEST, description="rank of the adapters (null: no LoRA, all weights are trained)"
+    )
     alpha: float | None = Field(None, gt=0, description="adapter outputs are scaled by alpha / rank (null: 2 · rank)")
     dropout: float = Field(0.0, ge=0, le=1, description="must be 0: LoRA dropout would depend on how documents are split")
     target_modules: Literal["all-linear"] | list[str] = Field(
@@ -157,7 +160,7 @@ class DataSection(Section):
         "split", description="treatment of documents longer than max_length; DPO pairs cannot be split: use drop or error"
     )
     max_length: int | None = Field(
-        None, ge=1, description="maximum document length in tokens (null: the most that the domain can hold)"
+        None, ge=1, le=LARGEST, description="maximum document length in tokens (null: the most that the domain can hold)"
     )
     held_out: float = Field(
         0.0,
@@ -195,7 +198,7 @@ class BatchSection(Section):
         description="tokens per step, over all ranks: documents are drawn until a step has at least this many",
     )
     tokens_per_rank: int = Field(8192, ge=1, le=LARGEST, description="token budget: maximum tokens per rank in one micro-batch")
-    pad_to_multiple_of: int = Field(1, ge=1, description="pad the tokens of each rank to a multiple of this")
+    pad_to_multiple_of: int = Field(1, ge=1, le=LARGEST, description="pad the tokens of each rank to a multiple of this")
 
 
 class ContextSection(Section):
@@ -206,7 +209,9 @@ class ContextSection(Section):
         description="auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the "
         "degree by document length, from a table",
     )
-    degree: int | None = Field(None, ge=1, description="degree in mode static (null: the best degree of every step)")
+    degree: int | None = Field(
+        None, ge=1, le=MOST_RANKS, description="degree in mode static (null: the best degree of every step)"
+    )
     bins: dict[int, int] | None = Field(
         None, description="table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"
     )
@@ -224,6 +229,7 @@ class ContextSection(Section):
     max_remote_tokens: int | None = Field(
         None,
         ge=1,
+        le=LARGEST,
         description="split the exchange of K and V into stages of about this many remote tokens; fewer tokens need less memory "
         "and more stages (null: one stage). Two stages are in memory at a time, three with two_level_exchange; a stage of a "
         "ring that crosses nodes receives at least all tokens of one node",
@@ -261,9 +267,14 @@ class ParallelSection(Section):
     """tensor and pipeline parallelism, and sharding; the remaining ranks form the domain (data and context parallelism)"""
 
     tensor_parallel_size: int = Field(
-        1, ge=1, description="tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads"
+        1,
+        ge=1,
+        le=MOST_RANKS,
+        description="tensor parallel size: ranks that each weight matrix is split over; must divide the KV heads",
     )
-    pipeline_parallel_size: int = Field(1, ge=1, description="pipeline parallel size: ranks that the layers are split over")
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=MOST_RANKS, description="pipeline parallel size: ranks that the layers are split over"
+    )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
         "1f1b",
         description="pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, "
@@ -271,11 +282,15 @@ class ParallelSection(Section):
         "zero-bubble: weight gradients are computed while a rank would wait",
     )
     pipeline_chunks: int = Field(
-        1, ge=1, description="pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble"
+        1,
+        ge=1,
+        le=MOST_RANKS,
+        description="pipeline stages per rank, for the schedules interleaved (2 or more) and zero-bubble",
     )
     expert_parallel_size: int = Field(
         1,
         ge=1,
+        le=MOST_RANKS,
         description="expert parallel size: consecutive ranks of the domain that the experts of a mixture are split over, in "
         "addition to tensor parallel ranks; tokens travel to their experts",
     )
@@ -288,6 +303,7 @@ class ParallelSection(Section):
     shard_ranks: int | None = Field(
         None,
         ge=1,
+        le=MOST_RANKS,
         description="number of consecutive ranks of the domain over which weights, gradients and optimizer state are sharded, "
         "such as the ranks of a node; other ranks hold replicas (null: all ranks; 1: no sharding, for small models)",
     )
@@ -322,7 +338,7 @@ class BalanceSection(Section):
 class TrainSection(Section):
     """steps, precision, memory and the run folder"""
 
-    steps: int = Field(100, ge=1, description="number of optimizer steps")
+    steps: int = Field(100, ge=1, le=LARGEST, description="number of optimizer steps")
     seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="seed of the initial weights and the order of documents")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
@@ -352,6 +368,7 @@ class TrainSection(Section):
     mlp_tile_tokens: int | None = Field(
         None,
         ge=1,
+        le=LARGEST,
         description="run the MLP on tiles of this many tokens and recompute each tile in backward, to save activation memory "
         "(null: no tiles)",
     )
@@ -392,7 +409,7 @@ class OptimizerSection(Section):
 
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
-    warmup_steps: int = Field(10, ge=0, description="steps until the learning rate reaches its peak")
+    warmup_steps: int = Field(10, ge=0, le=LARGEST, description="steps until the learning rate reaches its peak")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
     eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
@@ -403,11 +420,17 @@ class EvalSection(Section):
     """validation on documents that are not trained on"""
 
     every: int | None = Field(
-        None, ge=1, description="steps between validations; the last step of the run or stage is always validated (null: never)"
+        None,
+        ge=1,
+        le=LARGEST,
+        description="steps between validations; the last step of the run or stage is always validated (null: never)",
     )
     store: Path | None = _path(None, "folder written by `longctx prepare` (null: the documents held out by data.held_out)")
     documents: int | None = Field(
-        None, ge=1, description="number of documents to validate on, the first ones of the store or stores (null: all)"
+        None,
+        ge=1,
+        le=LARGEST,
+        description="number of documents to validate on, the first ones of the store or stores (null: all)",
     )
 
 
@@ -417,9 +440,10 @@ class CheckpointSection(Section):
     every: int | None = Field(
         100,
         ge=1,
+        le=LARGEST,
         description="steps between checkpoints; the last step of the run or stage is always saved (null: never, for trials)",
     )
-    keep: int | None = Field(3, ge=1, description="number of latest checkpoints to keep (null: all)")
+    keep: int | None = Field(3, ge=1, le=LARGEST, description="number of latest checkpoints to keep (null: all)")
     export: Path | None = _path(None, "folder to export the final model to, for transformers (null: no export)")
 
 

@@ -23,7 +23,7 @@ class Stage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, le=1 << 40)
     model: Values = {}
     data: Values = {}
     batch: Values = {}

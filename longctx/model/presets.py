@@ -9,19 +9,24 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from longctx.errors import UserError
 from longctx.model.spec import LayerSpec, ModelSpec
 
+MOST_ENTRIES = (1 << 31) - 1
+"""Maximum of vocabulary, positions and windows."""
+WIDEST, MOST_LAYERS, MOST_EXPERTS = 1 << 20, 10_000, 1 << 16
+"""Maxima of widths and heads, layers, and experts: far above any model, and low enough to compute with at once."""
+
 
 class ModelShape(BaseModel):
     """Sizes and options of a decoder. `vocab_size` None: from the tokenizer of the store."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    vocab_size: int | None = Field(None, ge=2, description="vocabulary size; default: the tokenizer's")
-    hidden_size: int = Field(ge=1, description="width of the residual stream")
-    intermediate_size: int = Field(ge=1, description="width of the MLP")
-    num_hidden_layers: int = Field(ge=1, description="number of blocks")
-    num_attention_heads: int = Field(ge=1, description="query heads")
-    num_key_value_heads: int = Field(ge=1, description="key and value heads; divides the query heads (GQA)")
-    head_dim: int = Field(ge=2, description="size of one head; even, for RoPE")
+    vocab_size: int | None = Field(None, ge=2, le=MOST_ENTRIES, description="vocabulary size; default: the tokenizer's")
+    hidden_size: int = Field(ge=1, le=WIDEST, description="width of the residual stream")
+    intermediate_size: int = Field(ge=1, le=WIDEST, description="width of the MLP")
+    num_hidden_layers: int = Field(ge=1, le=MOST_LAYERS, description="number of blocks")
+    num_attention_heads: int = Field(ge=1, le=WIDEST, description="query heads")
+    num_key_value_heads: int = Field(ge=1, le=WIDEST, description="key and value heads; divides the query heads (GQA)")
+    head_dim: int = Field(ge=2, le=WIDEST, description="size of one head; even, for RoPE")
     norm: Literal["rms", "layer"] = Field("rms", description="RMSNorm, or LayerNorm with biases, as in GPT-2")
     rms_norm_eps: float = Field(1e-5, gt=0, description="added to the mean square in RMSNorm, to the variance in LayerNorm")
     mlp: Literal["gated", "plain"] = Field(
@@ -41,18 +46,25 @@ class ModelShape(BaseModel):
     attention_softcap: float = Field(0.0, ge=0, description="tanh bound of attention scores, 50 in Gemma 2; 0: no bound")
     logit_softcap: float = Field(0.0, ge=0, description="tanh bound of logits, 30 in Gemma 2; 0: no bound")
     sliding_window: int | None = Field(
-        None, ge=1, description="attention window in tokens, the token itself included, instead of none"
+        None, ge=1, le=MOST_ENTRIES, description="attention window in tokens, the token itself included, instead of none"
     )
     full_attention_every: int | None = Field(
         None,
         ge=1,
+        le=MOST_LAYERS,
         description="every n-th layer has no window (n is 2 in Gemma 2, 6 in Gemma 3), instead of none",
     )
-    num_experts: int = Field(0, ge=0, description="experts of each mixture-of-experts layer; 0: dense MLPs")
-    num_experts_per_tok: int = Field(2, ge=1, description="experts that a token uses (top-k)")
-    moe_intermediate_size: int | None = Field(None, ge=1, description="width of each expert, instead of intermediate_size")
-    shared_expert_intermediate_size: int = Field(0, ge=0, description="width of an expert that all tokens use; 0: none")
-    first_dense_layers: int = Field(0, ge=0, description="number of first layers with a dense MLP instead of experts")
+    num_experts: int = Field(0, ge=0, le=MOST_EXPERTS, description="experts of each mixture-of-experts layer; 0: dense MLPs")
+    num_experts_per_tok: int = Field(2, ge=1, le=MOST_EXPERTS, description="experts that a token uses (top-k)")
+    moe_intermediate_size: int | None = Field(
+        None, ge=1, le=WIDEST, description="width of each expert, instead of intermediate_size"
+    )
+    shared_expert_intermediate_size: int = Field(
+        0, ge=0, le=WIDEST, description="width of an expert that all tokens use; 0: none"
+    )
+    first_dense_layers: int = Field(
+        0, ge=0, le=MOST_LAYERS, description="number of first layers with a dense MLP instead of experts"
+    )
     router_scores: Literal["softmax", "sigmoid"] = Field("softmax", description="scores of experts from the router's logits")
     norm_topk_prob: bool = Field(
         True, description="divide the scores of the chosen experts by their sum; with softmax, as a softmax of the chosen alone"
@@ -71,7 +83,7 @@ class ModelShape(BaseModel):
         "rope", description="rotary, or learned ones that are added to the embedding, as in GPT-2"
     )
     max_position_embeddings: int | None = Field(
-        None, ge=1, description="number of learned positions, so of tokens of the longest document"
+        None, ge=1, le=MOST_ENTRIES, description="number of learned positions, so of tokens of the longest document"
     )
     rope_theta: float = Field(500_000.0, gt=0, description="base of the rotary position embedding")
     rope_local_theta: float | None = Field(
@@ -82,7 +94,9 @@ class ModelShape(BaseModel):
         "none", description="RoPE scaling for longer documents"
     )
     rope_factor: float = Field(1.0, ge=1, description="new context length / original context length, for rope_scaling")
-    rope_original_length: int = Field(8192, ge=1, description="original context length in tokens (yarn, llama3)")
+    rope_original_length: int = Field(
+        8192, ge=1, le=MOST_ENTRIES, description="original context length in tokens (yarn, llama3)"
+    )
     rope_low_freq_factor: float = Field(
         1.0, gt=0, description="llama3: frequencies with fewer rotations are divided by rope_factor"
     )

@@ -17,7 +17,8 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.by_mode import MODES
 
-MOST_RANKS = 1 << 20
+MOST_RANKS = 1 << 14
+"""Largest domain; in planning, time grows with its square."""
 MOST_TOKENS = 1 << 40
 LONGEST_STEP_NS = 1 << 52
 """Sums of nanoseconds run in float64, which is exact below 2⁵³."""

@@ -7,10 +7,8 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from longctx.errors import UserError
-from longctx.safe_yaml import SafeLoader
+from longctx.safe_yaml import YamlError, parse, read_text
 
 SHIPPED = Path(__file__).parent / "profiles"
 
@@ -87,6 +85,8 @@ class HardwareProfile:
             value = getattr(self, name)
             if not _is_number(value) or not 0 <= value <= 1:
                 problems.append(f"{name} is {value!r}: must be in [0, 1]")
+        if _is_number(self.ranks_per_node) and self.ranks_per_node > 1 << 20:
+            problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be at most {1 << 20}")
         if not isinstance(self.ranks_per_node, int):
             problems.append(f"ranks_per_node is {self.ranks_per_node!r}: must be a whole number")
         if self.exchange_levels not in (1, 2):
@@ -118,7 +118,7 @@ class HardwareProfile:
         known = {field.name for field in fields(cls)}
         values = {key: value for key, value in values.items() if key not in ("name", "about", "describes", "measured")}
         missing = sorted(field.name for field in fields(cls) if field.default is MISSING and field.name not in values)
-        unknown = sorted(set(values) - known)
+        unknown = sorted(map(str, set(values) - known))
         if missing or unknown:
             parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(unknown)}"] * bool(unknown)
             raise ProfileError(f"{source}: {'; '.join(parts)}. The constants of a profile are: {', '.join(sorted(known))}")
@@ -149,8 +149,8 @@ def read_profile(name_or_path: str | Path) -> tuple[Path, dict[str, Any]]:
         names = ", ".join(shipped_profiles())
         raise ProfileError(f"no hardware profile {str(name_or_path)!r}: give a YAML or JSON file, or one of {names}")
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = parse(read_text(path))
+    except YamlError as error:
         raise ProfileError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         held = "is empty" if values is None else f"contains a {type(values).__name__}"

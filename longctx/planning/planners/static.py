@@ -46,6 +46,8 @@ def best_static(step: Step, degrees: range, below: int | None = None) -> Candida
         limit = best.makespan_ns if best else below
         if limit is not None and bound >= limit:
             break
+        if limit is not None and longest_ns(step, degree) >= limit:
+            continue
         if (found := pack_static(step, degree)) is not None:
             best = fastest(best, found)
     return best
@@ -101,6 +103,17 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
     on_all_ranks = fixed + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
     return on_all_ranks, fixed + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
+
+
+def longest_ns(step: Step, degree: int) -> int:
+    """Returns a lower bound for plans of one degree: the fixed costs, and computing the slowest document without exchange.
+
+    It spares the packing of low degrees where there are fewer documents than groups.
+    """
+    profile, degrees = step.profile, np.full_like(step.lengths, degree)
+    alone = attention_ns(profile, step.lengths, degrees) + linear_ns(profile, largest_shards(step.lengths, degrees))
+    fixed = nanoseconds(profile.step_s) + step.fewest_micro_batches * nanoseconds(profile.launch_s)
+    return fixed + int(alone.max())
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
