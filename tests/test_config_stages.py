@@ -96,3 +96,9 @@ def test_stages_that_are_not_a_list_of_mappings(tmp_path: Path, stages: str) -> 
 
 def test_help_describes_stages() -> None:
     assert "--stages.1.section.key VALUE" in describe() and "train.steps is the sum" in describe()
+
+
+def test_a_section_of_the_run_that_is_no_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("context: text\nstages: [{steps: 3, context: {mode: auto}}]\n")
+    assert "a section must be a mapping of settings" in problems(path)["context"]

@@ -46,8 +46,10 @@ def laid_over(values: Mapping[str, Any], stage: Mapping[str, Any]) -> Values:
     """Returns the settings of a run with those of a stage applied, by section. Its `store` also replaces the run's `stores`."""
     merged = {section: content for section, content in values.items() if section != "stages"}
     for section, own in settings_of(stage).items():
-        given = dict(merged.get(section) or {})
+        given = merged.get(section) or {}
+        if not isinstance(given, Mapping):
+            continue  # refused as a section of the run
         if section == "data" and {"store", "stores"} & own.keys():
-            given |= {"store": None, "stores": None}
-        merged[section] = given | own
+            given = {**given, "store": None, "stores": None}
+        merged[section] = {**given, **own}
     return merged
