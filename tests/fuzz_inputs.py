@@ -16,6 +16,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -287,7 +288,8 @@ def mutate(tree: Any, rng: random.Random) -> None:
             holder[key], other[at] = copy.deepcopy(other[at]), copy.deepcopy(holder[key])
         case 4 if isinstance(holder[key], (int, float)):
             factors = (-1, 0, 0.5, 3, 1e9, 1 << 40, 1e308)
-            holder[key] *= rng.choice(factors)
+            with suppress(OverflowError):
+                holder[key] *= rng.choice(factors)
         case _:
             holder[key] = copy.deepcopy(rng.choice(VALUES))
 

@@ -6,6 +6,7 @@ import math
 import sys
 import traceback
 from contextlib import nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,20 +93,23 @@ def train(config: Config, *, resume: bool = False, resume_if_any: bool = False, 
     Raises UserError for everything that is wrong before the processes join.
     """
     from longctx.parallel.mesh import Launch
+    from longctx.training.agreement import identity
 
     launch = Launch.read()
     check(config, world_size=launch.world_size)
     _check_traced(config, profile_steps)
-    device, available, found = _prepare(config, launch, resume, resume_if_any)
-    return _train(config, launch, device, available, found, profile_steps)
+    device, available, found, fingerprints = _prepare(config, launch, resume, resume_if_any)
+    mine = identity(config, fingerprints, found)
+    return _train(config, launch, device, available, found, profile_steps, mine)
 
 
 def _prepare(
     config: Config, launch: "Launch", resume: bool, resume_if_any: bool
-) -> "tuple[torch.device, int | None, Checkpoint | None]":
+) -> "tuple[torch.device, int | None, Checkpoint | None, list[str]]":
     """Checks everything that can be checked before processes join.
 
-    Returns the device, the bytes that this rank can use (None: unknown), and the checkpoint to continue from.
+    Returns the device, the bytes that this rank can use (None: unknown), the checkpoint to continue from, and the fingerprints
+    of the stores of all stages.
     """
     import torch
 
@@ -131,7 +135,9 @@ def _prepare(
         check_float8(device)
     available, on_gpu = available_bytes(device, launch.local_world_size), device.type == "cuda"
     config = fitted(config, launch.world_size, available, fused=on_gpu)
+    fingerprints = []
     for stage, (own, store) in enumerate(open_stages(config)):
+        fingerprints += [source.fingerprint for source in store.sources]
         with named(config, stage):
             spec = own.model_source(store.tokenizer.vocab_size).spec
             split = own.parallel.tensor_parallel_size
@@ -158,7 +164,7 @@ def _prepare(
     if launch.rank == 0:
         for sentence in damaged + _notes(config, device):
             print(f"longctx train: {sentence}", file=sys.stderr)
-    return device, available, found
+    return device, available, found, fingerprints
 
 
 def _notes(config: Config, device: "torch.device") -> list[str]:
@@ -178,10 +184,12 @@ def _train(
     available: int | None,
     found: "Checkpoint | None",
     traced: range | None,
+    mine: dict[str, str],
 ) -> int:
     from longctx.memory.advisor import changes_said, fitted
     from longctx.model.source import lines_on
     from longctx.parallel import mesh
+    from longctx.training.agreement import RanksDiffer, require_same
     from longctx.training.first_steps import mix_lines
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
@@ -204,7 +212,12 @@ def _train(
     stop = mesh.StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
         mesh.record_messages(device, config.train.run_dir / "nccl")
-        groups = join_run(config, launch, device)
+        try:
+            groups = join_run(config, launch, device, partial(require_same, mine))
+        except RanksDiffer as error:
+            if launch.rank == 0:
+                print(f"longctx train: error: {error}", file=sys.stderr, flush=True)
+            return 2
         least = min(groups.gather_objects(math.inf if available is None else available))  # all ranks decide the same
         given = config
         config = fitted(given, launch.world_size, None if math.isinf(least) else int(least), fused=device.type == "cuda")

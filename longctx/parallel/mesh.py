@@ -5,6 +5,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -228,6 +229,7 @@ def join(
     shard_ranks: int | None = None,
     expert: int | None = None,
     timeout_s: float = 600.0,
+    check: Callable[[dist.ProcessGroup], None] | None = None,
 ) -> Mesh:
     """Joins the processes that torchrun started (or runs alone) and makes the groups of a run; see `make_groups`.
 
@@ -242,7 +244,8 @@ def join(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return make_groups(device, tensor=tensor, pipeline=pipeline, shard_ranks=shard_ranks, expert=expert, timeout_s=timeout_s)
+    sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks, "expert": expert}
+    return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
 
 
 def make_groups(
@@ -253,14 +256,19 @@ def make_groups(
     shard_ranks: int | None = None,
     expert: int | None = None,
     timeout_s: float = 600.0,
+    check: Callable[[dist.ProcessGroup], None] | None = None,
 ) -> Mesh:
     """Makes the groups of a run from all processes of the default group.
 
     `shard_ranks` consecutive ranks of the domain share one copy of the weights; None: all of them. The experts of a mixture are
     split over `expert` consecutive ranks of the domain and their tensor ranks; None: the model has no experts. A collective or
     message that takes longer than `timeout_s` seconds raises an error. Groups for messages between ranks are warmed up.
+    `check` is called with the group of all ranks before there are others, which only ranks with the same sizes can make.
     """
     timeout = timedelta(seconds=timeout_s)
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    if check is not None:
+        check(control)
     ranks = dist.get_world_size() // (pipeline * tensor)
     shards = ranks if shard_ranks is None else shard_ranks
     # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split over it.
@@ -280,7 +288,6 @@ def make_groups(
     # The domain's group may be the world's, so the exchange gets a separate one.
     exchange = _my_group(numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout))
     assert exchange is not None
-    control = dist.new_group(backend="gloo", timeout=timeout)
     stages = ends = None
     if pipeline > 1:
         columns = numbers.permute(2, 1, 0).reshape(-1, pipeline)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
@@ -41,9 +42,11 @@ from longctx.training.clock import StepClock
 from longctx.training.run_profile import run_profile
 
 
-def join_run(config: Config, launch: Launch, device: torch.device) -> Mesh:
-    """Joins the processes of a run in the mesh that `config.parallel` describes."""
-    return join(launch, device, **sizes_of_groups(config), timeout_s=config.train.timeout_s)
+def join_run(
+    config: Config, launch: Launch, device: torch.device, check: Callable[[dist.ProcessGroup], None] | None = None
+) -> Mesh:
+    """Joins the processes of a run in the mesh that `config.parallel` describes, after a `check` by all ranks."""
+    return join(launch, device, **sizes_of_groups(config), timeout_s=config.train.timeout_s, check=check)
 
 
 def sizes_of_groups(config: Config) -> dict[str, Any]:

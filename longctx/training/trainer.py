@@ -29,7 +29,7 @@ from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
-from longctx.training import checkpoint
+from longctx.training import agreement, checkpoint
 from longctx.training.balance import Balance
 from longctx.training.checkpoint import Checkpoint, CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
@@ -199,6 +199,8 @@ class Trainer:
             self.optimizer.zero_grad()
         domain["optimizer_s"] += self.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
+        if batch.step % agreement.EVERY == 0:
+            agreement.require_same_copies(self.model, batch.step)
         self.stopping = bool(domain["stop"].any())
         seconds = time.perf_counter() - started
         if self.online_fit is not None:

@@ -1,0 +1,100 @@
+"""Ranks that differ in settings, data, versions or copies of weights are found, and named."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from longctx.config import load
+from longctx.training.agreement import RanksDiffer, identity, require_same, require_same_copies
+from tests.training_cases import SMALL, make_store, start
+from tests.workers import Workers
+
+
+def differing(ranks: int) -> str:
+    """Returns what a rank is told if rank 1 has another value, rank 2 an additional one, and the rest are the same."""
+    rank = dist.get_rank()
+    mine = {"a": "1", "b": "2" if rank == 1 else "3"} | ({"c": "4"} if rank == 2 else {})
+    require_same({"a": "1"}, dist.group.WORLD or dist.new_group())
+    try:
+        require_same(mine, dist.group.WORLD or dist.new_group())
+    except RanksDiffer as error:
+        return str(error)
+    return ""
+
+
+def test_differences_are_named_on_every_rank(workers: Workers) -> None:
+    said = workers.run(differing, 4, 4)
+    assert len(set(said)) == 1
+    assert "b: 3 on ranks 0, 2 to 3; 2 on rank 1\n" in said[0]
+    assert "c: nothing on ranks 0 to 1, 3; 4 on rank 2\n" in said[0]
+    assert "  a:" not in said[0]
+
+
+def test_the_run_folder_may_differ() -> None:
+    one, other = (
+        load(None, ["data.store=s", f"train.run_dir={run}", f"train.seed={seed}"]) for run, seed in (("a", 1), ("b", 2))
+    )
+    mine, theirs = (identity(config, ["f"], None) for config in (one, other))
+    assert {name for name in mine if mine[name] != theirs[name]} == {"train.seed"}
+
+
+def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> str:
+    """Returns the error after one bit of a weight has changed on rank 1; an empty text if there is none."""
+    trainer = start(store, run, settings)
+    with trainer.loader:
+        trainer.step()
+    require_same_copies(trainer.model, 1)
+    if spoiled is None:
+        return ""
+    weight = dict(trainer.model.named_parameters())[spoiled]
+    assert isinstance(weight, DTensor)
+    if dist.get_rank() == 1:
+        weight.to_local().view(torch.int32).flatten()[0] ^= 1
+    try:
+        require_same_copies(trainer.model, 1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "spoiled"),
+    [
+        (2, ["parallel.shard_ranks=1", "batch.tokens_per_rank=800"], "layers.0.mlp.up_proj.weight"),
+        (2, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=1500"], "layers.1.input_layernorm.weight"),
+        (2, ["batch.tokens_per_rank=800"], None),
+    ],
+)
+def test_a_flipped_bit_of_a_copy_is_found(
+    workers: Workers, tmp_path: Path, ranks: int, settings: list[str], spoiled: str | None
+) -> None:
+    store = make_store(tmp_path)
+    said = workers.run(copies, ranks, store, tmp_path / "run", ["model.num_key_value_heads=2", *settings], spoiled)
+    for text in said:
+        assert text == "" if spoiled is None else f"1 weights, such as {spoiled}, differ between ranks 0 to 1" in text
+
+
+def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = []
+    for rank in range(2):
+        given = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500"]
+        given += [f"optimizer.learning_rate={0.01 * (rank + 1)}", f"parallel.tensor_parallel_size={rank + 1}"]
+        command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in given)]
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+        environment = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2], said
+    assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in said[0]
+    assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in said[0]
