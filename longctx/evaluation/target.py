@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx.config import Config, load
-from longctx.data.store import Store, is_store
+from longctx.data.manifest import is_store
+from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import check_name

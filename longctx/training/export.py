@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.data.store import is_store
+from longctx.data.manifest import is_store
 from longctx.errors import UserError
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from longctx.config import Config
 from longctx.config.problems import yaml_text
-from longctx.data.store import TOKENIZER, Store
+from longctx.data.manifest import TOKENIZER
+from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.training import checkpoint
