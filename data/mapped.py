@@ -10,6 +10,8 @@ import pyarrow
 
 from longctx.checksums import CHUNK, DIGITS, checksums_of
 
+COLUMNS = ["name", "tokens", "length", "trained_tokens", "trained"]
+"""Columns of every store; later versions have more."""
 SMALL = 64 << 20
 """Bytes of a file that is verified whole before it is used; of a larger one only the parts that are read."""
 
@@ -24,13 +26,19 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, checksums: str) -> None:
-        """`checksums` are those of the file; empty if none are known. Raises ArrowException, or ValueError if it is damaged."""
+        """`checksums` are those of the file; empty if none are known. Raises ValueError if it is damaged."""
         self.path = path
         self._checksums = checksums
         self._bytes = pyarrow.memory_map(str(path)).read_buffer()
         self._verified = np.zeros(len(checksums) // DIGITS, np.bool_)
         if len(self._bytes) <= SMALL and (problem := self.damage()):
             raise ValueError(problem)
+        try:
+            self._open()
+        except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+            raise ValueError(self.damage() or f"{path.name}: {error}") from error
+
+    def _open(self) -> None:
         source = pyarrow.BufferReader(self._bytes)
         reader = pyarrow.ipc.open_stream(source)
         found, ends = [], [0]
@@ -40,6 +48,8 @@ class MappedFile:
             ends.append(source.tell())
         ends[-1] = len(self._bytes)
         self.table = pyarrow.Table.from_batches(found, reader.schema)
+        if missing := set(COLUMNS) - set(self.table.column_names):
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
         self.batches = [_batch(self, batch, *span) for batch, *span in zip(found, ends, ends[1:], strict=False)]
 
     def damage(self, start: int = 0, stop: int | None = None) -> str:

@@ -122,13 +122,14 @@ class Store:
             parts = sorted(name for name in manifest.files if name.endswith(ARROW))
             files = [MappedFile(path / name, manifest.checksums.get(name, "")) for name in parts]
             table = pyarrow.concat_tables([file.table for file in files])
-        except (pyarrow.ArrowException, ValueError, IndexError, KeyError) as error:
+        except (pyarrow.ArrowException, ValueError) as error:
             raise StoreError(f"store {path} is damaged: {error}; {again}") from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
         for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
             if (found := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
-                raise StoreError(f"store {path} is damaged: its {column} add up to {found:,}, not {total:,}; {again}")
+                problem = next(filter(None, (file.damage() for file in files)), f"{column} adds up to {found:,}, not {total:,}")
+                raise StoreError(f"store {path} is damaged: {problem}; {again}")
         if "weight" not in table.column_names:  # in stores of older versions
             table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:

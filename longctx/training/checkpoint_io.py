@@ -82,16 +82,13 @@ class SummingWriter(FileSystemWriter):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, sync_files=True)
-        self.fs = _SummingFiles()
-
-    @property
-    def checksums(self) -> dict[str, str]:
-        return self.fs.checksums
+        self.checksums: dict[str, str] = {}
+        self.fs = _SummingFiles(self.checksums)
 
 
 class _SummingFiles(FileSystem):
-    def __init__(self) -> None:
-        self.checksums: dict[str, str] = {}
+    def __init__(self, checksums: dict[str, str]) -> None:
+        self.checksums = checksums
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:

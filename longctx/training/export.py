@@ -167,6 +167,8 @@ def _find(run: Path, step: int | None) -> Checkpoint:
         steps = ", ".join(map(str, checkpoint.steps(run)))
         way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
         raise ExportError(f"{run} has {what}{why}: {way_out}")
+    if problem := found.damage():
+        raise ExportError(f"{found.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
     return found
 
 
