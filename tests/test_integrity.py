@@ -311,6 +311,35 @@ def test_an_error_that_passes_is_not_a_missing_checkpoint(trained: tuple[Path, P
         open_run_folder(run, resume=True, or_begin=True, checkpoint_bytes=0)
 
 
+def whole_while_saving(store: Path, run: Path, settings: list[str]) -> list[list[int]]:
+    """The steps whose checkpoints are whole each time that another one has been written, but not yet published."""
+    found, publish = [], checkpoint._publish
+
+    def watched(*arguments: Any) -> None:
+        found.append([step for step in checkpoint.steps(run) if not checkpoint.of_step(run, step)[0].damage()])
+        publish(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "_publish", watched)
+        train_and_save(store, run, settings)
+    return found
+
+
+def test_two_checkpoints_are_whole_while_another_is_written(workers: Workers, tmp_path: Path) -> None:
+    store, settings = make_store(tmp_path), ["train.steps=4", "checkpoint.every=1", "checkpoint.keep=2", ONE_RANK]
+    assert workers.run(whole_while_saving, 1, store, tmp_path / "run", settings) == [[[], [1], [1, 2], [2, 3]]]
+
+
+def test_later_checkpoints_do_not_displace_those_that_a_run_resumed_from(tmp_path: Path) -> None:
+    """They are damaged, though their sizes are right: otherwise the run would not have resumed before them."""
+    for step in (10, 20, 30, 40):
+        folder = folder_of(tmp_path, step)
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
+    checkpoint._prune(tmp_path, 2, folder_of(tmp_path, 30))
+    assert checkpoint.steps(tmp_path) == [20, 30, 40]
+
+
 def test_a_checkpoint_is_replaced_whole(trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill between the two renames leaves the old one aside, and the next write removes it."""
     final = folder_of(tmp_path, 1)
