@@ -1,45 +1,164 @@
-"""Counts how longctx meets faults: mistakes in its input.
+"""Faults: what damaged files and mistakes in its input do to longctx. Writes results/faults.md.
 
-    python -m bench.faults inputs                # rows for bench/results/faults.md: thousands of mutated inputs
-    python -m bench.faults inputs --seed 7 --scale 0.1
+    python -m bench.faults               # every part
+    python -m bench.faults flips --scale 0.1 --seed 7
 
-A part is a function in `PARTS`: it gets the seed and a factor of its counts, and returns the lines of a Markdown table.
+Part `flips`: one bit of one file is flipped at a time, and the store is opened and read, or the newest checkpoint is looked
+for, verified and loaded, as `train --resume` does. A fault is noticed if it is refused with a message that names the file.
+Part `inputs`: mutated settings, YAML, lengths, profiles and corpora are given to the commands; see tests/fuzz_inputs.py.
 """
 
 import argparse
+import hashlib
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
+from longctx.data.store import Store
+from longctx.errors import UserError
+from longctx.training import checkpoint
 from tests.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, Fuzzer
 
+RESULTS = Path(__file__).parent / "results" / "faults.md"
+NOTICED, UNNAMED, HARMLESS = "noticed, file named", "noticed, file not named", "unnoticed, same content"
+WRONG, CRASH = "unnoticed, other content", "an error that is no message"
+SETTINGS = (
+    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 --model.num_attention_heads=2 "
+    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 --batch.global_tokens=2000 "
+    "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
+)
 
-def inputs(seed: int, scale: float) -> list[str]:
-    """Gives mutated inputs to the commands; see `tests/fuzz_inputs.py`."""
+
+@contextmanager
+def flipped(folder: Path, random: Random) -> Iterator[Path]:
+    """Flips a random bit of a random file in a folder, and yields the file; puts it back afterwards.
+
+    Files are drawn evenly, so that small ones are hit too.
+    """
+    file = random.choice(sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size))
+    before = file.read_bytes()
+    after = bytearray(before)
+    after[random.randrange(len(after))] ^= 1 << random.randrange(8)
+    file.write_bytes(after)
+    try:
+        yield file
+    finally:
+        file.write_bytes(before)
+
+
+def read_store(path: Path) -> str:
+    """Returns a digest of all that training reads of a store."""
+    store, digest = Store.open(path), hashlib.sha256()
+    for document, length in enumerate(store.lengths):
+        for array in store.read(document, 0, int(length)):
+            digest.update(array.tobytes())
+        digest.update(f"{store.name(document)} {store.weights[document]} {store.trained_tokens[document]}".encode())
+    return digest.hexdigest()
+
+
+def read_checkpoint(run: Path) -> str:
+    """Returns a digest of what is resumed from the newest checkpoint of a run. Raises UserError if it is damaged."""
+    found, damaged = checkpoint.newest(run)
+    if found is None or damaged:
+        raise UserError("; ".join(damaged))
+    if problem := found.damage():
+        raise UserError(problem)
+    saved = checkpoint.SavedWeights(found.folder)
+    names = sorted(name.removeprefix("model.") for name in saved.names if name.startswith("model."))
+    digest = hashlib.sha256(repr(found.state).encode())
+    for name, value in saved.read(names).items():
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def outcome(read: Callable[[Path], str], path: Path, file: Path, expected: str) -> str:
+    """Says what reading does after `file` has changed."""
+    try:
+        return HARMLESS if read(path) == expected else WRONG
+    except UserError as error:
+        return NOTICED if file.name in str(error) else UNNAMED
+    except Exception:
+        return CRASH
+
+
+def flips(read: Callable[[Path], str], path: Path, folder: Path, count: int, seed: int = 0) -> Counter[tuple[str, str]]:
+    """Flips `count` bits, one at a time, of the files in a folder. Returns how often (file, outcome) was seen."""
+    expected, random = read(path), Random(seed)
+    seen: Counter[tuple[str, str]] = Counter()
+    for _ in range(count):
+        with flipped(folder, random) as file:
+            seen[file.name, outcome(read, path, file, expected)] += 1
+    return seen
+
+
+def make(folder: Path) -> tuple[Path, Path]:
+    """Makes a small store and a run of two checkpoints. Returns both folders."""
+    source, store, run = folder / "source", folder / "store", folder / "run"
+    source.mkdir()
+    for module in ("abc", "bisect", "copy", "glob", "heapq"):
+        shutil.copy(Path(shutil.__file__).with_name(f"{module}.py"), source)
+    longctx = [sys.executable, "-m", "longctx"]
+    subprocess.run([*longctx, "prepare", "--source", source, "--tokenizer", "bytes", "--out", store], check=True)
+    subprocess.run([*longctx, "train", *SETTINGS.split(), f"--data.store={store}", f"--train.run_dir={run}"], check=True)
+    return store, run
+
+
+def table(title: str, seen: Counter[tuple[str, str]]) -> str:
+    """Returns a table of files by outcomes."""
+    columns = [name for name in (NOTICED, UNNAMED, HARMLESS, WRONG, CRASH) if any(found == name for _, found in seen)]
+    rows = [[file, *(str(seen[file, column]) for column in columns)] for file in sorted({file for file, _ in seen})]
+    rows.append(["all", *(str(sum(seen[file, column] for file in {file for file, _ in seen})) for column in columns)])
+    lines = [["file", *columns], ["---"] * (len(columns) + 1), *rows]
+    return "\n".join([f"### {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def flips_part(folder: Path, seed: int, scale: float) -> str:
+    (store, run), count = make(folder), max(1, round(500 * scale))
+    newest = max((run / "checkpoints").iterdir())
+    found = (
+        table(f"{count} flips in the files of a store", flips(read_store, store, store, count, seed)),
+        table(f"{count} flips in the files of a checkpoint", flips(read_checkpoint, run, newest, count, seed)),
+    )
+    return "## Single bits\n\nOne bit of one file is flipped at a time; files are drawn evenly.\n\n" + "\n".join(found)
+
+
+def inputs_part(folder: Path, seed: int, scale: float) -> str:
     lines = [
         f"| input | tried | refused | tracebacks | over {LIMIT_S} s | over {LONGEST_MESSAGE:,} characters |",
         "|---" * 6 + "|",
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder), seed)
-        for kind, count in FULL.items():
-            found = fuzzer.run(kind, max(1, int(scale * count)))
-            lines.append(f"| {kind} | {found.tried:,} | {found.refused:,} | {found.tracebacks} | {found.slow} | {found.long} |")
-            print(*found.failures, sep="\n", end="", file=sys.stderr)
-    return lines
+    fuzzer = Fuzzer(folder, seed)
+    for kind, count in FULL.items():
+        found = fuzzer.run(kind, max(1, round(scale * count)))
+        lines.append(f"| {kind} | {found.tried:,} | {found.refused:,} | {found.tracebacks} | {found.slow} | {found.long} |")
+        print(*found.failures, sep="\n", end="", file=sys.stderr)
+    said = "Examples, mutated at random: settings and values deleted, swapped, repeated, of another type or size, damaged text."
+    return "\n".join(["## Mistakes in inputs", "", said, "", *lines, ""])
 
 
-PARTS: dict[str, Callable[[int, float], list[str]]] = {"inputs": inputs}
+PARTS: dict[str, Callable[[Path, int, float], str]] = {"flips": flips_part, "inputs": inputs_part}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of cases")
     arguments = parser.parse_args()
-    print(*PARTS[arguments.part](arguments.seed, arguments.scale), sep="\n")
+    written = ["# Faults\n\nMade by `python -m bench.faults`.\n"]
+    for part in arguments.parts or PARTS:
+        with tempfile.TemporaryDirectory() as folder:
+            written.append(PARTS[part](Path(folder), arguments.seed, arguments.scale))
+    text = "\n".join(written)
+    print(text)
+    if set(arguments.parts or PARTS) == set(PARTS) and arguments.scale == 1:
+        RESULTS.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

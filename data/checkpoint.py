@@ -60,7 +60,7 @@ class Checkpoint:
                 "its tokenizer.json"
             ) from error
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder))
+            loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         except Exception as error:  # a damaged file may raise anything
             has_files = any(file.suffix != ".jinja" for file in find(folder))
             why = f"transformers cannot load a tokenizer from {name}: {_first_line(error)}"

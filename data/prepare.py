@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from longctx import tokenizer_files
+from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.markup import Markup
-from longctx.data.store import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
@@ -44,7 +45,7 @@ from longctx.errors import UserError
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
 REQUEST = "request"
-LAYOUT = 2  # version of the files in an unfinished store; other versions cannot be resumed
+LAYOUT = 3  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
@@ -205,7 +206,12 @@ def _manifest(
 ) -> Manifest:
     longest = max(parts, key=lambda part: part.longest_length)
     lossiest = max(parts, key=lambda part: part.lossiest_characters)
-    files = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name not in NOTES)
+    files = {
+        file.relative_to(folder).as_posix(): file
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.name not in NOTES
+    }
+    written = {part.file: part.checksums for part in parts}
     return Manifest(
         **settings,
         source=corpus.source,
@@ -220,7 +226,8 @@ def _manifest(
         tokenizer_fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
         end_of_document_token=tokenizer.end_of_document_token,
-        files={file.relative_to(folder).as_posix(): file.stat().st_size for file in files},
+        files={name: file.stat().st_size for name, file in files.items()},
+        checksums={name: written.get(name) or checksums(file) for name, file in files.items()},
         characters=sum(part.characters for part in parts),
         lost_characters=sum(part.lost_characters for part in parts),
         lossy_documents=sum(part.lossy_documents for part in parts),

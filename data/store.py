@@ -12,13 +12,15 @@ A store is a folder with `manifest.json`, `tokenizer.json` and Arrow stream file
 The files of a checkpoint's tokenizer, including its chat template, are in `tokenizer/`, for exports. `state.json` and
 `dataset_info.json` make the folder also a dataset of the `datasets` library (`load_from_disk`). Reading needs neither
 `datasets` nor torch, so that planning from a store's lengths starts quickly. `longctx.data.prepare` writes stores.
+
+The manifest has checksums of itself and of every file. Small files are verified when a store is opened, large ones part by part
+when a document there is first read. Stores of older versions have no checksums.
 """
 
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,154 +29,11 @@ import numpy.typing as npt
 import pyarrow
 
 from longctx.data import IGNORED_LABEL
+from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError
+from longctx.data.mapped import Batch, MappedFile
 from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
-from longctx.errors import UserError
-
-FORMAT = "longctx-store"
-VERSION = 1
-MANIFEST = "manifest.json"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_FILES = "tokenizer"
-"""Folder of the checkpoint's tokenizer files."""
 
 Int64Array = npt.NDArray[np.int64]
-
-
-class StoreError(UserError):
-    """A folder that is not a store, or a store that is damaged, of another version, or must not be replaced."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """Description of a store. It is written last, so a store without a manifest was never finished.
-
-    Attributes:
-        request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
-        fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store with the same one.
-        source: source of the text, as given.
-        documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
-        longest_name, longest_length: name of the longest document, and number of its tokens.
-        empty_documents: number of documents left out because they have no text.
-        skipped_files: number of files left out because they are not UTF-8 text; `skipped_names` are the first of them.
-        tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
-        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
-        lost_characters: number of these that no token represents, in `lossy_documents` documents.
-        lossiest_name, lossiest_characters: document that lost most characters, and number of these.
-        files: bytes of every other file of the store.
-        formats: number of documents of each format, including documents dropped later.
-        template: description of the chat template, and how tokens to train on were found; empty without conversations.
-        train_on: parts of conversations that are trained on.
-        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer.
-        spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
-            first of them.
-        straddling_tokens: number of target tokens that also contain text that is not trained on.
-        lightest, heaviest: smallest and largest weight of a document.
-        pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
-        useless_pairs: number of pairs left out because the completions are equal, or one is empty.
-    """
-
-    request: str
-    fingerprint: str
-    source: str
-    documents: int
-    tokens: int
-    trained_tokens: int
-    longest_name: str
-    longest_length: int
-    empty_documents: int
-    skipped_files: int
-    skipped_names: tuple[str, ...]
-    tokenizer_fingerprint: str
-    vocab_size: int
-    end_of_document_token: str
-    files: dict[str, int]
-    format: str = FORMAT
-    version: int = VERSION
-    characters: int = 0
-    lost_characters: int = 0
-    lossy_documents: int = 0
-    lossiest_name: str = ""
-    lossiest_characters: int = 0
-    formats: dict[str, int] = field(default_factory=dict)
-    template: str = ""
-    train_on: str = "assistant"
-    max_length: int | None = None
-    dropped_documents: int = 0
-    spelled_documents: int = 0
-    spelled_name: str = ""
-    straddling_tokens: int = 0
-    lightest: float = 1.0
-    heaviest: float = 1.0
-    pairs: bool = False
-    useless_pairs: int = 0
-
-    @property
-    def conversations(self) -> bool:
-        """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
-        known = bool(set(self.formats) - {"text"})
-        return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
-
-    @property
-    def loss(self) -> str:
-        """Sentence on the characters that the tokenizer lost; empty if it lost none."""
-        if not self.lost_characters:
-            return ""
-        return (
-            f"the tokenizer lacks {self.lost_characters:,} of {self.characters:,} characters of the text "
-            f"({self.lost_characters / self.characters:.2%}, white space not counted), in {self.lossy_documents:,} of "
-            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are dropped, or "
-            "replaced by an unknown token"
-        )
-
-    def save(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
-
-    @classmethod
-    def load(cls, folder: Path) -> "Manifest":
-        """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
-        path = folder / MANIFEST
-        if not folder.is_dir():
-            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {folder}`")
-        if not path.is_file():
-            raise StoreError(
-                f"{folder} is not a store: it has no {MANIFEST}; make one elsewhere with `longctx prepare --out FOLDER`"
-            )
-        try:
-            content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-            kind, version = content["format"], content["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(
-                f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
-            ) from error
-        if (kind, version) != (FORMAT, VERSION):
-            raise StoreError(
-                f"{folder} has format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
-                f"prepare it again with `longctx prepare --out {folder} --overwrite`"
-            )
-        try:
-            manifest = cls(**content)
-        except TypeError as error:
-            raise StoreError(
-                f"{path} is damaged: {error}; prepare it again with `longctx prepare --out {folder} --overwrite`"
-            ) from error
-        for name, size in manifest.files.items():
-            file = folder / name
-            found = file.stat().st_size if file.is_file() else None
-            if found != size:
-                raise StoreError(
-                    f"store {folder} is damaged: {name} {'is missing' if found is None else f'has {found:,} bytes'}, "
-                    f"but should have {size:,} bytes; prepare it again with `longctx prepare --out {folder} --overwrite`"
-                )
-        return manifest
-
-
-def is_store(folder: Path) -> bool:
-    """Returns whether a folder claims to be a store, of any version, damaged or not."""
-    try:
-        content = json.loads((folder / MANIFEST).read_text("utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def store_schema(tokenizer: Tokenizer) -> Any:
@@ -188,16 +47,6 @@ def store_schema(tokenizer: Tokenizer) -> Any:
         "weight": pyarrow.float64(),
     }
     return pyarrow.schema(columns.items())
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """One Arrow record batch: document i has tokens[starts[i]:starts[i+1]], and `trained` likewise (empty: all)."""
-
-    tokens: npt.NDArray[np.integer[Any]]
-    starts: npt.NDArray[np.int32]
-    trained: Any  # pyarrow.BooleanArray: one bit per token
-    trained_starts: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -232,7 +81,13 @@ class Store:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, tokenizer: Tokenizer, table: Any, sources: Sequence[Source] = ()
+        self,
+        path: Path,
+        manifest: Manifest,
+        tokenizer: Tokenizer,
+        table: Any,
+        batches: Sequence[Batch],
+        sources: Sequence[Source] = (),
     ) -> None:
         self.path = path
         self.manifest = manifest
@@ -247,7 +102,7 @@ class Store:
         all_one = all((part.to_numpy() == 1).all() for part in weights.chunks)  # then a single number suffices
         self.weights: npt.NDArray[np.float64] = np.broadcast_to(1.0, len(weights)) if all_one else weights.to_numpy()
         self._names = table.column("name")
-        self._batches = [_batch(batch) for batch in table.to_batches()]
+        self._batches = batches
         self._first_document = np.cumsum([0] + [len(batch.starts) - 1 for batch in self._batches])
 
     @classmethod
@@ -258,17 +113,23 @@ class Store:
         """
         path = Path(path)
         manifest = Manifest.load(path)
+        again = f"prepare it again with `longctx prepare --out {path} --overwrite`"
         try:
+            for name in manifest.files:
+                if not name.endswith(ARROW) and (problem := manifest.damage(path, name)):
+                    raise ValueError(problem)
             used = Tokenizer.load(path / TOKENIZER, manifest.end_of_document_token)
-            parts = sorted(name for name in manifest.files if name.endswith(".arrow"))
-            maps = [pyarrow.memory_map(str(path / name)) for name in parts]
-            table = pyarrow.concat_tables([pyarrow.ipc.open_stream(part).read_all() for part in maps])
-        except (pyarrow.ArrowException, TokenizerError) as error:
-            raise StoreError(
-                f"store {path} is damaged: {error}; prepare it again with `longctx prepare --out {path} --overwrite`"
-            ) from error
+            parts = sorted(name for name in manifest.files if name.endswith(ARROW))
+            files = [MappedFile(path / name, manifest.checksums.get(name, "")) for name in parts]
+            table = pyarrow.concat_tables([file.table for file in files])
+        except (pyarrow.ArrowException, ValueError) as error:
+            raise StoreError(f"store {path} is damaged: {error}; {again}") from error
         if used.fingerprint != manifest.tokenizer_fingerprint or table.num_rows != manifest.documents:
             raise StoreError(f"store {path} has files of another store: prepare it again with `longctx prepare --overwrite`")
+        for column, total in (("length", manifest.tokens), ("trained_tokens", manifest.trained_tokens)):
+            if (found := sum(int(part.to_numpy().sum()) for part in table.column(column).chunks)) != total:
+                problem = next(filter(None, (file.damage() for file in files)), f"{column} adds up to {found:,}, not {total:,}")
+                raise StoreError(f"store {path} is damaged: {problem}; {again}")
         if "weight" not in table.column_names:  # in stores of older versions
             table = table.append_column("weight", pyarrow.array(np.ones(table.num_rows)))
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
@@ -276,7 +137,7 @@ class Store:
                 f"store {path} was made with another tokenizer than {tokenizer}: prepare it again with that one "
                 f"(`longctx prepare --tokenizer {tokenizer}`), or remove data.tokenizer to use the store's tokenizer"
             )
-        return cls(path, manifest, used, table)
+        return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
     @classmethod
     def join(cls, stores: Sequence["Store"], amounts: Sequence[float], unit: str = "weight") -> "Store":
@@ -302,7 +163,8 @@ class Store:
             for store, amount, end in zip(stores, amounts, ends, strict=True)
         ]
         table = pyarrow.concat_tables([store._table for store in stores])
-        return cls(first.path, first.manifest, first.tokenizer, table, sources)
+        batches = [batch for store in stores for batch in store._batches]
+        return cls(first.path, first.manifest, first.tokenizer, table, batches, sources)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -346,45 +208,54 @@ class Store:
         if not 0 <= start <= stop <= end <= self.lengths[document]:
             raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop} before {end}")
         after = min(stop + 1, end)  # one more token, for the last label
-        batch, row = self._locate(document)
-        first = int(batch.starts[row])
-        tokens = batch.tokens[first + start : first + after].astype(np.int64)
+        tokens, trained = self._read(document, start, after)
         labels = np.full(stop - start, IGNORED_LABEL, np.int64)
-        if after > start + 1:
-            targets = self._trained(batch, row, start + 1, after)
-            labels[: after - start - 1] = np.where(targets, tokens[1:], IGNORED_LABEL)
+        labels[: max(0, after - start - 1)] = np.where(trained[1:], tokens[1:], IGNORED_LABEL)
         return tokens[: stop - start], labels
 
     def tokens(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Reads tokens, int64 `[stop - start]`, of a span of a document, and which of them may be targets."""
         if not 0 <= start <= stop <= self.lengths[document]:
             raise IndexError(f"document {document} has {self.lengths[document]} tokens: no span {start}:{stop}")
-        batch, row = self._locate(document)
-        first = int(batch.starts[row])
-        return batch.tokens[first + start : first + stop].astype(np.int64), self._trained(batch, row, start, stop)
+        return self._read(document, start, stop)
 
     def target_tokens(self, document: int, start: int, stop: int) -> int:
         """Returns the number of targets of the span start … stop - 1 as a separate document, whose first token is no target."""
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
+        return int(self._trained(*self._locate(document), start + 1, stop).sum()) if stop > start + 1 else 0
+
+    def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+        """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""
         batch, row = self._locate(document)
-        return int(self._trained(batch, row, start + 1, stop).sum()) if stop > start + 1 else 0
+        first = int(batch.starts[row])
+        tokens = batch.tokens[first + start : first + stop].astype(np.int64)
+        size = self.tokenizer.vocab_size
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < size):
+            at = int(np.flatnonzero((tokens < 0) | (tokens >= size))[0])
+            raise StoreError(
+                f"store {self._path(document)} is damaged: document {self.name(document)} has token {tokens[at]} at position "
+                f"{start + at}, but its tokenizer has {size:,} tokens: prepare it again with --overwrite"
+            )
+        return tokens, self._trained(batch, row, start, stop)
 
-    def _locate(self, document: int) -> tuple[_Batch, int]:
+    def _locate(self, document: int) -> tuple[Batch, int]:
+        """Returns the batch of a document, verified, and its row there. Raises StoreError if the batch is damaged."""
         index = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        return self._batches[index], document - int(self._first_document[index])
+        batch = self._batches[index]
+        if problem := batch.file.damage(batch.begin, batch.end):
+            raise StoreError(f"store {self._path(document)} is damaged: {problem}; prepare it again with --overwrite")
+        return batch, document - int(self._first_document[index])
 
-    def _trained(self, batch: _Batch, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
+    def _path(self, document: int) -> Path:
+        return next(source.path for source in self.sources if document in source.documents)
+
+    def _trained(self, batch: Batch, row: int, start: int, stop: int) -> npt.NDArray[np.bool_]:
         first = int(batch.trained_starts[row])
         if first == batch.trained_starts[row + 1]:
             return np.ones(stop - start, np.bool_)
         mask: npt.NDArray[np.bool_] = batch.trained.slice(first + start, stop - start).to_numpy(zero_copy_only=False)
         return mask
-
-
-def _batch(batch: Any) -> _Batch:
-    tokens, trained = batch.column("tokens"), batch.column("trained")
-    return _Batch(tokens.values.to_numpy(), tokens.offsets.to_numpy(), trained.values, trained.offsets.to_numpy())
 
 
 def _fingerprint_of(tokenizer: Path) -> str:

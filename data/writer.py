@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow
 
+from longctx.checksums import SummedFile, damage, sealed, unsealed
 from longctx.data.corpus import Corpus, Found
 from longctx.data.encode import Encoder, Row
 from longctx.data.formats import PAIRS, Document
@@ -53,6 +54,7 @@ class Part:
     straddling_tokens: int = 0
     lightest: float = math.inf
     heaviest: float = 0.0
+    checksums: str = ""
 
 
 def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *, progress: Progress) -> list[Part]:
@@ -65,7 +67,7 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *,
 
         def finish(writer: _PartWriter) -> None:
             parts.append(writer.finish())
-            journal.write(json.dumps(asdict(parts[-1])) + "\n")
+            journal.write(json.dumps(sealed(asdict(parts[-1]))) + "\n")
             journal.flush()
 
         for batch, rows, dropped in _encoded(_batches(documents), encoder):
@@ -83,16 +85,17 @@ def write_parts(folder: Path, corpus: Corpus, encoder: Encoder, found: Found, *,
 
 
 def finished_parts(folder: Path) -> list[Part]:
-    """Returns the parts that the journal lists, up to the first incomplete line or file."""
+    """Returns the parts that the journal lists, up to the first incomplete or damaged line or file."""
     file = folder / JOURNAL
     parts: list[Part] = []
-    for line in file.read_text("utf-8").splitlines(keepends=True) if file.is_file() else []:
-        if not line.endswith("\n"):
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        try:
+            content, has_checksum = unsealed(json.loads(line))
+        except ValueError:
             break
-        part = Part(**json.loads(line))
-        if not (folder / part.file).is_file() or (folder / part.file).stat().st_size != part.bytes:
+        if not has_checksum or damage(folder / content["file"], content["checksums"]):
             break
-        parts.append(part)
+        parts.append(Part(**content))
     return parts
 
 
@@ -130,7 +133,7 @@ class _PartWriter:
     def __init__(self, file: Path, tokenizer: Tokenizer) -> None:
         self._file = file
         self._schema = store_schema(tokenizer)
-        self._sink = pyarrow.OSFile(str(file), "wb")
+        self._sink = SummedFile(file)
         self._stream = pyarrow.ipc.new_stream(self._sink, self._schema)
         self.part = Part(file.name)
 
@@ -181,6 +184,7 @@ class _PartWriter:
     def finish(self) -> Part:
         self._stream.close()
         self._sink.close()
+        self.part.checksums = self._sink.checksums
         self.part.bytes = self._file.stat().st_size
         return self.part
 

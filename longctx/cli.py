@@ -24,7 +24,20 @@ from types import ModuleType
 import longctx
 from longctx.errors import LONGEST_MESSAGE, UserError, shortened
 
-COMMANDS = ("prepare", "train", "finetune", "eval", "export", "generate", "plan", "compare", "runs", "profile", "estimate")
+COMMANDS = (
+    "prepare",
+    "train",
+    "finetune",
+    "eval",
+    "export",
+    "generate",
+    "plan",
+    "compare",
+    "runs",
+    "profile",
+    "estimate",
+    "verify",
+)
 
 PROCESSES_HELP = (
     "start N processes on this machine, by torchrun (default: this process; on several machines, start torchrun on each)"

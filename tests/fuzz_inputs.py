@@ -1,7 +1,7 @@
 """Mutated inputs: valid settings, YAML, overrides, lengths, profiles and corpora with mistakes, given to the commands.
 
 Whatever is wrong with an input, a command must end with a message and not with a traceback, and within seconds. A case depends
-only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `bench/faults.py inputs` counts many.
+only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `python -m bench.faults inputs` counts many.
 """
 
 import contextlib

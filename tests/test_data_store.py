@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from longctx.cli import main
 from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.manifest import StoreError
 from longctx.data.prepare import prepare
-from longctx.data.store import IGNORED_LABEL, Store, StoreError
+from longctx.data.store import IGNORED_LABEL, Store
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 from tests.data_cases import CONVERSATION, byte_store, text_of, write_jsonl
 

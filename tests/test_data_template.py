@@ -16,9 +16,10 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.chat import ChatError
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import CorpusError, open_corpus
+from longctx.data.manifest import StoreError
 from longctx.data.markup import Markup
 from longctx.data.prepare import prepare
-from longctx.data.store import Store, StoreError
+from longctx.data.store import Store
 from longctx.data.template import Template
 from longctx.data.tokenizer import TokenizerError
 from tests.data_cases import write_jsonl

@@ -19,7 +19,8 @@ from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.training import checkpoint
-from longctx.training.checkpoint import CheckpointError, SavedWeights
+from longctx.training.checkpoint import SavedWeights
+from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.export import ExportError, export
 from tests.training_cases import SMALL, make_store, train_then_save
 from tests.workers import Workers

@@ -17,15 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 PARTS = {"longctx.attention": ROOT / "attention", "longctx.data": ROOT / "data", "longctx": ROOT / "longctx"}
 
-CORE = {"errors", "units", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
+CORE = {"errors", "checksums", "units", "tokenizer_files", "planning", "attention", "data", "model", "config", "parallel"}
 MAY_IMPORT = {
     "errors": set(),
     "safe_yaml": {"errors"},
+    "checksums": set(),
     "units": set(),
     "tokenizer_files": set(),
     "planning": {"errors", "safe_yaml"},
     "attention": {"errors", "planning"},
-    "data": {"errors", "tokenizer_files", "planning"},
+    "data": {"errors", "checksums", "tokenizer_files", "planning"},
     "model": {"errors", "tokenizer_files", "planning", "attention"},
     "config": {"errors", "safe_yaml", "planning", "model"},
     "parallel": {"errors", "planning", "attention", "data", "model"},

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow
 import pytest
 
+from longctx.checksums import checksums
 from longctx.data.mixture import make_steps
 from longctx.data.sampler import held_out
 from longctx.data.store import Store, store_schema
@@ -50,6 +51,7 @@ def large_store(folder: Path, documents: int, length: int, seed: int) -> Path:
         trained_tokens=documents * (length - 1),
         fingerprint=f"{seed:064x}",
         files={**small.manifest.files, part: (out / part).stat().st_size},
+        checksums={**small.manifest.checksums, part: checksums(out / part)},
     ).save(out)
     return out
 

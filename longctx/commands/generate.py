@@ -51,9 +51,9 @@ def _generate(arguments: argparse.Namespace) -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     try:
-        _check_generates(arguments.checkpoint, AutoConfig.from_pretrained(arguments.checkpoint))
-        tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint)
-        model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype)
+        _check_generates(arguments.checkpoint, AutoConfig.from_pretrained(arguments.checkpoint, trust_remote_code=False))
+        tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype, trust_remote_code=False)
     except UserError:
         raise
     except (ValueError, OSError, KeyError, SafetensorError) as error:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from longctx.commands.output import progress_bar
 
 if TYPE_CHECKING:
+    from longctx.data.manifest import Manifest
     from longctx.data.prepare import Prepared
-    from longctx.data.store import Manifest
 
 SUMMARY = "Turn text and conversations into a store of tokenized documents"
 

@@ -190,6 +190,7 @@ def _train(
     from longctx.model.source import lines_on
     from longctx.parallel import mesh
     from longctx.training.agreement import RanksDiffer, require_same
+    from longctx.training.checkpoint import NoCheckpoint
     from longctx.training.first_steps import mix_lines
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
@@ -225,8 +226,8 @@ def _train(
         try:
             finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:
-            # Rank-local errors are printed by their rank. These two are raised on every rank.
-            if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer)):
+            # Rank-local errors are printed by their rank. These are raised on every rank.
+            if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer, NoCheckpoint)):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
         except RuntimeError as error:

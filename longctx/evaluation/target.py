@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from longctx.config import Config, load
-from longctx.data.store import Store, is_store
+from longctx.data.manifest import is_store
+from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import check_name
@@ -115,5 +116,7 @@ class Target:
         rope = [sentence for sentence in different if sentence.startswith("rope_")]
         if len(rope) < len(different):
             raise TargetError(f"{self.found.folder} contains another model: {'; '.join(different)}; override only rope_*")
+        if problem := self.found.damage(mesh.control):
+            raise TargetError(f"{self.found.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
         checkpoint.load_weights(self.found, trainer.model, mesh.control)
         return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))

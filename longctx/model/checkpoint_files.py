@@ -80,7 +80,7 @@ class CheckpointFiles:
                 "pip install 'longctx[huggingface]'"
             ) from error
         try:
-            config = AutoConfig.from_pretrained(self.folder)
+            config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
         except (ValueError, KeyError, OSError) as error:
             raise PretrainedError(f"{self.folder}/config.json cannot be used: {brief(error)}") from error
         if self.rope:

@@ -1,18 +1,19 @@
 """Checkpoints: sharded by `torch.distributed.checkpoint`, written atomically, loadable on any number of ranks.
 
 A checkpoint is written to `step-000100.partial` and renamed when all files are on disk, so that an interrupted write is never
-used. `state.json`, written last, has the step, the position in the data, the model's shape and the size of every file, so that
-files truncated later are detected too. Incomplete checkpoints are neither used nor deleted.
+used. `state.json`, written last, has the step, the position in the data, the model's shape, and sizes and checksums of the
+other files. A checkpoint is verified before it is used; a damaged one is named, and neither used nor deleted. Those of older
+versions have no checksums.
 """
 
+import errno
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,23 +32,27 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from longctx.errors import UserError
+from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.training.checkpoint_io import CheckpointError, SummingWriter, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
+EARLIER = "to use an earlier checkpoint"
+START_ANEW = "Restore one of them, or move the folder away to start from scratch"
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 """Keys the optimizer state by parameter name, independent of the number of ranks."""
 
 
-class CheckpointError(UserError):
-    """Raised if a checkpoint cannot be written, found or used."""
+class NoCheckpoint(CheckpointError):
+    """Raised on every rank if all checkpoints of a run are damaged."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint on disk; `state` is the one passed to `save`."""
+    """A complete checkpoint on disk; `state` is the one passed to `save`, `checksums` are those of its files, if it has any."""
 
     folder: Path
     state: dict[str, Any]
+    checksums: dict[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -58,6 +62,15 @@ class Checkpoint:
     def stage(self) -> int:
         """Stage of the run at this step, counted from 0."""
         return int(self.state.get("stage", 0))
+
+    def damage(self, group: dist.ProcessGroup | None = None, read: Read = lambda count: None) -> str:
+        """Reads all files; with a `group`, its ranks share them. Returns what is wrong, the same on every rank, or nothing."""
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        own = sorted(self.checksums)[rank::ranks]
+        found = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
+        if group is not None:
+            found = _gather(found[0], group)
+        return "; ".join(problem for problems in found for problem in problems)
 
 
 def save(
@@ -80,50 +93,78 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier(group)
-    weights, moments = _state(model, optimizer)
-    writer = FileSystemWriter(partial, sync_files=True)
+    weights, optimizer_state = _state(model, optimizer)
+    writer = SummingWriter(partial)
     try:
-        save_sharded({"model": weights, "optimizer": moments}, storage_writer=writer, process_group=group)
+        content = {"model": weights, "optimizer": _moments(optimizer_state)}
+        save_sharded(content, storage_writer=writer, process_group=group)
     except (CheckpointException, OSError) as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
-            f"could not write {partial}: {_cause(error)}. Earlier checkpoints are intact: free disk space, then --resume"
+            f"could not write {partial}: {cause(error)}. Earlier checkpoints are intact: free disk space, then --resume"
         ) from error
+    written = _gather(writer.checksums, group)
     if first:
-        _publish(run, partial, final, state)
+        _publish(run, partial, final, state, {name: sums for files in written for name, sums in files.items()})
         _prune(run, keep, final)
     dist.barrier(group)
     return final
 
 
-def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any]) -> None:
+def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
     sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
     with (partial / STATE).open("w", encoding="utf-8") as stream:
-        json.dump({**state, "files": sizes}, stream, indent=1)
+        json.dump(sealed({**state, "files": sizes, "checksums": checksums}), stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
+    _sync(partial)
+    replaced = final.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():  # a run resumed from an earlier checkpoint reaches this step again
-        shutil.rmtree(final)
+        final.rename(replaced)
     partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     link = run / "latest.partial"
     link.unlink(missing_ok=True)
     link.symlink_to(final.relative_to(run))
     link.replace(run / "latest")
 
 
+def _sync(folder: Path) -> None:
+    """Puts the names of a folder's files on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _prune(run: Path, keep: int | None, published: Path) -> None:
-    """Deletes all complete checkpoints but the `keep` latest."""
-    complete = [folder for folder in _folders(run) if _examine(folder)[0] is None]
+    """Deletes all complete checkpoints up to the published one but the `keep` latest.
+
+    Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
+    """
+    folders = [folder for folder in _folders(run) if _step(folder) <= _step(published)]
+    complete = [folder for folder in folders if isinstance(_examine(folder), Checkpoint)]
     for folder in complete[: -keep if keep else 0]:
-        if folder != published:
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
 
 
 def _folders(run: Path) -> list[Path]:
     """Returns the checkpoints under `run`, complete or not, by step; of one step, the incomplete one first."""
-    found = [(re.fullmatch(r"step-(\d+)(\.partial)?", folder.name), folder) for folder in (run / "checkpoints").glob("step-*")]
-    return [folder for *_, folder in sorted((int(m[1]), m[2] is None, folder) for m, folder in found if m)]
+    parent = run / "checkpoints"
+    try:
+        names = persistent(lambda: os.listdir(parent))
+    except FileNotFoundError:
+        return []
+    folders = [parent / name for name in names if re.fullmatch(r"step-\d+(\.partial)?", name)]
+    return sorted(folders, key=lambda folder: (_step(folder), folder.suffix == ""))
+
+
+def _step(folder: Path) -> int:
+    return int(folder.stem.removeprefix("step-"))
 
 
 def is_run(folder: Path) -> bool:
@@ -131,44 +172,104 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() or (folder / "checkpoints").is_dir()
 
 
-def newest(run: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Returns the newest complete checkpoint under `run`, and a message on every incomplete later one."""
+def was_saved(run: Path) -> bool:
+    """Returns True if a checkpoint was completed under `run`, whether or not it still can be used."""
+    return (run / "latest").is_symlink() or any(not folder.suffix for folder in _folders(run))
+
+
+def newest(run: Path, before: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the newest complete checkpoint under `run`, and a message on every incomplete later one.
+
+    `before` leaves out this step and later ones. Sizes of the files are checked, not their content; see `verified`. Raises
+    OSError if the folder cannot be read.
+    """
     damaged: list[str] = []
     for folder in reversed(_folders(run)):
-        problem, state = _examine(folder)
-        if problem is None:
-            return Checkpoint(folder, state), damaged
-        damaged.append(f"{folder} {problem}: not used")
+        if before is not None and _step(folder) >= before:
+            continue
+        found = _examine(folder)
+        if isinstance(found, Checkpoint):
+            return found, damaged
+        damaged.append(f"{folder} {found}: not used")
     return None, damaged
+
+
+def verified(run: Path, found: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+    """Returns the checkpoint that rank 0 has found if it is undamaged, otherwise the newest undamaged one before it.
+
+    Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
+    """
+    found = _gather(found, group)[0]
+    damaged: list[str] = []
+    while found is not None and (problem := found.damage(group)):
+        damaged.append(f"{found.folder} is damaged ({problem}): not used")
+        found, more = _gather(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
+        damaged += more
+    if found is None and damaged:
+        raise NoCheckpoint(f"no checkpoint of {run} can be used: {'; '.join(damaged)}. {START_ANEW}")
+    return found, damaged
 
 
 def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint of one step if it is complete, otherwise a message if it exists."""
     folder = run / "checkpoints" / f"step-{step:06d}"
-    problem, state = _examine(folder)
-    return (Checkpoint(folder, state), []) if problem is None else (None, [f"{folder} {problem}"] if folder.exists() else [])
+    found = _examine(folder)
+    return (found, []) if isinstance(found, Checkpoint) else (None, [f"{folder} {found}"] if folder.exists() else [])
 
 
 def steps(run: Path) -> list[int]:
     """Returns the steps of the complete checkpoints under `run`."""
-    examined = [_examine(folder) for folder in _folders(run)]
-    return [int(state["step"]) for problem, state in examined if problem is None]
+    return [found.step for found in map(_examine, _folders(run)) if isinstance(found, Checkpoint)]
 
 
-def _examine(folder: Path) -> tuple[str | None, dict[str, Any]]:
+def examined(run: Path) -> list[tuple[Path, Checkpoint | str]]:
+    """Returns the folder of every checkpoint under `run`, with the checkpoint, or with what is wrong with it."""
+    return [(folder, _examine(folder)) for folder in _folders(run)]
+
+
+def _examine(folder: Path) -> Checkpoint | str:
+    """Returns the checkpoint in a folder, or what is wrong with it. Files other than `state.json` are not read."""
     if folder.suffix == ".partial":
-        return "is incomplete (its write was interrupted)", {}
+        return "is incomplete (its write was interrupted)"
     try:
-        state: dict[str, Any] = json.loads((folder / STATE).read_text("utf-8"))
-        sizes = state.pop("files")
-    except (OSError, ValueError, KeyError) as error:
-        return f"has no readable {STATE} ({error})", {}
-    for name, size in sizes.items():
-        file = folder / name
-        found = file.stat().st_size if file.is_file() else 0
+        return persistent(lambda: _read_state(folder))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EIO):
+            raise
+        return f"has no readable {STATE} ({error})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"is damaged ({error})"
+
+
+def _read_state(folder: Path) -> Checkpoint:
+    """Reads `state.json`. Raises ValueError, KeyError, TypeError or AttributeError if something is wrong."""
+    try:
+        state, has_checksum = unsealed(json.loads((folder / STATE).read_text("utf-8")))
+        sizes, checksums = state.pop("files"), state.pop("checksums", {})
+        if (checksums or has_checksum) and not (has_checksum and checksums.keys() == sizes.keys()):
+            raise ValueError("some of its checksums are missing")
+        if state["step"] != _step(folder):
+            raise ValueError(f"it has step {state['step']}")
+        if not all(isinstance(state.get(key, {}), dict) for key in ("data", "model")):
+            raise ValueError("data and model must be objects")
+        files = {inside(folder, name): size for name, size in sizes.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{STATE}: {error}") from error
+    for file, size in files.items():
+        try:
+            found = file.stat().st_size
+        except FileNotFoundError:
+            found = 0
         if found != size:
-            return f"is damaged ({name} has {found:,} bytes instead of {size:,})", {}
-    return None, state
+            raise ValueError(f"{file.name} has {found:,} bytes instead of {size:,}")
+    return Checkpoint(folder, state, checksums)
+
+
+def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the `value` of every rank, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
@@ -177,14 +278,8 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
     Weight decay, betas and other settings of `optimizer` are kept. Raises CheckpointError.
     """
     weights, optimizer_state = _state(model, optimizer)
-    moments = {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    try:
-        load_sharded(state, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
-    except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to --resume from the previous checkpoint"
-        ) from error
+    state: dict[str, Any] = {"model": weights, "optimizer": _moments(optimizer_state)}
+    _load(state, checkpoint.folder, "to --resume from the previous checkpoint", group)
     optimizer_state = {**optimizer_state, **state["optimizer"]}
     options = replace(BY_NAME, strict=all(parameter.requires_grad for parameter in model.parameters()))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state, options=options)
@@ -199,15 +294,35 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str
     return weights, moments
 
 
+def _moments(optimizer_state: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of the optimizer's state that is saved: settings of the optimizer are those of the run."""
+    return {name: value for name, value in optimizer_state.items() if not name.startswith("param_groups.")}
+
+
+def _load(state: dict[str, Any], folder: Path, purpose: str, group: dist.ProcessGroup | None) -> None:
+    """Reads the tensors of `state` in place, in one process if there is no group. Raises CheckpointError."""
+    try:
+        load_sharded(
+            state, storage_reader=TensorReader(folder), planner=TensorPlanner(), process_group=group, no_dist=group is None
+        )
+    except (CheckpointException, CheckpointError, OSError) as error:
+        raise CheckpointError(f"{folder} is damaged: {cause(error)}. Move it away {purpose}") from error
+
+
 class SavedWeights:
     """The weights of a checkpoint, sharded over any number of ranks, read by name in one process. Raises CheckpointError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self._saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        except (OSError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(f"{folder} is damaged: {error}. Move it away, and use an earlier checkpoint") from error
+            self._saved = TensorReader(folder).read_metadata().state_dict_metadata
+        except (OSError, CheckpointError) as error:
+            raise CheckpointError(f"{folder} is damaged: {error}. Move it away {EARLIER}") from error
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, as `model.NAME` and `optimizer.NAME`."""
+        return [name for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)]
 
     def without_values(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors on the meta device with the saved shapes and dtypes."""
@@ -217,14 +332,9 @@ class SavedWeights:
         """Returns whole tensors on the CPU."""
         weights = {name: self._empty(name, "cpu") for name in names}
         state: dict[str, Any] = {"model": weights}
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
-                load_sharded(state, storage_reader=FileSystemReader(self.folder), no_dist=True)
-        except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
-            raise CheckpointError(
-                f"{self.folder} is damaged: {_cause(error)}. Move it away, and use an earlier checkpoint"
-            ) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: one process
+            _load(state, self.folder, EARLIER, None)
         return weights
 
     def _empty(self, name: str, device: str) -> torch.Tensor:
@@ -242,18 +352,5 @@ def load_weights(checkpoint: Checkpoint, model: nn.Module, group: dist.ProcessGr
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     whole = len(trained) == len(list(model.parameters()))
     weights = {name: weight for name, weight in get_model_state_dict(model).items() if whole or name in trained}
-    try:
-        load_sharded({"model": weights}, storage_reader=FileSystemReader(checkpoint.folder), process_group=group)
-    except (CheckpointException, OSError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{checkpoint.folder} is damaged: {_cause(error)}. Move it away to use the previous checkpoint"
-        ) from error
+    _load({"model": weights}, checkpoint.folder, EARLIER, group)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=whole))
-
-
-def _cause(error: BaseException) -> str:
-    """Returns the error of the first failed rank, without the tracebacks of CheckpointException."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        return f"rank {rank}: {cause}"
-    return str(error)

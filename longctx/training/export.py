@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.data.store import is_store
+from longctx.data.manifest import is_store
 from longctx.errors import UserError
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
@@ -169,6 +169,8 @@ def _find(run: Path, step: int | None) -> Checkpoint:
         steps = ", ".join(map(str, checkpoint.steps(run)))
         way_out = f"steps with complete checkpoints: {steps}" if steps else "set checkpoint.every and train again"
         raise ExportError(f"{run} has {what}{why}: {way_out}")
+    if problem := found.damage():
+        raise ExportError(f"{found.folder} is damaged ({problem}): longctx export --step N exports another checkpoint")
     return found
 
 

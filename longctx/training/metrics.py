@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -219,7 +220,10 @@ class MetricsLog:
             settings: of the run, which are shown there.
         """
         self.path = folder / "metrics.jsonl"
-        kept = [line for step, line in self._lines() if step <= after_step]
+        lines = list(lines_of(self.path))
+        kept = [line for step, line in lines if step is not None and step <= after_step]
+        if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
+            print(f"{damaged} damaged lines of {self.path} are left out", file=sys.stderr)
         new = self.path.with_suffix(".partial")
         new.write_text("".join(f"{line}\n" for line in kept), "utf-8")
         new.replace(self.path)
@@ -248,12 +252,15 @@ class MetricsLog:
         if self.wandb_run is not None:
             self.wandb_run.finish()
 
-    def _lines(self) -> Iterator[tuple[int, str]]:
-        """Yields step and text of every line of an earlier run, except one that was cut short by a kill."""
-        if self.path.exists():
-            for line in self.path.read_text("utf-8").splitlines():
-                with suppress(ValueError, KeyError, TypeError):
-                    yield int(json.loads(line)["step"]), line
+
+def lines_of(path: Path) -> Iterator[tuple[int | None, str]]:
+    """Yields step and text of every line of a metrics.jsonl; step None if the line is damaged or was cut short by a kill."""
+    if path.exists():
+        for line in path.read_text("utf-8", errors="replace").splitlines():
+            step: int | None = None
+            with suppress(ValueError, KeyError, TypeError, OverflowError):
+                step = int(json.loads(line)["step"])
+            yield step, line
 
 
 def check_wandb(project: str | None) -> None:
@@ -277,7 +284,9 @@ def _start_wandb(project: str, folder: Path, settings: dict[str, Any] | None, *,
 
 def mean_speed(folder: Path) -> str:
     """Returns the mean tokens per second over all steps in a run folder, in total and per rank, for people."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    lines = [json.loads(line) for step, line in lines_of(folder / "metrics.jsonl") if step is not None]
+    used = ("tokens", "step_time_s", "tokens_per_s_per_rank")
+    steps = [step for step in lines if all(isinstance(step.get(name), (int, float)) for name in used)]
     seconds = sum(step["step_time_s"] for step in steps)
     if not seconds:
         return "no steps"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.store import TOKENIZER, TOKENIZER_FILES, Manifest, Store
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
+from longctx.data.store import Store
 from longctx.model.checkpoint_files import DESCRIBED, small_files
 from longctx.model.source import ModelSource
 

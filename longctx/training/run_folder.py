@@ -22,9 +22,9 @@ def open_run_folder(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Checks that a run can write to `folder`, and finds the checkpoint to resume from.
 
-    With `or_begin` a run without a checkpoint starts from scratch. Returns (the newest complete checkpoint, or None for a new
-    run; messages about damaged ones). Raises RunFolderError if the folder is not writable, has too little space for two
-    checkpoints of `checkpoint_bytes` (0: none are written), contains another run, or has no checkpoint to resume from.
+    With `or_begin` a run that has saved no checkpoint yet starts from scratch. Returns (the newest complete checkpoint, or
+    None for a new run; messages about damaged ones). Raises RunFolderError if the folder is not writable, has too little space
+    for two checkpoints of `checkpoint_bytes` (0: none are written), contains another run, or has no checkpoint to resume from.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,6 +43,9 @@ def open_run_folder(
         raise RunFolderError(
             f"nothing to resume from: {folder} has no complete checkpoint{why}. Start without --resume, or with --resume-if-any"
         )
+    if or_begin and found is None and checkpoint.was_saved(folder):
+        why = f" ({'; '.join(damaged)})" if damaged else ""
+        raise RunFolderError(f"no checkpoint of {folder} can be used{why}. {checkpoint.START_ANEW}")
     if not resume and found is not None:
         raise RunFolderError(
             f"run folder {folder} contains a run with a checkpoint at step {found.step}: add --resume to continue it, or "

@@ -14,8 +14,9 @@ from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_rank_empty
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader
+from longctx.data.manifest import TOKENIZER
 from longctx.data.masking import Masking
-from longctx.data.store import TOKENIZER, Store
+from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder

@@ -4,16 +4,19 @@ A run in stages is therefore bit-identical to separate runs that start from each
 """
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from longctx.config import Config
 from longctx.config.problems import yaml_text
-from longctx.data.store import TOKENIZER, Store
+from longctx.data.manifest import TOKENIZER
+from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh, StopSignal
 from longctx.training import checkpoint
-from longctx.training.checkpoint import Checkpoint, CheckpointError
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.setup import open_data
 from longctx.training.trainer import Trainer
 
@@ -24,11 +27,15 @@ Began = Callable[[Trainer, Store, Checkpoint | None], None]
 def train_in_stages(
     config: Config, mesh: Mesh, found: Checkpoint | None, stop: StopSignal | None, began: Began
 ) -> tuple[bool, int]:
-    """Trains all stages after a checkpoint; a run without stages has one. All ranks call it.
+    """Trains all stages after a checkpoint, or after the one before it if it is damaged. All ranks call it.
 
-    Returns whether the last step of the run is done, and the number of steps done; see `Trainer.train`.
+    A run without stages has one. Returns whether the last step of the run is done, and the number of steps done; see
+    `Trainer.train`.
     """
     while True:
+        found, damaged = checkpoint.verified(config.train.run_dir, found, mesh.control)
+        if mesh.world_rank == 0:
+            print(*(f"longctx train: {sentence}" for sentence in damaged), sep="\n", end="\n" * bool(damaged), file=sys.stderr)
         store = open_data(config.at_stage(config.stage_after(found.step if found is not None else 0)))
         trainer = Trainer.start(config, mesh, store, found, stop)
         began(trainer, store, found)

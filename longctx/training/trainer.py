@@ -31,7 +31,8 @@ from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.training import agreement, checkpoint
 from longctx.training.balance import Balance
-from longctx.training.checkpoint import Checkpoint, CheckpointError
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER, StepClock
 from longctx.training.gradients import clip_gradients
 from longctx.training.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels

@@ -1,0 +1,162 @@
+"""Manifest: the description of a store, with sizes and checksums of its files, in `manifest.json`."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
+from longctx.errors import UserError
+
+FORMAT = "longctx-store"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+ARROW = ".arrow"
+TOKENIZER_FILES = "tokenizer"
+"""Folder of the checkpoint's tokenizer files."""
+
+
+class StoreError(UserError):
+    """A folder that is not a store, or a store that is damaged, of another version, or must not be replaced."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Description of a store. It is written last, so a store without a manifest was never finished.
+
+    Attributes:
+        request: SHA-256 of the source's content and of all settings; the same request need not be prepared again.
+        fingerprint: SHA-256 of source, tokenizer and end of document. A run resumes only on a store with the same one.
+        source: source of the text, as given.
+        documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
+        longest_name, longest_length: name of the longest document, and number of its tokens.
+        empty_documents: number of documents left out because they have no text.
+        skipped_files: number of files left out because they are not UTF-8 text; `skipped_names` are the first of them.
+        tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
+        characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
+        lost_characters: number of these that no token represents, in `lossy_documents` documents.
+        lossiest_name, lossiest_characters: document that lost most characters, and number of these.
+        files: bytes of every other file of the store.
+        checksums: checksums of these files; empty in stores of older versions.
+        formats: number of documents of each format, including documents dropped later.
+        template: description of the chat template, and how tokens to train on were found; empty without conversations.
+        train_on: parts of conversations that are trained on.
+        max_length: maximum tokens of a conversation; None: no limit. `dropped_documents` conversations were longer.
+        spelled_documents: number of conversations whose texts contain special tokens, encoded as such; `spelled_name` is the
+            first of them.
+        straddling_tokens: number of target tokens that also contain text that is not trained on.
+        lightest, heaviest: smallest and largest weight of a document.
+        pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
+        useless_pairs: number of pairs left out because the completions are equal, or one is empty.
+    """
+
+    request: str
+    fingerprint: str
+    source: str
+    documents: int
+    tokens: int
+    trained_tokens: int
+    longest_name: str
+    longest_length: int
+    empty_documents: int
+    skipped_files: int
+    skipped_names: tuple[str, ...]
+    tokenizer_fingerprint: str
+    vocab_size: int
+    end_of_document_token: str
+    files: dict[str, int]
+    format: str = FORMAT
+    version: int = VERSION
+    characters: int = 0
+    lost_characters: int = 0
+    lossy_documents: int = 0
+    lossiest_name: str = ""
+    lossiest_characters: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+    template: str = ""
+    train_on: str = "assistant"
+    max_length: int | None = None
+    dropped_documents: int = 0
+    spelled_documents: int = 0
+    spelled_name: str = ""
+    straddling_tokens: int = 0
+    lightest: float = 1.0
+    heaviest: float = 1.0
+    pairs: bool = False
+    useless_pairs: int = 0
+    checksums: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def conversations(self) -> bool:
+        """Whether the store has conversations; stores of older versions show this only by tokens that are not targets."""
+        known = bool(set(self.formats) - {"text"})
+        return known or (not self.formats and self.trained_tokens != self.tokens - self.documents)
+
+    @property
+    def loss(self) -> str:
+        """Sentence on the characters that the tokenizer lost; empty if it lost none."""
+        if not self.lost_characters:
+            return ""
+        return (
+            f"the tokenizer lacks {self.lost_characters:,} of {self.characters:,} characters of the text "
+            f"({self.lost_characters / self.characters:.2%}, white space not counted), in {self.lossy_documents:,} of "
+            f"{self.documents:,} documents, most in {self.lossiest_name} ({self.lossiest_characters:,}): they are dropped, or "
+            "replaced by an unknown token"
+        )
+
+    def save(self, folder: Path) -> None:
+        (folder / MANIFEST).write_text(json.dumps(sealed(asdict(self)), indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> "Manifest":
+        """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
+        path = folder / MANIFEST
+        if not folder.is_dir():
+            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {folder}`")
+        if not path.is_file():
+            raise StoreError(
+                f"{folder} is not a store: it has no {MANIFEST}; make one elsewhere with `longctx prepare --out FOLDER`"
+            )
+        try:
+            content: dict[str, Any] = json.loads(persistent(lambda: path.read_text("utf-8")))
+            kind, version = content["format"], content["version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{path} is not the manifest of a store, or is damaged: {error}; give the folder of a store"
+            ) from error
+        if (kind, version) != (FORMAT, VERSION):
+            raise StoreError(
+                f"{folder} has format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
+                f"prepare it again with `longctx prepare --out {folder} --overwrite`"
+            )
+        again = f"prepare it again with `longctx prepare --out {folder} --overwrite`"
+        try:
+            content, has_checksum = unsealed(content)
+            manifest = cls(**content)
+            if manifest.checksums and (not has_checksum or manifest.checksums.keys() != manifest.files.keys()):
+                raise ValueError("some of its checksums are missing")
+            files = {name: (inside(folder, name), int(size)) for name, size in manifest.files.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            raise StoreError(f"{path} is damaged: {error}; {again}") from error
+        for name, (file, size) in files.items():
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                raise StoreError(
+                    f"store {folder} is damaged: {name} {'is missing' if found is None else f'has {found:,} bytes'}, "
+                    f"but should have {size:,} bytes; {again}"
+                )
+        return manifest
+
+    def damage(self, folder: Path, name: str, read: Read = lambda count: None) -> str:
+        """Reads a file of the store. Returns what is wrong with it; empty if nothing is, or if it has no checksums."""
+        return damage(folder / name, self.checksums[name], read) if self.checksums else ""
+
+
+def is_store(folder: Path) -> bool:
+    """Returns whether a folder claims to be a store, of any version, damaged or not."""
+    try:
+        content = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("format") == FORMAT

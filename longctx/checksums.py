@@ -1,0 +1,129 @@
+"""Checksums of the files of stores and checkpoints, so that a bit that has changed on disk is noticed before it is used.
+
+A file has a checksum (xxh3, 128 bits) for every CHUNK bytes, so that a part of a large file can be verified alone. They find
+damage, not forgery: whoever can write a file can write its checksums too.
+"""
+
+import errno
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+CHUNK = 4 << 20
+"""Bytes per checksum."""
+DIGITS = 32
+"""Characters of a checksum; those of a file are joined in one string."""
+SEAL = "checksum"
+"""Key of the checksum of a JSON object, within it."""
+WAITS_S = (0.5, 2.0, 6.0)
+"""Seconds before a failed read is tried again."""
+TRANSIENT = {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN}
+"""Errors of network file systems that may pass."""
+
+Read = Callable[[int], None]
+"""Called with a number of bytes that have been read."""
+T = TypeVar("T")
+
+
+class SummedFile(io.BufferedWriter):
+    """A new binary file that is written from start to end; `checksums` are those of the bytes written so far."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self._complete: list[str] = []
+        self._last, self._room = xxh3_128(), CHUNK
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        while len(rest) >= self._room:
+            self._last.update(rest[: self._room])
+            self._complete.append(self._last.hexdigest())
+            rest = rest[self._room :]
+            self._last, self._room = xxh3_128(), CHUNK
+        self._last.update(rest)
+        self._room -= len(rest)
+        return super().write(data)
+
+    @property
+    def checksums(self) -> str:
+        return "".join(self._complete) + (self._last.hexdigest() if self._room < CHUNK else "")
+
+
+def checksums(path: Path, read: Read = lambda count: None) -> str:
+    """Returns the checksums of a file."""
+    found = []
+    buffer = memoryview(bytearray(CHUNK))
+    with path.open("rb") as file:
+        while count := file.readinto(buffer):
+            found.append(xxh3_128_hexdigest(buffer[:count]))
+            read(count)
+    return "".join(found)
+
+
+def checksums_of(data: Any) -> str:
+    """Returns the checksums of bytes in memory, which begin where a chunk begins."""
+    view = memoryview(data)
+    return "".join(xxh3_128_hexdigest(view[start : start + CHUNK]) for start in range(0, len(view), CHUNK))
+
+
+def damage(path: Path, expected: str, read: Read = lambda count: None) -> str:
+    """Returns what is wrong with a file that had the checksums `expected`; empty if nothing is."""
+    try:
+        found = persistent(lambda: checksums(path, read))
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
+    wrong = [at // DIGITS for at in range(0, max(len(found), len(expected)), DIGITS) if _at(found, at) != _at(expected, at)]
+    if not wrong:
+        return ""
+    first, last = wrong[0] * CHUNK, (wrong[-1] + 1) * CHUNK
+    return f"{path.name} does not match its checksums between bytes {first:,} and {min(last, path.stat().st_size):,}"
+
+
+def _at(joined: str, start: int) -> str:
+    return joined[start : start + DIGITS]
+
+
+def persistent(read: Callable[[], T]) -> T:
+    """Returns `read()`, which is tried again after an error that may pass."""
+    for wait in WAITS_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            time.sleep(wait)
+    return read()
+
+
+def sealed(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns a JSON object with its own checksum in it."""
+    plain: dict[str, Any] = json.loads(json.dumps(content))
+    return {**plain, SEAL: _seal(plain)}
+
+
+def unsealed(content: Any) -> tuple[dict[str, Any], bool]:
+    """Returns a JSON object without its checksum, and whether it had one. Raises ValueError if it does not match."""
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    plain = {key: value for key, value in content.items() if key != SEAL}
+    if SEAL in content and content[SEAL] != _seal(plain):
+        raise ValueError("it does not match its checksum")
+    return plain, SEAL in content
+
+
+def _seal(plain: dict[str, Any]) -> str:
+    return xxh3_128_hexdigest(json.dumps(plain, sort_keys=True).encode())
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file in a folder. Raises ValueError for a name that leads out of it, also by a link."""
+    pure, path = PurePosixPath(name), folder / name
+    leads_out = pure.is_absolute() or ".." in pure.parts or "\0" in name
+    if leads_out or not pure.parts or not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{name!r} is not a file in this folder: it leads out of it")
+    return path
