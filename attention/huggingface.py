@@ -247,6 +247,7 @@ class Rings:
         if self._recurrence is None:
             attention = next(iter(self._made.values()), None) or self.of(None, 0.0, None, device)
             ring = attention.plain if isinstance(attention, HybridAttention) else attention
+            assert isinstance(attention.layout, Layout)  # decoders without encoder
             self._recurrence = Recurrence(attention.layout, group=ring.group, exchange=ring.exchange)
         return self._recurrence
 
