@@ -168,10 +168,11 @@ def test_equals_dense_float64(workers: Workers, case: Case) -> None:
 
 @pytest.mark.parametrize(("degree", "lengths"), list(product((1, 2, 3, 4), ((1, 1), (1, 50), (50, 1), (3, 2)))))
 def test_short_sources_and_targets_on_every_degree(workers: Workers, degree: int, lengths: tuple[int, int]) -> None:
-    """Ranks with queries and no keys, with keys and no queries, and with neither, beside a document on all ranks."""
+    """Ranks with queries and no keys, with keys and no queries, and with neither, alone and beside a document on all ranks."""
     same = Placement(0, 0, degree), Placement(1, 0, 4, True)
-    case = Case(4, (lengths[0], 17), same, (lengths[1], 30), same, dtype=torch.float64)
-    check(case, workers.run(run_case, 4, case))
+    for count in (1, 2):
+        case = Case(4, (lengths[0], 17)[:count], same[:count], (lengths[1], 30)[:count], same[:count], dtype=torch.float64)
+        check(case, workers.run(run_case, 4, case))
 
 
 def test_source_and_target_have_their_own_degree(workers: Workers) -> None:
