@@ -14,9 +14,8 @@ No mask is ever built. Anything that the layout cannot express raises an error, 
 interact outside attention: docs/families.md lists the models of transformers that are exact.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
@@ -33,12 +32,20 @@ from longctx.attention.huggingface_check import (
     longest_exact,
     refuse_arguments,
 )
+from longctx.attention.huggingface_masks import (
+    BidirectionalMask,
+    CausalMask,
+    describe_either_mask,
+    describe_mask,
+    one_window,
+)
+from longctx.attention.huggingface_seq2seq import ROLES, ByRole, attend_by_role, attention_inputs, check_seq2seq
 from longctx.attention.linear import Recurrence, not_compiled
 from longctx.attention.linear.huggingface import linear_layers, replace_linear, restore_linear
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
-from longctx.planning.layout import Layout
+from longctx.planning.layout import CrossLayout, Layout
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
 """Builds attention from scale, softcap, window and device."""
@@ -46,6 +53,8 @@ CPU = torch.device("cpu")
 NAME = "longctx"
 IN_BOTH_DIRECTIONS = "longctx_in_both_directions"
 """Name of the attention of encoders, whose tokens see earlier and later ones."""
+BY_ROLE = "longctx_by_role"
+"""Name of the attention of encoder-decoders."""
 _PREPARED: WeakSet[torch.nn.Module] = WeakSet()
 
 
@@ -65,8 +74,9 @@ class PackedTokens(Protocol):
 def prepare(model: Any, *, causal: bool = True) -> None:
     """Replaces the attention of a causal language model of transformers with ring attention, and checks that this is exact.
 
-    With `causal` False the model must be an encoder, with or without a head for masked tokens. Its own loss is not used:
-    compute yours from its logits, or from its hidden states.
+    The model may also be an encoder-decoder such as T5Gemma, whose micro-batches come from `pack_seq2seq`. With `causal` False
+    it must be an encoder, with or without a head for masked tokens. Its own loss is not used: compute yours from its logits, or
+    from its hidden states.
 
     Call it after loading the weights, before or after sharding, before wrappers such as DDP, and on every rank, because the
     model runs on a few tokens. Raises HuggingFaceError, and leaves the model unchanged, if documents would see each other, if
@@ -74,7 +84,10 @@ def prepare(model: Any, *, causal: bool = True) -> None:
     """
     before = replace_attention(model, causal)
     try:
-        check_model(model, first_position(model), causal=causal)
+        if is_seq2seq(model):
+            check_seq2seq(model)
+        else:
+            check_model(model, first_position(model), causal=causal)
     except HuggingFaceError:
         model.set_attn_implementation(before)
         restore_linear(model)
@@ -91,6 +104,8 @@ def replace_attention(model: Any, causal: bool = True) -> str:
     before: str = config._attn_implementation
     _check_configs(model)
     wanted = NAME if causal else IN_BOTH_DIRECTIONS
+    if causal and getattr(config, "is_encoder_decoder", False):
+        wanted = BY_ROLE
     model.set_attn_implementation(wanted)
     if config._attn_implementation != wanted:
         model.set_attn_implementation(before)
@@ -115,11 +130,18 @@ def _register() -> None:
     AttentionMaskInterface.register(NAME, describe_mask)
     AttentionInterface.register(IN_BOTH_DIRECTIONS, partial(attend, causal=False))
     AttentionMaskInterface.register(IN_BOTH_DIRECTIONS, partial(describe_mask, causal=False))
+    AttentionInterface.register(BY_ROLE, partial(attend_by_role, attend))
+    AttentionMaskInterface.register(BY_ROLE, describe_either_mask)
 
 
 def is_causal(model: Any) -> bool:
     """Returns whether a model with replaced attention sees only earlier tokens."""
     return bool(model.config._attn_implementation != IN_BOTH_DIRECTIONS)
+
+
+def is_seq2seq(model: Any) -> bool:
+    """Returns whether a model with replaced attention is an encoder-decoder."""
+    return bool(model.config._attn_implementation == BY_ROLE)
 
 
 def first_position(model: Any) -> int:
@@ -134,8 +156,15 @@ def first_position(model: Any) -> int:
 
 def _check_configs(model: Any) -> None:
     linear = bool(linear_layers(model))
-    for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+    for config in {id(config): config for config in (model.config, *_configs_of_parts(model))}.values():
         check_config(config, linear)
+
+
+def _configs_of_parts(model: Any) -> list[Any]:
+    """Returns the config of a model's text, or of an encoder-decoder's encoder and decoder."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return [model.config.get_text_config()]
+    return [getattr(part, "config", model.config) for part in (model.get_encoder(), model.get_decoder())]
 
 
 def model_inputs(
@@ -165,58 +194,68 @@ def model_inputs(
     Raises:
         HuggingFaceError: for a model that is not prepared, or documents that are too long for its RoPE.
     """
-    prepared = _check_call(model, batch.layout)
+    source = getattr(batch, "source", None)
+    prepared = _check_call(model, [batch.layout] if source is None else [source.layout, batch.layout])
     causal = is_causal(prepared)
     if target_tokens is not None and not causal:
         raise HuggingFaceError(
             f"target_tokens is {target_tokens}, but {type(prepared).__name__} is an encoder, whose own loss is a mean over the "
             "tokens of one rank: leave it out, and compute the loss from the model's output and batch.labels"
         )
-    # Models cannot reshape empty inputs: a rank without tokens gets one padding token.
-    missing = int(not len(batch.tokens))
-    tokens, labels, positions = (
-        torch.nn.functional.pad(tensor, (0, missing), value=filler).to(device).unsqueeze(0)
-        for tensor, filler in ((batch.tokens, 0), (batch.labels, -100), (batch.positions, 0))
-    )
-
-    def make(scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
-        return RingAttention(
-            batch.layout,
-            group=group,
-            mask=Mask(causal=causal, window=window),
-            scale=scale,
-            softcap=softcap,
-            kernel=kernel,
-            keep_kv=keep_kv,
-            deterministic=deterministic,
-            device=device,
-        )
-
-    inputs = {
-        "input_ids": tokens,
-        "position_ids": positions + first_position(prepared),
-        "use_cache": False,
-        "ring_attention": Rings(make),
-    }
+    options = {"group": group, "kernel": kernel, "keep_kv": keep_kv, "deterministic": deterministic}
+    tokens, positions = (_row(tensor, device) for tensor in (batch.tokens, batch.positions))
+    inputs: dict[str, Any]
+    if source is None:
+        inputs = {"input_ids": tokens, "position_ids": positions + first_position(prepared), "use_cache": False}
+        inputs["ring_attention"] = _rings(batch.layout, causal, options)
+    else:
+        inputs = attention_inputs(tokens, positions, *(_row(tensor, device) for tensor in (source.tokens, source.positions)))
+        layouts = {role: source.layout_of(role, batch.layout) for role in ROLES}
+        inputs["ring_attention"] = ByRole({role: _rings(layouts[role], role == "decoder", options) for role in ROLES})
     if target_tokens is not None:
         # `labels` makes the model compute a loss; it computes the loss from `shift_labels`.
+        labels = _row(batch.labels, device, -100)
         inputs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": max(1, target_tokens)}
     return inputs
 
 
-def _check_call(model: torch.nn.Module, layout: Layout) -> Any:
-    """Returns the prepared model inside `model`. Raises HuggingFaceError if there is none, or if it is not exact any more."""
+def _row(tensor: torch.Tensor, device: torch.device | str, filler: int = 0) -> torch.Tensor:
+    """Returns [1, tokens]. Models cannot reshape empty inputs: a rank without tokens gets one padding token."""
+    return torch.nn.functional.pad(tensor, (0, int(not len(tensor))), value=filler).to(device).unsqueeze(0)
+
+
+def _rings(layout: Layout | CrossLayout, causal: bool, options: Mapping[str, Any]) -> "Rings":
+    def make(scale: float | None, softcap: float, window: int | None, device: torch.device) -> RingAttention:
+        mask = Mask(causal=causal, window=window)
+        return RingAttention(layout, mask=mask, scale=scale, softcap=softcap, device=device, **options)
+
+    return Rings(make)
+
+
+def _check_call(model: torch.nn.Module, layouts: Sequence[Layout]) -> Any:
+    """Returns the prepared model inside `model`. Raises HuggingFaceError if there is none, or if it is not exact any more.
+
+    `layouts` are those of the source and of the target, or for models other than encoder-decoders of the documents.
+    """
     prepared: Any = next((module for module in model.modules() if module in _PREPARED), None)
     if prepared is None:
         raise HuggingFaceError(f"{type(model).__name__} is not prepared for packed documents: call prepare(model) first")
-    config = prepared.config.get_text_config()
-    if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS):
-        raise HuggingFaceError(
-            f"the attention of {type(prepared).__name__} was changed to {config._attn_implementation!r}, which would mix "
-            "packed documents: call prepare(model) again"
-        )
+    name, configs = type(prepared).__name__, _configs_of_parts(prepared)
+    for config in configs:
+        if config._attn_implementation not in (NAME, IN_BOTH_DIRECTIONS, BY_ROLE):
+            raise HuggingFaceError(
+                f"the attention of {name} was changed to {config._attn_implementation!r}, which would mix packed documents: "
+                "call prepare(model) again"
+            )
     _check_configs(prepared)
-    check_length(config, max((shard.length for shard in layout.shards), default=0))
+    if len(configs) != len(layouts):
+        raise HuggingFaceError(
+            f"{name} is an encoder-decoder, but the batch has no source: make it with pack_seq2seq"
+            if len(layouts) == 1
+            else f"{name} is no encoder-decoder, but the batch has a source: make it with pack_documents"
+        )
+    for config, layout in zip(configs, layouts, strict=True):
+        check_length(config, max((shard.length for shard in layout.shards), default=0))
     return prepared
 
 
@@ -247,6 +286,7 @@ class Rings:
         if self._recurrence is None:
             attention = next(iter(self._made.values()), None) or self.of(None, 0.0, None, device)
             ring = attention.plain if isinstance(attention, HybridAttention) else attention
+            assert isinstance(attention.layout, Layout)  # decoders without encoder
             self._recurrence = Recurrence(attention.layout, group=ring.group, exchange=ring.exchange)
         return self._recurrence
 
@@ -271,7 +311,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: "CausalMask | BidirectionalMask | None" = None,
+    attention_mask: CausalMask | BidirectionalMask | None = None,
     *,
     causal: bool = True,
     dropout: float = 0.0,
@@ -309,7 +349,7 @@ def attend(
     if dropout:
         raise HuggingFaceError(f"{name} uses attention dropout {dropout}: set attention_dropout to 0 in its config")
     refuse_arguments(name, others)
-    window = _one_window(attention_mask, sliding_window, causal)
+    window = one_window(attention_mask, sliding_window, causal)
     attention = ring_attention.of(scaling, softcap or 0.0, window, query.device)
     # [1, heads, tokens, dim] → [tokens, heads, dim]
     q, k, v = (tensor[0].transpose(0, 1) for tensor in _autocast(query, key, value))
@@ -324,59 +364,6 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
-@dataclass(frozen=True)
-class CausalMask:
-    """Stands in for a dense mask. As it is not a tensor, models that compute attention themselves fail.
-
-    Every query sees the last `window` keys up to itself, or all earlier keys if `window` is None.
-    """
-
-    window: int | None = None
-
-
-def describe_mask(
-    *, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None = None, causal: bool = True, **_: Any
-) -> "CausalMask | BidirectionalMask":
-    """Describes the mask without building it; transformers calls this function before the first layer.
-
-    Raises HuggingFaceError for padding, and for masks that are neither causal nor a causal window; or, if not `causal`, neither
-    full nor a window in both directions.
-    """
-    if attention_mask is not None and not bool(attention_mask.all()):
-        raise HuggingFaceError("attention_mask hides tokens: leave it out, as packed documents have no padding between them")
-    parts = list(_parts(mask_function))
-    windows = [inside["sliding_window"] for name, inside in parts if name == "sliding_window_overlay"]
-    # transformers derives packed sequences from jumps in the positions; the layout already has the exact boundaries.
-    known = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
-    names = {name for name, _ in parts}
-    if not causal:
-        if (
-            not {"bidirectional_mask_function"}
-            <= names
-            <= {"bidirectional_mask_function", "sliding_window_bidirectional_overlay"}
-        ):
-            raise HuggingFaceError(
-                f"the model uses a mask of {', '.join(sorted(names))}: encoders are supported only with attention in both "
-                "directions, with or without a sliding window"
-            )
-        # Keys at a distance of `sliding_window` are visible.
-        both = [inside["sliding_window"] + 1 for name, inside in parts if name == "sliding_window_bidirectional_overlay"]
-        return BidirectionalMask(min(both, default=None))
-    if not {"causal_mask_function"} <= names <= known:
-        raise HuggingFaceError(
-            f"the model uses a mask of {', '.join(sorted(names))}: 'longctx' supports only causal attention, with or without "
-            "a sliding window"
-        )
-    return CausalMask(min(windows, default=None))
-
-
-@dataclass(frozen=True)
-class BidirectionalMask:
-    """As CausalMask, for encoders: every query sees `window` - 1 keys before itself and as many after it, or all if None."""
-
-    window: int | None = None
-
-
 @contextmanager
 def packing_from_layout() -> Iterator[None]:
     """Keeps transformers from deriving packed sequences from positions, for which the host would wait for a GPU."""
@@ -387,40 +374,3 @@ def packing_from_layout() -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = derive
-
-
-def _parts(mask_function: Callable[..., Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields the intersected mask functions of `transformers.masking_utils`: their names and closure variables."""
-    name = mask_function.__qualname__.split(".")[0]
-    cells = getattr(mask_function, "__closure__", None) or ()
-    inside = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    if name == "and_masks":
-        for part in inside["mask_functions"]:
-            yield from _parts(part)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _parts(inside["mask_function"])
-    else:
-        yield name, inside
-
-
-def _one_window(
-    attention_mask: CausalMask | BidirectionalMask | torch.Tensor | None, sliding_window: int | None, causal: bool
-) -> int | None:
-    """Returns the sliding window of mask and argument, which must agree; some causal models pass only one of them.
-
-    Without a mask, encoders do not say whether the argument counts the tokens on one side or on both.
-    """
-    if attention_mask is None and not causal and sliding_window is not None:
-        raise HuggingFaceError(
-            f"the layer has a sliding window of {sliding_window}, but no mask: this encoder is not supported"
-        )
-    if attention_mask is None:
-        return sliding_window
-    if not isinstance(attention_mask, CausalMask if causal else BidirectionalMask):
-        raise HuggingFaceError("a dense attention mask was given: leave attention_mask out, as the layout defines visibility")
-    if sliding_window not in (None, attention_mask.window):
-        raise HuggingFaceError(
-            f"the layer has a sliding window of {sliding_window}, but its mask has a window of {attention_mask.window}: make "
-            "them equal"
-        )
-    return attention_mask.window

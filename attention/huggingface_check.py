@@ -125,11 +125,11 @@ def check_model(model: Any, first_position: int = 0, *, causal: bool = True) -> 
     Positions count from `first_position`. The loss of an encoder, if not `causal`, is not checked, as it is not used. Runs the
     model five times on 16 tokens without gradients; on every rank if the model is sharded.
     """
-    probe = _Probe(model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position)
-    with torch.no_grad(), _evaluating(model):
-        logits = _check_rows(probe)
+    probe = Probe(model, model, next(model.get_input_embeddings().parameters()).dtype, causal, first_position)
+    with torch.no_grad(), evaluating(model):
+        logits = check_rows(probe)
         if causal:
-            _check_loss(probe.name, probe, probe.tokens(), logits)
+            check_loss(probe, logits)
 
 
 def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype, *, causal: bool = True) -> frozenset[Kind]:
@@ -137,13 +137,13 @@ def check_packed(model: Any, forward: Callable[..., Any], dtype: torch.dtype, *,
 
     Returns the kinds of attention of the model's layers.
     """
-    probe = _Probe(model, forward, dtype, causal)
-    with torch.no_grad(), _evaluating(model):
-        _check_rows(probe)
+    probe = Probe(model, forward, dtype, causal)
+    with torch.no_grad(), evaluating(model):
+        check_rows(probe)
     return frozenset(probe.kinds)
 
 
-def _check_rows(probe: "_Probe") -> torch.Tensor:
+def check_rows(probe: "Probe") -> torch.Tensor:
     """Raises HuggingFaceError unless only attention mixes tokens; returns the logits of tokens that attend to themselves."""
     name, ids, places = probe.name, probe.tokens(), torch.arange(TOKENS)
     alone = probe.rows(ids, places)
@@ -175,7 +175,9 @@ def _check_rows(probe: "_Probe") -> torch.Tensor:
     return alone[-1]
 
 
-def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Tensor) -> None:
+def check_loss(probe: "Probe", logits: torch.Tensor) -> None:
+    """Raises HuggingFaceError unless the loss is the sum over the given labels; `logits` are those of the probe's tokens."""
+    name, ids = probe.name, probe.tokens()
     labels = (7 * ids + 3) % logits.shape[1]
     labels[::5] = -100
     given = {"labels": labels.unsqueeze(0), "shift_labels": labels.unsqueeze(0), "num_items_in_batch": TARGETS}
@@ -189,8 +191,10 @@ def _check_loss(name: str, probe: "_Probe", ids: torch.Tensor, logits: torch.Ten
         )
 
 
-class _Probe:
+class Probe:
     """Runs a model on tokens that each attend only to themselves, by calling `forward`, which computes in `dtype`."""
+
+    wanted = "a causal language model"
 
     def __init__(
         self, model: Any, forward: Callable[..., Any], dtype: torch.dtype, causal: bool = True, first_position: int = 0
@@ -199,8 +203,11 @@ class _Probe:
         self.model, self.call, self.name = model, forward, type(model).__name__
         if any(parameter.is_meta for parameter in model.parameters()):
             raise HuggingFaceError(f"{self.name} has no weights, as it is on the meta device: load them first")
-        self.embedding = model.get_input_embeddings()
-        self.device = next(self.embedding.parameters()).device
+        self.embeddings = {model.get_input_embeddings()}
+        if getattr(model.config, "is_encoder_decoder", False):
+            self.embeddings.add(model.get_decoder().get_input_embeddings())
+        self.entries = min(embedding.num_embeddings for embedding in self.embeddings)
+        self.device = next(model.get_input_embeddings().parameters()).device
         # Rounding may differ between rows, and in 16 bits may route a token to other experts.
         self.tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
         self.kinds: set[Kind] = set()
@@ -222,16 +229,19 @@ class _Probe:
 
     def _special(self) -> set[int]:
         config = self.model.config.get_text_config()
-        entries = self.embedding.num_embeddings
         found = (*_token_ids(config.to_dict()), *_token_ids(self.model.config.to_dict()))
-        return {token for token in found if 0 <= token < entries}
+        return {token for token in found if 0 <= token < self.entries}
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor | None, **arguments: Any) -> Any:
-        """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
+        """Returns the model's output for tokens and positions [tokens]."""
         if positions is not None:
             arguments["position_ids"] = positions.to(self.device).unsqueeze(0) + self.first_position
+        return self.run(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
+
+    def run(self, **arguments: Any) -> Any:
+        """Returns the model's output. Turns any exception of the model into a HuggingFaceError."""
         try:
-            return self.call(input_ids=ids.unsqueeze(0), use_cache=False, **{"ring_attention": Alone(), **arguments})
+            return self.call(**arguments)
         except HuggingFaceError:
             raise
         except Exception as error:  # models may raise anything for inputs that they were not written for
@@ -247,11 +257,11 @@ class _Probe:
         `poisoned` sets the embeddings of REPLACED to NaN, which even a weight of zero does not hide.
         """
         alone = Alone()
-        handle = self.embedding.register_forward_hook(_poison) if poisoned else None
+        handles = [embedding.register_forward_hook(_poison) for embedding in self.embeddings if poisoned]
         try:
             found = self.forward(ids, positions, ring_attention=alone)
         finally:
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
         logits = getattr(found, "logits", None)
         if not self.causal:
@@ -262,7 +272,7 @@ class _Probe:
                 )
             logits = found.last_hidden_state if logits is None and hasattr(found, "last_hidden_state") else logits
         if logits is None or logits.shape[:2] != (1, TOKENS):
-            wanted = "a causal language model" if self.causal else "an encoder, or its model for masked tokens"
+            wanted = self.wanted if self.causal else "an encoder, or its model for masked tokens"
             raise HuggingFaceError(f"{self.name} does not return logits for every token: use {wanted}")
         self.kinds |= alone.kinds
         return [*alone.seen, logits[0]]
@@ -283,6 +293,10 @@ class Alone:
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
         self.kinds: set[Kind] = set()
+
+    def of_role(self, _: str) -> "Alone":
+        """Returns itself: tokens of an encoder-decoder's target also attend to the source's token in the same row."""
+        return self
 
     def recurrence(self, _: torch.device) -> "_AloneRecurrence":
         return _AloneRecurrence(self.seen)
@@ -325,7 +339,7 @@ def _token_ids(values: dict[str, Any]) -> Iterator[int]:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

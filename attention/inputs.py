@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from longctx.errors import UserError
-from longctx.planning.layout import Layout
+from longctx.planning.layout import CrossLayout, Layout
 
 Queries = Callable[[Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
 """Function that computes the queries [tokens, heads, head_dim]. It is given a function to call on its input, which returns the
@@ -20,10 +20,11 @@ class AttentionInputError(UserError):
 class CheckedAttention:
     """Base class for the attention of one micro-batch: checks layout and group when built, and the tensors of every call."""
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    def __init__(self, layout: Layout | CrossLayout, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
         self.layout, self.device = layout, torch.device(device)
         self.tokens = layout.tokens  # a plain number, so that torch.compile does not trace the documents
-        if all(shard.degree == 1 for shard in layout.shards):
+        self.key_tokens, self.crosses = layout.key_tokens, isinstance(layout, CrossLayout)
+        if all(shard.degree == 1 and shard.first_rank == layout.rank for pair in layout.pairs for shard in pair):
             return
         if not dist.is_initialized():
             raise AttentionInputError(
@@ -66,10 +67,14 @@ class CheckedAttention:
         """Raises AttentionInputError for tensors that do not match each other or the layout."""
         if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
             raise AttentionInputError(f"q, k and v must be [tokens, heads, head_dim], not {_shapes(q, k, v)}")
-        if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
+        if k.shape[0] != v.shape[0] or k.shape[1] != v.shape[1] or q.shape[2] != k.shape[2]:
             raise AttentionInputError(
-                "q, k and v must have the same number of tokens, k and v the same heads, q and k the same head size, not "
-                f"{_shapes(q, k, v)}"
+                f"k and v must have the same number of tokens and heads, q and k the same head size, not {_shapes(q, k, v)}"
+            )
+        if q.shape[0] != k.shape[0] and not self.crosses:
+            raise AttentionInputError(
+                f"q, k and v must have the same number of tokens, not {_shapes(q, k, v)}: only cross-attention, with a "
+                "CrossLayout, has others"
             )
         if 0 in (*q.shape[1:], *k.shape[1:], *v.shape[1:]):
             raise AttentionInputError(
@@ -99,11 +104,12 @@ class CheckedAttention:
                 f"sink_logits must have shape [{q.shape[1]}], one number per query head, on {q.device}, not "
                 f"{_shapes(sink_logits)} on {sink_logits.device}"
             )
-        if q.shape[0] < self.tokens:
-            raise AttentionInputError(
-                f"q has {q.shape[0]} tokens, but the layout of micro-batch {self.layout.micro_batch}, rank {self.layout.rank} "
-                f"has {self.tokens}: use the layout that q was packed with"
-            )
+        for name, x, tokens in (("q", q, self.tokens), ("k", k, self.key_tokens)):
+            if x.shape[0] < tokens:
+                raise AttentionInputError(
+                    f"{name} has {x.shape[0]} tokens, but the layout of micro-batch {self.layout.micro_batch}, rank "
+                    f"{self.layout.rank} has {tokens}: use the layout that {name} was packed with"
+                )
 
 
 def _strided(x: torch.Tensor) -> bool:

@@ -78,3 +78,4 @@ class Mask:
 
 
 CAUSAL = Mask()
+EVERYTHING = Mask(causal=False)

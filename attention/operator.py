@@ -185,17 +185,19 @@ def backward(
             gradients = this.kernel.backward(
                 dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap, this.mode
             )
-            if sums:
-                _add_call(sums, remote, part, *gradients)
-            else:  # every rank with tokens has local keys, which come first
+            if not sums and remote is None:  # local keys come first, if there are any
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
+                continue
+            sums = sums or this.zeros(q, k, v)
+            _add_call(sums, remote, part, *gradients)
         if remote is not None:
+            sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
             # Each computed stage advances the returns by one hop: this hides messages and bounds those in flight.
             returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     if this.schedule.two_levels:
         returning = _advanced(returning)  # the last hop of the last stage is posted
-    dq, dk, dv = sums or [x.new_zeros(x.shape) for x in (q, k, v)]
+    dq, dk, dv = sums or this.zeros(q, k, v)
     _unfinished[call, layer] = Unfinished(this, dk, dv, returning)
     return dq.to(q.dtype)
 

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from longctx.attention import operator
 from longctx.attention.exchange import Exchange
 from longctx.attention.inputs import AttentionInputError, CheckedAttention, Queries
-from longctx.attention.masks import CAUSAL, Mask
+from longctx.attention.masks import CAUSAL, EVERYTHING, Mask
 from longctx.attention.ring_pass import NO_LAYER
 from longctx.attention.ring_schedule import Schedule
-from longctx.planning.layout import Layout
+from longctx.planning.layout import CrossLayout, Layout
 
 
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: Layout,
+    layout: Layout | CrossLayout,
     *,
     group: dist.ProcessGroup | None = None,
     mask: Mask = CAUSAL,
@@ -47,10 +47,11 @@ def ring_attention(
     Args:
         q: [tokens, q_heads, head_dim], rows in the order of `layout`; rows from `layout.tokens` on are padding.
         k, v: [tokens, kv_heads, head_dim]; kv_heads must divide q_heads. v may have a different head size.
-        layout: `plan.layout(micro_batch, rank)`.
+        layout: `plan.layout(micro_batch, rank)`; or a `CrossLayout` for cross-attention, in which the queries of a document's
+            target see all keys of its source. q then has the rows of `layout.targets`, k and v those of `layout.sources`.
         group: process group of the domain, ranks in order; None uses the default group. Not used if no document is split. All
             its ranks must call `longctx.attention.warm_up(group, device)` once before, or NCCL may wait forever.
-        mask: visibility of tokens inside a document; causal by default.
+        mask: visibility of tokens inside a document; causal by default. Must be `Mask(causal=False)` with a `CrossLayout`.
         scale: factor of the scores; None means 1/√head_dim.
         softcap: scores become softcap · tanh(score / softcap), as in Gemma 2; 0 disables the cap.
         sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
@@ -91,7 +92,7 @@ class RingAttention(CheckedAttention):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Layout | CrossLayout,
         *,
         group: dist.ProcessGroup | None = None,
         mask: Mask = CAUSAL,
@@ -116,6 +117,10 @@ class RingAttention(CheckedAttention):
             raise AttentionInputError(f"softcap is {softcap}: must be positive, or 0 for no cap")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise AttentionInputError(f"ranks_per_node is {ranks_per_node}: must be 1 or more, or None for one exchange level")
+        if isinstance(layout, CrossLayout) and mask != EVERYTHING:
+            raise AttentionInputError(
+                f"mask is {mask}, but the tokens of a target see all tokens of its source: give mask=Mask(causal=False)"
+            )
         super().__init__(layout, group, device)
         self.schedule = Schedule.build(layout, device, mask, ranks_per_node)
         self.exchange, self.watch = exchange, watch

@@ -69,6 +69,10 @@ class RingPass:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
         return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.stages else x
 
+    def zeros(self, *like: Tensor) -> list[Tensor]:
+        """Returns zeros in the accumulation dtype."""
+        return [x.new_zeros(x.shape, dtype=self.sum_dtype) for x in like]
+
     def zeros_for(self, received: Tensor, calls: tuple[Call, ...]) -> Tensor:
         """Returns zeros for the gradients of received rows; in the accumulation dtype if several calls may add to a row."""
         several = any(part.again for part in calls)

@@ -8,12 +8,15 @@ derive its content from the same cut points, in the same order of documents, so 
 With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
 stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows.
 
+In cross-attention, queries and keys of a document have their own lengths, rings and degrees (`CrossLayout`). The ranks from the
+first to the last that may hold either are then the ring, and each has the chunks of its queries and those of its keys.
+
 Kernel calls compute the areas of the mask (`masks`) cut to the available chunks of queries and keys (`segment_builder`).
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,7 +24,7 @@ import torch
 from longctx.attention.masks import CAUSAL, Mask
 from longctx.attention.segment_builder import Call, RowSet, Run, gathered_calls, local_calls
 from longctx.attention.segments import Segment
-from longctx.planning.layout import Layout, Shard, Span, head_span, tail_span
+from longctx.planning.layout import CrossLayout, Layout, Shard, Span, head_span, tail_span
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class ExchangeStage:
 class Schedule:
     """All calls and messages of a rank in one micro-batch: calls on `local` keys, then the stages."""
 
-    layout: Layout
+    layout: Layout | CrossLayout
     local: tuple[Call, ...]
     stages: tuple[ExchangeStage, ...]
     two_levels: bool = False
@@ -85,7 +88,7 @@ class Schedule:
     @classmethod
     def build(
         cls,
-        layout: Layout,
+        layout: Layout | CrossLayout,
         device: torch.device | str = "cpu",
         mask: Mask = CAUSAL,
         ranks_per_node: int | None = None,
@@ -96,8 +99,8 @@ class Schedule:
         """
         if layout.stages < 1:
             raise ValueError(f"stages is {layout.stages}: must be at least 1, which gathers everything at once")
-        documents = [_Document.of(shard, mask, ranks_per_node) for shard in layout.shards]
-        local = local_calls((document.queries, document.queries, document.areas) for document in documents)
+        documents = [_Document.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
+        local = local_calls((document.own_queries, document.own_keys, document.areas) for document in documents)
         count = max((document.stages(layout.stages) for document in documents), default=0)
         return cls(
             layout,
@@ -114,7 +117,7 @@ def stage_of(distance: int, degree: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class _Message:
-    """Positions of one document that belong to ring index `source` and are sent in a hop; `peer` is the other rank."""
+    """Positions of one document that belong to seat `source` and are sent in a hop; `peer` is the other rank."""
 
     hop: int
     incoming: bool
@@ -125,67 +128,91 @@ class _Message:
 
 @dataclass(frozen=True)
 class _Document:
-    """This rank's part of one document: its shard, the mask's areas, and the shard's tokens as queries.
+    """This rank's part of one document: shards of queries and keys, the mask's areas, and this rank's tokens.
 
-    `nodes` lists the ring indices on every node of the ring with two-level exchange; otherwise it is empty.
+    Seats number the ranks that hold the document: they are the ring indices, or in cross-attention the ranks from the first to
+    the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty.
     """
 
-    shard: Shard
+    queries: Shard
+    keys: Shard
+    ranks: Sequence[int]
+    """Rank of every seat."""
+    seat: int
+    """Seat of this rank."""
     areas: list[Segment]
-    queries: list[Run]
     nodes: list[list[int]]
 
     @classmethod
-    def of(cls, shard: Shard, mask: Mask, ranks_per_node: int | None) -> "_Document":
-        runs = [Run(*span, (shard.rows(*span),)) for span in chunks(shard, shard.ring_index)]
+    def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_Document":
+        if queries is keys:
+            ranks, areas = list(map(keys.rank_of, range(keys.degree))), mask.areas(keys.document, keys.length)
+        else:
+            ends = [shard.rank_of(index) for shard in (queries, keys) for index in (0, shard.degree - 1)]
+            ranks, areas = list(range(min(ends), max(ends) + 1)), [Segment(0, queries.length, 0, keys.length)]
+        document = cls(queries, keys, ranks, ranks.index(rank), areas, [])
         nodes: dict[int, list[int]] = defaultdict(list)
-        for ring_index in range(shard.degree if ranks_per_node else 0):
-            if chunks(shard, ring_index):  # ranks without tokens of a document take no part in it
-                nodes[shard.rank_of(ring_index) // (ranks_per_node or 1)].append(ring_index)
+        for seat in range(len(ranks) if ranks_per_node else 0):
+            if document.query_spans(seat) or document.key_spans(seat):  # other ranks take no part in the document
+                nodes[ranks[seat] // (ranks_per_node or 1)].append(seat)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
-        return cls(shard, mask.areas(shard.document, shard.length), runs, list(nodes.values()) if crosses else [])
+        return replace(document, nodes=list(nodes.values())) if crosses else document
+
+    @property
+    def own_queries(self) -> list[Run]:
+        return [Run(*span, (self.queries.rows(*span),)) for span in self.query_spans(self.seat)]
+
+    @property
+    def own_keys(self) -> list[Run]:
+        return [Run(*span, (self.keys.rows(*span),)) for span in self.key_spans(self.seat)]
+
+    def query_spans(self, seat: int) -> list[Span]:
+        return _spans_on(self.queries, self.ranks[seat])
+
+    def key_spans(self, seat: int) -> list[Span]:
+        return _spans_on(self.keys, self.ranks[seat])
 
     def stages(self, wanted: int) -> int:
         """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
-        return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, self.shard.degree - 1)
+        return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, len(self.ranks) - 1)
 
     def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
-        """Returns the positions of ring index `source` that queries of `targets` see: disjoint spans, ascending."""
-        queries = [run for target in targets for run in chunks(self.shard, target)]
-        cuts = (area.cut(run, keys) for keys in chunks(self.shard, source) for run in queries for area in self.areas)
+        """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending."""
+        queries = [span for target in targets for span in self.query_spans(target)]
+        cuts = (area.cut(span, keys) for keys in self.key_spans(source) for span in queries for area in self.areas)
         return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a stage."""
-        shard, mine = self.shard, self.shard.ring_index
+        seats, mine = len(self.ranks), self.seat
         here = self._node_of(mine)
-        for other in self.nodes[here] if self.nodes else range(shard.degree):
+        for other in self.nodes[here] if self.nodes else range(seats):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
-                distance = (target - source) % shard.degree
-                if distance and stage == (0 if self.nodes else stage_of(distance, shard.degree, stages)):
-                    yield _Message(0, incoming, shard.rank_of(other), source, self.needed(source, [target]))
+                distance = (target - source) % seats
+                if distance and stage == (0 if self.nodes else stage_of(distance, seats, stages)):
+                    yield _Message(0, incoming, self.ranks[other], source, self.needed(source, [target]))
         for there in range(len(self.nodes) if stage else 0):
             for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
                 distance = (target_node - source_node) % len(self.nodes)
                 if distance and stage == 1 + stage_of(distance, len(self.nodes), stages):
                     yield from self._relayed(source_node, target_node, incoming=incoming)
 
-    def _node_of(self, ring_index: int) -> int:
-        return next((i for i, members in enumerate(self.nodes) if ring_index in members), 0)
+    def _node_of(self, seat: int) -> int:
+        return next((i for i, members in enumerate(self.nodes) if seat in members), 0)
 
     def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[_Message]:
         """Yields this rank's messages between two nodes; relays alternate by source."""
-        mine, rank_of, targets = self.shard.ring_index, self.shard.rank_of, self.nodes[target_node]
+        mine, ranks, targets = self.seat, self.ranks, self.nodes[target_node]
         for source in self.nodes[source_node] if incoming else [mine]:
             relay = targets[source % len(targets)]
             if not incoming:
-                yield _Message(0, False, rank_of(relay), source, self.needed(source, targets))
+                yield _Message(0, False, ranks[relay], source, self.needed(source, targets))
             elif relay != mine:
-                yield _Message(1, True, rank_of(relay), source, self.needed(source, [mine]))
+                yield _Message(1, True, ranks[relay], source, self.needed(source, [mine]))
             else:
-                yield _Message(0, True, rank_of(source), source, self.needed(source, targets))
+                yield _Message(0, True, ranks[source], source, self.needed(source, targets))
                 others = [target for target in targets if target != mine]
-                yield from (_Message(1, False, rank_of(target), source, self.needed(source, [target])) for target in others)
+                yield from (_Message(1, False, ranks[target], source, self.needed(source, [target])) for target in others)
 
 
 def chunks(shard: Shard, ring_index: int) -> list[Span]:
@@ -193,6 +220,12 @@ def chunks(shard: Shard, ring_index: int) -> list[Span]:
     head, tail = (span(shard.length, shard.degree, ring_index) for span in (head_span, tail_span))
     spans = [(head[0], tail[1])] if head[1] == tail[0] else [head, tail]
     return [span for span in spans if span[0] < span[1]]
+
+
+def _spans_on(shard: Shard, rank: int) -> list[Span]:
+    """Returns the non-empty spans of a document on a domain rank."""
+    ring_index = shard.index_of(rank)
+    return [] if ring_index is None else chunks(shard, ring_index)
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
@@ -227,10 +260,10 @@ def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torc
                 receives[message.peer] += stop - start
                 row += stop - start
             elif number == 0:
-                sends[message.peer].append(documents[i].shard.rows(start, stop))
+                sends[message.peer].append(documents[i].keys.rows(start, stop))
             else:  # a relay passes on rows from the first hop
                 held = next(run for run in keys[i] if run.start <= start and stop <= run.stop)
                 sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
-    documents_here = ((document.queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
+    documents_here = ((document.own_queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
     return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))

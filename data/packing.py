@@ -6,7 +6,7 @@ Labels are shifted in the whole document before it is cut, so that they do not d
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.masking import Masking
 from longctx.errors import UserError
-from longctx.planning.layout import Layout
+from longctx.planning.layout import CrossLayout, Layout
 from longctx.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class MicroBatch:
         positions: int64 `[T]`; position in the document, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
             for multi-token prediction; 0 and -100 behind its end and in padding.
+        source: what an encoder-decoder's encoder reads; None for other models. All others are then of the targets: tokens are
+            the start token and all tokens of the target but the last, labels the target.
     """
 
     index: int
@@ -56,6 +58,28 @@ class MicroBatch:
     positions: torch.Tensor
     later_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
     later_labels: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.int64))
+    source: "Source | None" = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the encoder of an encoder-decoder reads on one rank in one micro-batch; the `MicroBatch` is then of the targets.
+
+    Attributes:
+        layout: spans of the sources that the rank holds, and their rows in the buffer.
+        cross: layout of cross-attention, in which the tokens of a target see all tokens of its source.
+        tokens, positions: as in `MicroBatch`.
+    """
+
+    layout: Layout
+    cross: CrossLayout
+    tokens: torch.Tensor
+    positions: torch.Tensor
+
+    def layout_of(self, role: str, target: Layout) -> Layout | CrossLayout:
+        """Returns the layout of the attention of an encoder, of a decoder, or across; `target` is that of the micro-batch."""
+        layouts: dict[str, Layout | CrossLayout] = {"encoder": self.layout, "decoder": target, "cross": self.cross}
+        return layouts[role]
 
 
 @dataclass(frozen=True)
@@ -156,6 +180,66 @@ def pack_documents(
     return [_fill(layout, read, pad_to_multiple_of, ahead) for layout in layouts], target_tokens
 
 
+def pack_seq2seq(
+    plan: Plan,
+    rank: int,
+    sources: Sequence[Tokens],
+    targets: Sequence[Tokens],
+    *,
+    start_token: int,
+    labels: Sequence[Tokens] | None = None,
+    pad_to_multiple_of: int = 1,
+) -> tuple[list[MicroBatch], int]:
+    """Returns a rank's share of every micro-batch of a step of an encoder-decoder, from documents in memory.
+
+    Source and target of a document lie on the ranks and at the degree that the plan gives the document, and each is cut by its
+    own length. So a rank may hold a few tokens more than the plan says, by rounding: fewer than four per split document.
+
+    Args:
+        plan: plan made from the lengths of sources and targets together, `len(source) + len(target)` of each document.
+        rank: this rank in the plan's domain.
+        sources, targets: token ids of each document's source and target, at least one of each, by the plan's document index.
+        start_token: first token that the decoder reads (`decoder.bos_token_id` of T5Gemma); the next ones are the target.
+        labels: as long as the targets, -100 where a token is no target of the loss; None: the targets.
+        pad_to_multiple_of: sources and targets of every micro-batch are each padded to a multiple of this number of tokens.
+
+    Returns the micro-batches in the order of the plan, and the number of labels of the whole step over all ranks.
+    Raises PackingError if the documents do not match the plan, or have an empty part.
+    """
+    read, written = ([np.asarray(document, np.int64) for document in part] for part in (sources, targets))
+    wanted = written if labels is None else [np.asarray(label, np.int64) for label in labels]
+    if not len(read) == len(written) == len(wanted) == len(plan.lengths):
+        raise PackingError(
+            f"there are {len(read)} sources, {len(written)} targets and {len(wanted)} labels, but the plan has "
+            f"{len(plan.lengths)} documents: make it from these documents"
+        )
+    for document, (source, target, label) in enumerate(zip(read, written, wanted, strict=True)):
+        if source.ndim != 1 or target.ndim != 1 or label.shape != target.shape:
+            raise PackingError(
+                f"document {document} has a source of shape {list(source.shape)}, a target of {list(target.shape)} and labels "
+                f"of {list(label.shape)}: give one axis of token ids each, and as many labels as targets"
+            )
+        if not len(source) or not len(target) or len(source) + len(target) != plan.lengths[document]:
+            raise PackingError(
+                f"document {document} has {len(source)} source and {len(target)} target tokens, but in the plan "
+                f"{plan.lengths[document]}: give one or more of each, and plan their sum"
+            )
+    inputs = [np.append(start_token, target[:-1]) for target in written]
+
+    def of(documents: Sequence[_Ids], targets: Sequence[_Ids]) -> _Read:
+        return lambda document, start, stop: (documents[document][start:stop], targets[document][start:stop])
+
+    micro_batches = []
+    for index, placements in enumerate(plan.micro_batches):
+        cross = CrossLayout.of(
+            placements, list(map(len, written)), placements, list(map(len, read)), index, rank, plan.stages[index]
+        )
+        encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
+        decoded = _fill(cross.targets, of(inputs, wanted), pad_to_multiple_of)
+        micro_batches.append(replace(decoded, source=Source(cross.sources, cross, encoded.tokens, encoded.positions)))
+    return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in wanted)
+
+
 def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
     arrays = [np.asarray(document, np.int64) for document in documents]
     if len(arrays) != len(plan.lengths):
@@ -171,7 +255,7 @@ def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:
     return arrays
 
 
-def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int, ahead: int) -> MicroBatch:
+def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int, ahead: int = 0) -> MicroBatch:
     padded = -(-layout.tokens // pad_to_multiple_of) * pad_to_multiple_of
     tokens = np.zeros((padded, 1 + ahead), np.int64)
     labels = np.full((padded, 1 + ahead), IGNORED_LABEL, np.int64)
@@ -186,9 +270,13 @@ def _fill(layout: Layout, read: _Read, pad_to_multiple_of: int, ahead: int) -> M
                     columns[row : row + len(seen), further] = seen
             positions[row : row + stop - start] = np.arange(start, stop)
             row += stop - start
-    given = (each[:, 0].copy() for each in (tokens, labels))
+    all_tokens, all_labels = torch.from_numpy(tokens), torch.from_numpy(labels)
     return MicroBatch(
         layout.micro_batch,
         layout,
-        *map(torch.from_numpy, (*given, positions, tokens[:, 1:].copy(), labels[:, 1:].copy())),
+        all_tokens[:, 0].contiguous(),
+        all_labels[:, 0].contiguous(),
+        torch.from_numpy(positions),
+        all_tokens[:, 1:].contiguous(),
+        all_labels[:, 1:].contiguous(),
     )

@@ -25,6 +25,8 @@ LONG_DOCUMENTS = ("split", "drop", "error")
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024
 """Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
+MOST_PIECES = 1 << 20
+"""Maximum number of documents in one step, on average."""
 
 
 class SamplerError(UserError):
@@ -167,6 +169,12 @@ class Sampler:
         self._global_tokens = global_tokens
         counts = -(-lengths[documents] // max_length)
         self.pieces = int(counts.sum())
+        if global_tokens > MOST_PIECES * (self.tokens / self.pieces):
+            mean = self.tokens / self.pieces
+            raise SamplerError(
+                f"global_tokens is {global_tokens:,}: with {mean:,.0f} tokens per document, a step would have "
+                f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise data.max_length"
+            )
         self._document = np.repeat(documents, counts)
         first_piece = np.repeat(np.cumsum(counts) - counts, counts)
         self._start = (np.arange(self.pieces) - first_piece) * max_length

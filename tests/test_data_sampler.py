@@ -117,6 +117,7 @@ def test_long_documents_are_refused() -> None:
         ([5], {"long_documents": "cut"}, "long_documents is 'cut': it must be one of split, drop, error"),
         ([5], {"global_tokens": 0}, "global_tokens is 0"),
         ([5], {"max_length": 0}, "max_length 0"),
+        ([9000], {"max_length": 2, "global_tokens": 4_000_000}, "with 2 tokens per document, a step would have"),
         ([5], {"seed": -1}, "seed is -1"),
         ([5], {"seed": 1 << 32}, "seed is 4294967296"),
     ],

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import T5Config, T5ForConditionalGeneration
 
 from longctx.attention import huggingface_check
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
@@ -60,12 +59,6 @@ def test_other_mixing_of_tokens_is_noticed_without_being_declared(monkeypatch: p
     expected = r"mixes tokens outside|never calls|passes .* to its attention|does not run on packed"
     with pytest.raises(HuggingFaceError, match=expected):
         prepare(build(kind, "eager"))
-
-
-def test_a_sequence_to_sequence_model_is_refused() -> None:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
-    with pytest.raises(HuggingFaceError, match="uses a mask of bidirectional_mask_function"):
-        prepare(T5ForConditionalGeneration(T5Config(**sizes)))
 
 
 def test_a_model_without_head_is_refused() -> None:

@@ -25,6 +25,11 @@ def other_objective(files: CheckpointFiles) -> str:
     kind: str = files.config.model_type
     if files.masked:
         return f"; {ENCODERS}" if kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else ""
+    if kind in modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return (
+            "; it is an encoder-decoder, which no command of longctx trains: train T5Gemma in a loop of your own, with "
+            "pack_seq2seq, as in examples/encoder_decoder.py"
+        )
     encoder = kind in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return "; it is an encoder: set masked.share to train it on masked tokens" if encoder else ""
 

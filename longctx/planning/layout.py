@@ -112,6 +112,13 @@ class Shard:
         """Returns the domain rank that holds `ring_index` of this document."""
         return self.first_rank + self.stride * (self.degree - 1 - ring_index if self.reversed else ring_index)
 
+    def index_of(self, rank: int) -> int | None:
+        """Returns the ring index of a domain rank; None if it is outside the ring."""
+        place, between = divmod(rank - self.first_rank, self.stride)
+        if between or not 0 <= place < self.degree:
+            return None
+        return self.degree - 1 - place if self.reversed else place
+
     def at(self, ring_index: int, degree: int) -> "Shard":
         """Returns a copy with the chunks of another ring index and degree; `offset` is unchanged."""
         head, tail = head_span(self.length, degree, ring_index), tail_span(self.length, degree, ring_index)
@@ -139,7 +146,7 @@ class Layout:
         offset = 0
         for placement in sorted(placements, key=lambda p: (p.first_rank, p.document)):
             shard = _shard(placement, lengths[placement.document], rank, offset)
-            if shard is not None:
+            if shard.tokens:
                 shards.append(shard)
                 offset += shard.tokens
         return cls(micro_batch, rank, stages, tuple(shards))
@@ -148,12 +155,99 @@ class Layout:
     def tokens(self) -> int:
         return self.shards[-1].offset + self.shards[-1].tokens if self.shards else 0
 
+    @property
+    def key_tokens(self) -> int:
+        return self.tokens
 
-def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard | None:
+    @property
+    def pairs(self) -> Sequence[tuple[Shard, Shard]]:
+        """Shards with the queries and with the keys of each document: the same."""
+        return [(shard, shard) for shard in self.shards]
+
+
+@dataclass(frozen=True)
+class CrossLayout:
+    """The shards of one rank whose tokens see other sequences: the target of each document sees its source.
+
+    Every target and every source has its own length, ring and degree.
+
+    Attributes:
+        targets, sources: layouts of the queries and of the keys.
+        pairs: shards of the target and of the source of each document of which the rank holds a token, by ascending first rank
+            of the target, then document. A shard may be without tokens, or the rank outside its ring.
+    """
+
+    targets: Layout
+    sources: Layout
+    pairs: tuple[tuple[Shard, Shard], ...]
+
+    @classmethod
+    def of(
+        cls,
+        targets: Sequence[Placement],
+        target_lengths: Sequence[int],
+        sources: Sequence[Placement],
+        source_lengths: Sequence[int],
+        micro_batch: int,
+        rank: int,
+        stages: int = 1,
+    ) -> "CrossLayout":
+        """Builds the layout of `rank` from the placements of a micro-batch, of the same documents in any order.
+
+        Raises ValueError if the documents of targets and sources differ, or if one has no token.
+        """
+        by_document = {source.document: source for source in sources}
+        if sorted(by_document) != sorted(target.document for target in targets):
+            raise ValueError(
+                f"targets are of documents {sorted(target.document for target in targets)}, sources of {sorted(by_document)}: "
+                "place target and source of a document in one micro-batch"
+            )
+        layouts = (
+            Layout.of(targets, target_lengths, micro_batch, rank, stages),
+            Layout.of(sources, source_lengths, micro_batch, rank, stages),
+        )
+        held_targets, held_sources = ({shard.document: shard for shard in layout.shards} for layout in layouts)
+        pairs = []
+        for target in sorted(targets, key=lambda p: (p.first_rank, p.document)):
+            document = target.document
+            target_length, source_length = target_lengths[document], source_lengths[document]
+            if min(target_length, source_length) < 1:
+                raise ValueError(
+                    f"document {document} has {source_length} source and {target_length} target tokens: needs one or more of "
+                    "each"
+                )
+            if document in held_targets or document in held_sources:
+                queries = held_targets.get(document) or _shard(target, target_length, rank, 0)
+                keys = held_sources.get(document) or _shard(by_document[document], source_length, rank, 0)
+                pairs.append((queries, keys))
+        return cls(*layouts, tuple(pairs))
+
+    @property
+    def micro_batch(self) -> int:
+        return self.targets.micro_batch
+
+    @property
+    def rank(self) -> int:
+        return self.targets.rank
+
+    @property
+    def stages(self) -> int:
+        return self.targets.stages
+
+    @property
+    def tokens(self) -> int:
+        """Number of queries."""
+        return self.targets.tokens
+
+    @property
+    def key_tokens(self) -> int:
+        """Number of keys."""
+        return self.sources.tokens
+
+
+def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard:
+    """Returns the shard of a rank; its ring index is out of range and it has no token if the rank is outside the ring."""
     p = placement
-    if rank not in p.ring:
-        return None
     index = p.ring_index(rank)
-    head, tail = (span(length, p.degree, index) for span in (head_span, tail_span))
-    shard = Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset)
-    return shard if shard.tokens else None
+    head, tail = ((span(length, p.degree, index) if rank in p.ring else (0, 0)) for span in (head_span, tail_span))
+    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset)
