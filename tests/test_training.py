@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
+from longctx.training.spikes import Spikes
 from tests import training_cases
 from tests.training_cases import SMALL, make_store, train, train_and_save
 from tests.workers import Workers
@@ -371,6 +373,23 @@ def test_gradients_are_reduced_in_float32(workers: Workers, store: Path, tmp_pat
 def test_a_gradient_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
     answers = workers.run(training_cases.with_a_gradient_not_finite, 2, store, tmp_path)
     assert all("gradient norm is nan" in answer for answer in answers)
+
+
+def test_steps_that_are_not_finite_are_skipped_if_wanted(workers: Workers, store: Path, tmp_path: Path) -> None:
+    for skipped, error in workers.run(training_cases.with_gradients_not_finite, 2, store, tmp_path / "a", [2, 4, 5]):
+        assert skipped == [False, True, False, True, True, False] and not error
+    for skipped, error in workers.run(training_cases.with_gradients_not_finite, 2, store, tmp_path / "b", [2, 3, 4, 5]):
+        assert skipped == [False, True, True, True]
+        assert "step 5: loss is" in error and "gradient norm is nan, after 3 skipped steps" in error
+
+
+def test_spikes_are_marked() -> None:
+    random, spikes = Random(0), Spikes()
+    for step in range(60):
+        values = {"loss": 5 - step / 50 + random.gauss(0, 0.1), "time": random.lognormvariate(0, 0.05)}
+        found = spikes.of(values | ({"loss": 7.5} if step == 30 else {"time": 3.0} if step == 40 else {}))
+        assert found == {30: ["loss"], 40: ["time"]}.get(step, []), step
+    assert spikes.of({"loss": float("nan"), "grad_norm": 1e9}) == ["loss"], "a norm that was never seen is not compared"
 
 
 def test_ranks_that_disagree_on_the_plan(workers: Workers, store: Path, tmp_path: Path) -> None:

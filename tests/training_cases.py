@@ -168,6 +168,35 @@ def with_a_gradient_not_finite(store: Path, run: Path) -> str:
     raise AssertionError("a gradient that is not finite must stop the run")
 
 
+def with_gradients_not_finite(store: Path, run: Path, spoiled: list[int]) -> tuple[list[bool], str]:
+    """Trains with `train.on_nonfinite: skip` and a gradient of NaN in some steps. Returns which were skipped, and the error."""
+    trainer = start(store, run, ["train.on_nonfinite=skip"])
+    original = Trainer._forward_backward
+
+    def spoil(self: Trainer, *arguments: Any) -> torch.Tensor:
+        loss = original(self, *arguments)
+        gradient = self.model.norm.weight.grad
+        if self.steps_done + 1 in spoiled and dist.get_rank() == 1 and gradient is not None:
+            gradient.to_local().fill_(float("nan"))
+        return loss
+
+    skipped: list[bool] = []
+    Trainer._forward_backward = spoil
+    try:
+        for _ in range(6):
+            before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
+            skipped.append(trainer.step().skipped)
+            same = all(torch.equal(a, b.to_local()) for a, b in zip(before, trainer.model.parameters(), strict=True))
+            assert same == skipped[-1], "the weights change unless the step is skipped"
+            assert all(bool(parameter.to_local().isfinite().all()) for parameter in trainer.model.parameters())
+    except ValueError as error:
+        return skipped, str(error)
+    finally:
+        Trainer._forward_backward = original
+        trainer.loader.close()
+    return skipped, ""
+
+
 def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
     mode = "context.mode=static" if dist.get_rank() == 1 else "context.mode=auto"
     trainer = start(store, run, [mode])

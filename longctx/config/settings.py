@@ -380,6 +380,11 @@ class TrainSection(Section):
         description="keep weights, gradients and optimizer state in host memory and run the optimizer there (no effect on a "
         "CPU)",
     )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; "
+        "after 3 skipped steps in a row the run stops",
+    )
     mtp_loss: float = Field(
         0.1,
         gt=0,

@@ -1,6 +1,7 @@
 """Reads the steps of a run from its metrics.jsonl, also while the run is writing, and summarizes them."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,12 +150,13 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 def _figures(run: Run) -> dict[str, str]:
     """Returns name → value of every figure of a run; empty values where the run has none."""
     usual, split = run.usual(), run.split()
+    losses = [step["loss"] for step in run.steps if math.isfinite(step["loss"])]  # not of skipped steps
     held_out = run.column("validation_loss")[1]
     degrees = sorted({int(degree) for step in run.steps for degree in step["degrees"]})
     return {
         "steps": f"{run.steps[0]['step']:,} to {run.steps[-1]['step']:,}",
-        "loss, first step": f"{run.steps[0]['loss']:.3f}",
-        f"loss, last {LAST} steps": f"{fmean(step['loss'] for step in run.steps[-LAST:]):.3f}",
+        "loss, first step": f"{losses[0]:.3f}" if losses else "",
+        f"loss, last {LAST} steps": f"{fmean(losses[-LAST:]):.3f}" if losses else "",
         "loss, held out": f"{held_out[-1]:.3f}" if held_out else "",
         "tokens/s, all ranks": f"{median(step['tokens'] / step['step_time_s'] for step in usual):,.0f}",
         "step time": f"{median(step['step_time_s'] for step in usual):.3g} s",

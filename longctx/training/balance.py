@@ -76,8 +76,8 @@ class Balance:
             dist.all_reduce(tensor, group=self.mesh.tokens)
         return counts, losses
 
-    def end_step(self) -> dict[str, float]:
-        """Moves the biases, and returns statistics of the step, summed over this rank's layers. Collective.
+    def end_step(self, *, moves: bool = True) -> dict[str, float]:
+        """Moves the biases if it `moves` them, and returns statistics of the step, summed over this rank's layers. Collective.
 
         The imbalance of a layer is the tokens of its busiest expert over the mean.
         """
@@ -85,7 +85,7 @@ class Balance:
             return dict.fromkeys(STATISTICS, 0.0)
         counts, losses = self._sums()
         for router, of_router in zip(self.routers, counts, strict=True):
-            router.move_bias(of_router, self.bias_rate)
+            router.move_bias(of_router, self.bias_rate if moves else 0.0)
         wide = counts.double()
         imbalance = wide.amax(1) / wide.mean(1).clamp(min=1)
         unused = (counts == 0).double().mean(1)

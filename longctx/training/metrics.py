@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
+from longctx.training.spikes import Spikes
 from longctx.units import format_bytes
 
 GROUPS = {
@@ -64,6 +65,8 @@ class StepMetrics:
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
+        skipped: True if the weights were not updated, because loss or gradient was not finite.
+        spikes: names of loss, grad_norm or time that are far above those of the steps before; time over its prediction.
         mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
@@ -105,6 +108,8 @@ class StepMetrics:
     document_loss: float | None = None
     z_loss: float | None = None
     mtp_loss: float | None = None
+    skipped: bool = False
+    spikes: list[str] = field(default_factory=list)
     source_tokens: dict[str, int] | None = None
 
     @classmethod
@@ -142,7 +147,10 @@ class StepMetrics:
             padding_share=(rows - batch.tokens) / max(1, rows),
             data_wait_s=float(domain["data_wait_s"].max()),
             peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
-            **means,
+            attention_s=means["attention_s"],
+            exchange_wait_s=means["exchange_wait_s"],
+            bubble_s=means["bubble_s"],
+            optimizer_s=means["optimizer_s"],
             rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
             mfu=mfu,
             validation_tokens=None,
@@ -164,6 +172,7 @@ class StepMetrics:
         if validated:
             accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
             validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
+        marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         return (
@@ -171,7 +180,7 @@ class StepMetrics:
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
             f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "
-            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){validated}"
+            f"time {self.step_time_s:.2f}s (predicted {self.predicted_s:.2f}s){marked}{validated}"
         )
 
     def scalars(self) -> dict[str, float]:
@@ -220,6 +229,7 @@ class MetricsLog:
             settings: of the run, which are shown there.
         """
         self.path = folder / "metrics.jsonl"
+        self.spikes = Spikes()
         lines = list(lines_of(self.path))
         kept = [line for step, line in lines if step is not None and step <= after_step]
         if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
@@ -236,6 +246,10 @@ class MetricsLog:
         self.wandb_run = None if wandb is None else _start_wandb(wandb, folder, settings, resumes=after_step > 0)
 
     def write(self, metrics: StepMetrics) -> None:
+        seconds = (metrics.step_time_s - metrics.data_wait_s) / metrics.predicted_s
+        metrics = replace(
+            metrics, spikes=self.spikes.of({"loss": metrics.loss, "grad_norm": metrics.grad_norm, "time": seconds})
+        )
         print(metrics.console(), flush=True)
         self.stream.write(json.dumps(asdict(metrics)) + "\n")
         self.stream.flush()

@@ -59,6 +59,9 @@ from longctx.training.validation import Documents, Score, Validation, documents_
 Attend = Callable[[Plan, Layout], Any]
 """A function from a plan and this rank's layout in one micro-batch to attention."""
 
+MOST_SKIPPED = 3
+"""Steps in a row that may have no update with `train.on_nonfinite: skip`."""
+
 
 class NonFiniteLoss(UserError):
     """Raised if loss or gradient is infinite or NaN. The weights of the last checkpoint are intact."""
@@ -88,6 +91,8 @@ class Trainer:
     online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
+    skipped: int = 0
+    """Number of last steps in a row without an update, because loss or gradient was not finite."""
     tracer: Tracer | None = None
     attend: Attend | None = None
     """Replaces the attention of the settings, for measurements."""
@@ -190,13 +195,14 @@ class Trainer:
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
         with self.clock.span(OPTIMIZER):
             grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
-        domain = self._share(batch, losses)
+        domain = self._share(batch, losses, updates=math.isfinite(grad_norm))
         loss = domain["loss"].sum().item() if weights.loss is None else weights.loss
-        self._refuse_non_finite(batch, losses, loss, grad_norm)
+        self._count_skipped(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
-            self.optimizer.step()
+            if not self.skipped:
+                self.optimizer.step()
             self.optimizer.zero_grad()
         domain["optimizer_s"] += self.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
@@ -207,7 +213,7 @@ class Trainer:
         if self.online_fit is not None:
             self._recalibrate(self.online_fit, batch, seconds)
         metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
-        return replace(metrics, loss=loss, **weights.reported)
+        return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
 
     def save(self) -> Path:
         """Writes a checkpoint of the current step. Returns its folder. Collective."""
@@ -349,8 +355,11 @@ class Trainer:
         profile = online_fit.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
-    def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once."""
+    def _share(self, batch: StepBatch, losses: torch.Tensor, *, updates: bool) -> dict[str, torch.Tensor]:
+        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
+
+        Biases of experts move if the step `updates` the weights.
+        """
         counts, spent = self.mesh.counts, self.clock.take()
         idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
         local = {
@@ -364,16 +373,22 @@ class Trainer:
             "bubble_s": idle_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
-            **self.balance.end_step(),
+            **self.balance.end_step(moves=updates),
             **self.multi_token.end_step(),
         }
         local["mtp_loss"] *= counts
         return dict(zip(local, self.mesh.gather(list(local.values())).T, strict=True))
 
-    def _refuse_non_finite(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
-        """Raises NonFiniteLoss on every rank, naming the documents of micro-batches whose loss is not finite on any rank."""
+    def _count_skipped(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> None:
+        """Counts the steps in a row whose loss or gradient is not finite, and names the documents of their micro-batches.
+
+        Raises NonFiniteLoss on every rank if the run should stop.
+        """
         if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.skipped = 0
             return
+        self.skipped += 1
+        stops = self.config.train.on_nonfinite == "stop" or self.skipped > MOST_SKIPPED
         affected = {
             batch.documents[shard.document]
             for micro_batch, part in zip(batch.micro_batches, losses, strict=True)
@@ -384,10 +399,13 @@ class Trainer:
         named = sorted({name for names in gathered for name in names}) or sorted(batch.documents)
         more = f" and {len(named) - 20} more" if len(named) > 20 else ""
         intact = "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
-        raise NonFiniteLoss(
-            f"step {batch.step}: loss is {loss}, gradient norm is {grad_norm}{intact}. Documents in the affected "
-            f"micro-batches: {', '.join(named[:20])}{more}. Check these documents, or lower optimizer.learning_rate"
-        )
+        what = f"step {batch.step}: loss is {loss}, gradient norm is {grad_norm}"
+        documents = f"Documents in the affected micro-batches: {', '.join(named[:20])}{more}"
+        if stops:
+            before = f", after {MOST_SKIPPED} skipped steps" if self.skipped > MOST_SKIPPED else ""
+            raise NonFiniteLoss(f"{what}{before}{intact}. {documents}. Check these documents, or lower optimizer.learning_rate")
+        if self.mesh.world_rank == 0:
+            print(f"longctx train: {what}: no update. {documents}", file=sys.stderr, flush=True)
 
     def _go_to(self, found: Checkpoint, run: Config) -> None:
         """Sets the step and the position in the data to those of a checkpoint; reads no weights.
