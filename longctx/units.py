@@ -1,4 +1,6 @@
-"""Formats memory sizes and counts for people."""
+"""Formats memory sizes, counts and ranks for people."""
+
+from collections.abc import Sequence
 
 
 def format_bytes(size: int) -> str:
@@ -10,3 +12,16 @@ def format_bytes(size: int) -> str:
 def format_count(number: int) -> str:
     """Formats a number of parameters in billions, or in millions below 1 billion: 8.03B, 0.918M."""
     return f"{number / 1e9:,.3g}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Returns ascending numbers of ranks for people: `rank 3`, or `ranks 0 to 2, 5`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    spans: list[tuple[int, int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    return "ranks " + ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)

@@ -81,20 +81,33 @@ def test_a_flipped_bit_of_a_copy_is_found(
         assert text == "" if spoiled is None else f"1 weights, such as {spoiled}, differ between ranks 0 to 1" in text
 
 
-def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
+def launched(tmp_path: Path, store: Path, rank: int, ranks: int, port: int, *given: str) -> subprocess.Popen[str]:
+    """Starts `longctx train` as one rank, as a launcher does."""
+    everything = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500", *given]
+    command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in everything)]
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+    environment = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    running = []
-    for rank in range(2):
-        given = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500"]
-        given += [f"optimizer.learning_rate={0.01 * (rank + 1)}", f"parallel.tensor_parallel_size={rank + 1}"]
-        command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in given)]
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-        environment = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-        running.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=300)[1] for process in running]
+        return int(free.getsockname()[1])
+
+
+def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
+    store, port = make_store(tmp_path), free_port()
+    different = [(f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}") for size in (1, 2)]
+    running = [launched(tmp_path, store, rank, 2, port, *given) for rank, given in enumerate(different)]
+    said = [process.communicate(timeout=600)[1] for process in running]
     assert [process.returncode for process in running] == [2, 2], said
     assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in said[0]
     assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in said[0]
+
+
+def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
+    alone = launched(tmp_path, make_store(tmp_path), 0, 3, free_port(), "train.timeout_s=3")
+    _, said = alone.communicate(timeout=600)
+    assert alone.returncode == 2
+    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in said and "within 3 s" in said

@@ -4,8 +4,10 @@ import faulthandler
 import math
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
 from longctx.errors import UserError
+from longctx.units import format_ranks
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
@@ -243,9 +246,44 @@ def join(
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        store = _meet(launch, timeout_s)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks, "expert": expert}
     return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
+
+
+def _meet(launch: Launch, timeout_s: float) -> Store:
+    """Returns the store of a run, as torch makes it, once all processes have put their host's name there.
+
+    Raises UserError that names the ranks which have not within the timeout.
+    """
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if unset:
+        raise UserError(f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with torchrun")
+    host, port, timeout = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timedelta(seconds=timeout_s)
+    listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else torchrun does
+    names = [f"host/{rank}" for rank in range(launch.world_size)]
+    try:
+        server = TCPStore(host, int(port), launch.world_size, listens, timeout, wait_for_workers=False, multi_tenant=True)
+        store = PrefixStore(f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
+        store.set(names[launch.rank], socket.gethostname())
+        with suppress(dist.DistStoreError):
+            store.wait(names, timeout)
+        hosts = [store.get(name).decode() if store.check([name]) else None for name in names]
+    except (dist.DistError, ValueError) as error:
+        said, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
+        raise UserError(
+            f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {host}:{port}, where {listener} should "
+            f"listen: {said}. See the output of rank 0, and check the address"
+        ) from error
+    missing = [rank for rank, host in enumerate(hosts) if host is None]
+    if missing:
+        there = ", ".join(dict.fromkeys(name for name in hosts if name))
+        raise UserError(
+            f"{format_ranks(missing)} of {launch.world_size} did not join at {host}:{port} within {timeout_s:g} s; the others "
+            f"are on {there}. Look at the output of those that are missing, or raise train.timeout_s if they are slow to start"
+        )
+    return store
 
 
 def make_groups(

@@ -17,6 +17,7 @@ from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.training.checkpoint import Checkpoint
+from longctx.units import format_ranks
 
 EVERY = 100
 """Steps between checks of copies."""
@@ -58,7 +59,7 @@ def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
         for rank, values in enumerate(every):
             ranks.setdefault(values.get(name, "nothing"), []).append(rank)
         if len(ranks) > 1:
-            different.append(f"  {name}: " + "; ".join(f"{value} on {_named(held)}" for value, held in ranks.items()))
+            different.append(f"  {name}: " + "; ".join(f"{value} on {format_ranks(held)}" for value, held in ranks.items()))
     if different:
         more = [f"  and {len(different) - MOST} more"] * (len(different) > MOST)
         raise RanksDiffer(
@@ -90,20 +91,8 @@ def require_same_copies(model: Model, step: int) -> None:
         same = (torch.stack(every) == mine).all(0).tolist()
         wrong = [name for name, equal in zip(sums, same, strict=True) if not equal]
         if wrong:
-            ranks = _named(dist.get_process_group_ranks(group))
+            ranks = format_ranks(dist.get_process_group_ranks(group))
             raise RuntimeError(
                 f"after step {step} the copies of {len(wrong)} weights, such as {wrong[0]}, differ between {ranks}: memory or "
                 "a message was damaged, or ranks run different code; go on from a checkpoint before it"
             )
-
-
-def _named(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return "ranks " + ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in spans)
