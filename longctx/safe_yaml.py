@@ -8,6 +8,8 @@ import yaml
 
 from longctx.errors import UserError, shortened
 
+_REPLACED = ("timestamp", "int", "float")
+"""Types of YAML 1.1 that are recognised in other ways here: 010 was 8, 1:30 was 90, and a date no text."""
 _TEXT = re.compile("[^\0\ud800-\udfff]*")
 MOST_VALUES = 100_000
 DEEPEST = 50
@@ -24,7 +26,7 @@ class SafeLoader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  # as in PyYAML
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix("tag:yaml.org,2002:") not in _REPLACED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -72,8 +74,11 @@ class SafeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+SafeLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
 SafeLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"),
+    list("-+.0123456789"),
 )
 
 

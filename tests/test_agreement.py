@@ -50,7 +50,7 @@ def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> 
     trainer = start(store, run, settings)
     with trainer.loader:
         trainer.step()
-    require_same_copies(trainer.model, 1)
+    require_same_copies(trainer.model, 1, trainer.mesh.control)
     if spoiled is None:
         return ""
     weight = dict(trainer.model.named_parameters())[spoiled]
@@ -58,7 +58,7 @@ def copies(store: Path, run: Path, settings: list[str], spoiled: str | None) -> 
     if dist.get_rank() == 1:
         weight.to_local().view(torch.int32).flatten()[0] ^= 1
     try:
-        require_same_copies(trainer.model, 1)
+        require_same_copies(trainer.model, 1, trainer.mesh.control)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -100,14 +100,18 @@ def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
     store, port = make_store(tmp_path), free_port()
     different = [(f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}") for size in (1, 2)]
     running = [launched(tmp_path, store, rank, 2, port, *given) for rank, given in enumerate(different)]
-    said = [process.communicate(timeout=600)[1] for process in running]
+    try:
+        said = [process.communicate(timeout=300)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
     assert [process.returncode for process in running] == [2, 2], said
     assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in said[0]
     assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in said[0]
 
 
 def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
-    alone = launched(tmp_path, make_store(tmp_path), 0, 3, free_port(), "train.timeout_s=3")
+    alone = launched(tmp_path, make_store(tmp_path), 0, 3, free_port(), "train.timeout_s=15")
     _, said = alone.communicate(timeout=600)
     assert alone.returncode == 2
-    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in said and "within 3 s" in said
+    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in said and "within 15 s" in said

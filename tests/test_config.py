@@ -64,6 +64,12 @@ def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
     assert getattr(getattr(load(override), section), key) == expected
 
 
+@pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
+def test_numbers_that_yaml_1_1_reads_otherwise_are_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="optimizer.warmup_steps"):
+        load(f"optimizer.warmup_steps={value}")
+
+
 def test_a_table_of_bins_as_an_override() -> None:
     assert load("context.mode=bins", "context.bins={8192: 1, 16384: 2}").context.bins == {8192: 1, 16384: 2}
 

@@ -383,7 +383,7 @@ class TrainSection(Section):
     on_nonfinite: Literal["stop", "skip"] = Field(
         "stop",
         description="what a loss or gradient that is not finite does: stop the run, or skip the update, naming the documents; "
-        "after 3 skipped steps in a row the run stops",
+        "a fourth such step in a row stops the run",
     )
     mtp_loss: float = Field(
         0.1,

@@ -76,6 +76,7 @@ class ModelShape(BaseModel):
     num_nextn_predict_layers: int = Field(
         0,
         ge=0,
+        le=MOST_LAYERS,
         description="blocks for multi-token prediction, each for a token one further ahead, as in DeepSeek-V3; train.mtp_loss "
         "weighs their loss, and exports leave them out",
     )

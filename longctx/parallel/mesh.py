@@ -257,10 +257,13 @@ def _meet(launch: Launch, timeout_s: float) -> Store:
 
     Raises UserError that names the ranks which have not within the timeout.
     """
+    port = os.environ.get("MASTER_PORT", "")
+    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(f"the environment variable MASTER_PORT is {port!r}: it must be a number from 1 to 65535")
     unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if unset:
         raise UserError(f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with torchrun")
-    host, port, timeout = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timedelta(seconds=timeout_s)
+    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
     listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else torchrun does
     names = [f"host/{rank}" for rank in range(launch.world_size)]
     try:

@@ -134,6 +134,7 @@ def _step(line: str) -> Mapping[str, Any] | None:
     """Returns the step of a line; None if the line is cut off or is not a step."""
     try:
         step = json.loads(line)
+        step["loss"] = math.nan if step["loss"] is None else step["loss"]  # of a step without an update
         typed = isinstance(step["step"], int) and isinstance(step["loss"], float) and isinstance(step["degrees"], dict)
         return step if typed and min(step["tokens"], step["step_time_s"], step["predicted_s"]) > 0 else None
     except (ValueError, KeyError, TypeError):

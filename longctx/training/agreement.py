@@ -4,6 +4,8 @@ What differs between ranks mostly trains on without an error, and gives a wrong 
 """
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -46,13 +48,13 @@ def identity(config: Config, fingerprints: Iterable[str], found: Checkpoint | No
         "version of longctx": longctx.__version__,
         "version of torch": torch.__version__,
         "version of numpy": np.__version__,
+        "version of transformers": version("transformers") if find_spec("transformers") else "none",
     }
 
 
 def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
     """Raises RanksDiffer on every rank of `control`, a gloo group, unless all have the same values. Collective."""
-    every: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(every, dict(mine), group=control)
+    every = _gathered(dict(mine), control)
     different: list[str] = []
     for name in dict.fromkeys(name for values in every for name in values):
         ranks: dict[str, list[int]] = {}
@@ -69,30 +71,47 @@ def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def require_same_copies(model: Model, step: int) -> None:
-    """Raises RuntimeError, naming the weight, unless all copies of every weight are the same, bit by bit. Collective.
+def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> None:
+    """Raises RuntimeError on every rank, naming a weight, unless all copies of every weight have the same checksum.
 
-    Copies exist with tensor parallelism, of norms, and if groups of ranks (`parallel.shard_ranks`) each hold the model.
+    Collective. There are copies of norms with tensor parallelism, and of all weights if several groups of ranks each hold the
+    model (`parallel.shard_ranks`). `control` is a gloo group of all ranks.
     """
-    held: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
+    held: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         if not isinstance(weight, DTensor):
             continue
         for axis, placement in enumerate(weight.placements):
             if placement.is_replicate() and weight.device_mesh.size(axis) > 1:
-                bits = weight.to_local().contiguous().view(torch.int32)
-                order = torch.arange(1, bits.numel() + 1, device=bits.device)
-                total = (bits.flatten().to(torch.int64) * order).sum()  # which knows equal bits in another order
-                held.setdefault(weight.device_mesh.get_group(axis), {})[name] = total
-    for group, sums in held.items():
-        mine = torch.stack(list(sums.values()))
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(every, mine, group=group)
-        same = (torch.stack(every) == mine).all(0).tolist()
-        wrong = [name for name, equal in zip(sums, same, strict=True) if not equal]
-        if wrong:
-            ranks = format_ranks(dist.get_process_group_ranks(group))
-            raise RuntimeError(
-                f"after step {step} the copies of {len(wrong)} weights, such as {wrong[0]}, differ between {ranks}: memory or "
-                "a message was damaged, or ranks run different code; go on from a checkpoint before it"
-            )
+                ranks = tuple(dist.get_process_group_ranks(weight.device_mesh.get_group(axis)))
+                held.setdefault(ranks, {})[name] = _checksum(weight.to_local())
+    mine = {ranks: dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) for ranks, sums in held.items()}
+    every = _gathered({ranks: hash(tuple(sums.values())) for ranks, sums in mine.items()}, control)
+    groups = {ranks for seen in every for ranks in seen}
+    different = sorted(ranks for ranks in groups if len({every[rank].get(ranks) for rank in ranks}) > 1)
+    if not different:
+        return
+    ranks = different[0]
+    sums = [seen.get(ranks, {}) for seen in _gathered({ranks: mine.get(ranks, {})}, control)]
+    wrong = [name for name in sums[ranks[0]] if len({sums[rank].get(name) for rank in ranks}) > 1]
+    raise RuntimeError(
+        f"after step {step} the copies of {len(wrong)} weights, such as {wrong[0]}, differ between {format_ranks(ranks)}: "
+        "memory or a message was damaged, or ranks run different code; go on from the newest checkpoint, before "
+        "which copies were the same"
+    )
+
+
+def _gathered(value: dict[Any, Any], control: dist.ProcessGroup) -> list[dict[Any, Any]]:
+    every: list[Any] = [None] * dist.get_world_size(control)
+    dist.all_gather_object(every, value, group=control)
+    return every
+
+
+def _checksum(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a sum of the bits that knows their places, int64; in parts, as it needs several times their memory."""
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=weight.device)
+    for number, part in enumerate(weight.contiguous().view(integer).flatten().split(1 << 20), start=1):
+        order = torch.arange(1, len(part) + 1, device=part.device)
+        total += number * (part.to(torch.int64) * order).sum()
+    return total

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -41,7 +42,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step, or over its pairs.
+        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if it is not finite.
         tokens: of all documents of the step.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
         degrees: number of documents at each degree.
@@ -251,7 +252,8 @@ class MetricsLog:
             metrics, spikes=self.spikes.of({"loss": metrics.loss, "grad_norm": metrics.grad_norm, "time": seconds})
         )
         print(metrics.console(), flush=True)
-        self.stream.write(json.dumps(asdict(metrics)) + "\n")
+        numbers = {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in asdict(metrics).items()}
+        self.stream.write(json.dumps(numbers) + "\n")
         self.stream.flush()
         if self.events is not None:
             for tag, value in metrics.scalars().items():

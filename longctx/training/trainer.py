@@ -207,7 +207,7 @@ class Trainer:
         domain["optimizer_s"] += self.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
-            agreement.require_same_copies(self.model, batch.step)
+            agreement.require_same_copies(self.model, batch.step, self.mesh.control)
         self.stopping = bool(domain["stop"].any())
         seconds = time.perf_counter() - started
         if self.online_fit is not None:
@@ -216,7 +216,8 @@ class Trainer:
         return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
 
     def save(self) -> Path:
-        """Writes a checkpoint of the current step. Returns its folder. Collective."""
+        """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective."""
+        agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
         run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
         return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
@@ -358,7 +359,7 @@ class Trainer:
     def _share(self, batch: StepBatch, losses: torch.Tensor, *, updates: bool) -> dict[str, torch.Tensor]:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
 
-        Biases of experts move if the step `updates` the weights.
+        Biases of experts move if the gradient is finite: `updates`.
         """
         counts, spent = self.mesh.counts, self.clock.take()
         idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
