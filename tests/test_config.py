@@ -66,7 +66,7 @@ def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
 
 @pytest.mark.parametrize("value", ["0100", "1:30", "0x10"])
 def test_numbers_that_yaml_1_1_reads_otherwise_are_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match="optimizer.warmup_steps"):
+    with pytest.raises(ConfigError, match="warmup_steps"):
         load(f"optimizer.warmup_steps={value}")
 
 
