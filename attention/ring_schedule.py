@@ -146,11 +146,13 @@ class _Document:
     @classmethod
     def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_Document":
         if queries is keys:
-            ranks, areas = list(map(keys.rank_of, range(keys.degree))), mask.areas(keys.document, keys.length)
+            ranks, seat = list(map(keys.rank_of, range(keys.degree))), keys.ring_index
+            areas = mask.areas(keys.document, keys.length)
         else:
             ends = [shard.rank_of(index) for shard in (queries, keys) for index in (0, shard.degree - 1)]
-            ranks, areas = list(range(min(ends), max(ends) + 1)), [Segment(0, queries.length, 0, keys.length)]
-        document = cls(queries, keys, ranks, ranks.index(rank), areas, [])
+            ranks, seat = list(range(min(ends), max(ends) + 1)), rank - min(ends)
+            areas = [Segment(0, queries.length, 0, keys.length)]
+        document = cls(queries, keys, ranks, seat, areas, [])
         nodes: dict[int, list[int]] = defaultdict(list)
         for seat in range(len(ranks) if ranks_per_node else 0):
             if document.query_spans(seat) or document.key_spans(seat):  # other ranks take no part in the document

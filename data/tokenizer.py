@@ -187,14 +187,16 @@ class Tokenizer:
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
 
-        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count.
+        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count. Where the tokenizer drops characters
+        without an unknown token, its offsets are wrong behind them: these count as not lost here.
         """
         (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
         seen = np.zeros(len(text), np.bool_)
         for start, stop in encoding.offsets:
             seen[start:stop] = True
         visible = np.array([not character.isspace() for character in text], np.bool_)
-        return int(visible.sum()), int((visible & seen).sum())
+        drops = self._lost.possible and self._lost.unknown is None and self._encode_one(text).lost
+        return int(visible.sum()), int((visible if drops else visible & seen).sum())
 
     def encode_markup(self, text: str) -> TokenArray:
         """Returns the token ids of a text in which special tokens of the vocabulary are meant as such.

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "data": {"errors", "checksums", "tokenizer_files", "planning"},
     "model": {"errors", "tokenizer_files", "planning", "attention"},
     "config": {"errors", "safe_yaml", "planning", "model"},
-    "parallel": {"errors", "planning", "attention", "data", "model"},
+    "parallel": {"errors", "units", "planning", "attention", "data", "model"},
     "training": CORE,
     "memory": CORE | {"training"},
     "evaluation": CORE | {"training", "plots"},

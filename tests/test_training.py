@@ -440,7 +440,7 @@ def test_weights_and_biases_continue_the_same_run(tmp_path: Path, monkeypatch: p
         logged.append((step, values["train/loss"]))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0}
+    step = {"step": 1, "loss": 2.5, "degrees": {"1": 3}, "tokens": 7, "step_time_s": 1.0, "predicted_s": 1.0}
     numbers = {name: 0 for name in StepMetrics.__dataclass_fields__ if not name.startswith(("validation", "reward", "source"))}
     for after_step in (0, 1, 0):
         log = MetricsLog(tmp_path, after_step=after_step, tensorboard=False, wandb="mine", settings={"train": {"steps": 3}})
