@@ -25,7 +25,7 @@ LONG_DOCUMENTS = ("split", "drop", "error")
 LARGEST_SEED = (1 << 32) - 1
 MOST_EPOCHS = 1024
 """Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
-MOST_PIECES = 1 << 20
+MOST_PIECES = 1 << 17
 """Maximum number of documents in one step, on average."""
 
 

@@ -187,8 +187,8 @@ class Tokenizer:
     def covered(self, text: str) -> tuple[int, int]:
         """Returns how many characters of a text are not white space, and how many of these a token comes from.
 
-        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count. Where the tokenizer drops characters
-        without an unknown token, its offsets are wrong behind them: these count as not lost here.
+        Normalizers and pre-tokenizers can remove text, which `Encoded.lost` does not count. A tokenizer that drops characters
+        without an unknown token has wrong offsets behind them: its texts count as covered here.
         """
         (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
         seen = np.zeros(len(text), np.bool_)
