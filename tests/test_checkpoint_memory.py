@@ -15,9 +15,9 @@ from longctx.config import load
 from longctx.model.huggingface import TransformersModel
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import make_groups
-from longctx.training import checkpoint
 from longctx.training.export import export
 from longctx.training.optimizer import make_optimizer
+from longctx.training.saving import Saver
 from longctx.training.setup import build_model
 from tests.workers import Workers
 
@@ -74,7 +74,7 @@ def read(folder: Path, run: Path, settings: list[str]) -> int:
     (run / "model").mkdir(parents=True, exist_ok=True)
     if dist.get_rank() == 0:
         source.files.describe(run / "model")
-    checkpoint.save(run, model, optimizer, {"step": 0, "model": model.describe()}, mesh.control)
+    Saver(run, mesh.control).save(model, optimizer, {"step": 0, "model": model.describe()})
     return growth[0]
 
 

@@ -22,7 +22,7 @@ from longctx.cli import main
 from longctx.data import mapped
 from longctx.data.manifest import Manifest, StoreError
 from longctx.data.store import Store
-from longctx.training import checkpoint
+from longctx.training import checkpoint, saving
 from longctx.training.checkpoint import Checkpoint, NoCheckpoint, SavedWeights
 from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.metrics import MetricsLog, mean_speed
@@ -313,14 +313,14 @@ def test_an_error_that_passes_is_not_a_missing_checkpoint(trained: tuple[Path, P
 
 def whole_while_saving(store: Path, run: Path, settings: list[str]) -> list[list[int]]:
     """The steps whose checkpoints are whole each time that another one has been written, but not yet published."""
-    found, publish = [], checkpoint._publish
+    found, publish = [], saving.publish
 
     def watched(*arguments: Any) -> None:
         found.append([step for step in checkpoint.steps(run) if not checkpoint.of_step(run, step)[0].damage()])
         publish(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "_publish", watched)
+        patch.setattr(saving, "publish", watched)
         train_and_save(store, run, settings)
     return found
 
@@ -336,7 +336,7 @@ def test_later_checkpoints_do_not_displace_those_that_a_run_resumed_from(tmp_pat
         folder = folder_of(tmp_path, step)
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
-    checkpoint._prune(tmp_path, 2, folder_of(tmp_path, 30))
+    saving.prune(tmp_path, 2, folder_of(tmp_path, 30))
     assert checkpoint.steps(tmp_path) == [20, 30, 40]
 
 
@@ -347,7 +347,7 @@ def test_a_checkpoint_is_replaced_whole(trained: tuple[Path, Path], tmp_path: Pa
     def publish() -> None:
         partial = final.with_suffix(".partial")
         partial.mkdir(parents=True)
-        checkpoint._publish(tmp_path, partial, final, {"step": 1}, {})
+        saving.publish(tmp_path, final, {"step": 1}, {})
 
     publish()
     rename = Path.rename

@@ -18,7 +18,7 @@ import pytest
 
 from longctx.cli import main
 from longctx.commands import train as commands_train
-from longctx.training import checkpoint
+from longctx.training import checkpoint, saving
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
@@ -330,7 +330,7 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
     assert checkpoint.newest(tmp_path)[0].step == 1_000_000
-    checkpoint._prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
+    saving.prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
 
 

@@ -194,6 +194,7 @@ def _train(
     from longctx.training.first_steps import mix_lines
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
+    from longctx.training.saving import NotWritten
     from longctx.training.setup import join_run
     from longctx.training.stages import stage_line, train_in_stages
     from longctx.training.trace import Tracer
@@ -227,7 +228,7 @@ def _train(
             finished, steps_done = train_in_stages(config, groups, found, stop, began)
         except (UserError, OSError) as error:
             # Rank-local errors are printed by their rank. These are raised on every rank.
-            if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer, NoCheckpoint)):
+            if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer, NoCheckpoint, NotWritten)):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
             return 2
         except RuntimeError as error:

@@ -449,6 +449,7 @@ class CheckpointSection(Section):
         description="steps between checkpoints; the last step of the run or stage is always saved (null: never, for trials)",
     )
     keep: int | None = Field(3, ge=1, le=LARGEST, description="number of latest checkpoints to keep (null: all)")
+    asynchronous: bool = Field(True, description="train on while a copy in host memory is written")
     export: Path | None = _path(None, "folder to export the final model to, for transformers (null: no export)")
 
 

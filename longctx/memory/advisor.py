@@ -5,7 +5,6 @@ refused could not work, but a run that barely fits may still run out of memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
 from longctx.memory.model import Load, Memory, estimate, fits
 from longctx.model.spec import ModelSpec
+from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.recompute import MODES
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
@@ -208,9 +208,5 @@ def available_bytes(device: torch.device, local_ranks: int) -> int | None:
     """Returns the memory that a rank can use: all of its GPU, or its share of the machine's free memory; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = [line for line in lines if line.startswith("MemAvailable:")]
-    return int(free[0].split()[1]) * 1024 // local_ranks if free else None
+    free = free_bytes()
+    return None if free is None else free // local_ranks

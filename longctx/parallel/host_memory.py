@@ -1,4 +1,4 @@
-"""Controls how the C library returns freed host memory to the system.
+"""Free host memory, and how the C library returns what is freed to the system.
 
 glibc keeps freed blocks of up to 32 MiB for reuse, but cannot reuse an aligned block for another of the same size: a process
 that reads a model block by block would end up with most of the model in memory.
@@ -7,6 +7,7 @@ that reads a model block by block would end up with most of the model in memory.
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt(3)
 LARGE = 1 << 20
@@ -28,3 +29,13 @@ def returned_when_freed() -> Iterator[None]:
     finally:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, 64 << 20)
+
+
+def free_bytes() -> int | None:
+    """Returns the memory of this machine that programs can still use; None if unknown."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    free = [line for line in lines if line.startswith("MemAvailable:")]
+    return int(free[0].split()[1]) * 1024 if free else None

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -30,10 +29,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
-from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
-from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
-from longctx.training.checkpoint_io import CheckpointError, SummingWriter, TensorPlanner, TensorReader, cause
+from longctx.checksums import Read, damage, inside, persistent, unsealed
+from longctx.training.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
 EARLIER = "to use an earlier checkpoint"
@@ -69,87 +67,19 @@ class Checkpoint:
         own = sorted(self.checksums)[rank::ranks]
         found = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
         if group is not None:
-            found = _gather(found[0], group)
+            found = gather(found[0], group)
         return "; ".join(problem for problems in found for problem in problems)
 
 
-def save(
-    run: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    group: dist.ProcessGroup,
-    keep: int | None = None,
-) -> Path:
-    """Writes `checkpoints/step-…` under `run`. Collective over `group`, a gloo group of all ranks.
-
-    `state` is plain JSON data with the key `step`. Afterwards `latest` in `run` links to the checkpoint, and all but the `keep`
-    latest checkpoints are deleted (None: none). Raises CheckpointError.
-    """
-    final = run / "checkpoints" / f"step-{state['step']:06d}"
-    partial = final.with_suffix(".partial")
-    first = dist.get_rank(group) == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier(group)
-    weights, optimizer_state = _state(model, optimizer)
-    writer = SummingWriter(partial)
-    try:
-        content = {"model": weights, "optimizer": _moments(optimizer_state)}
-        save_sharded(content, storage_writer=writer, process_group=group)
-    except (CheckpointException, OSError) as error:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"could not write {partial}: {cause(error)}. Earlier checkpoints are intact: free disk space, then --resume"
-        ) from error
-    written = _gather(writer.checksums, group)
-    if first:
-        _publish(run, partial, final, state, {name: sums for files in written for name, sums in files.items()})
-        _prune(run, keep, final)
-    dist.barrier(group)
-    return final
+def folder_of(run: Path, step: int) -> Path:
+    """Returns the folder of the checkpoint of a step."""
+    return run / "checkpoints" / f"step-{step:06d}"
 
 
-def _publish(run: Path, partial: Path, final: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
-    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-    with (partial / STATE).open("w", encoding="utf-8") as stream:
-        json.dump(sealed({**state, "files": sizes, "checksums": checksums}), stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    _sync(partial)
-    replaced = final.with_suffix(".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():  # a run resumed from an earlier checkpoint reaches this step again
-        final.rename(replaced)
-    partial.rename(final)
-    _sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    link = run / "latest.partial"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.relative_to(run))
-    link.replace(run / "latest")
-
-
-def _sync(folder: Path) -> None:
-    """Puts the names of a folder's files on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(run: Path, keep: int | None, published: Path) -> None:
-    """Deletes all complete checkpoints up to the published one but the `keep` latest.
-
-    Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
-    """
-    folders = [folder for folder in _folders(run) if _step(folder) <= _step(published)]
-    complete = [folder for folder in folders if isinstance(_examine(folder), Checkpoint)]
-    for folder in complete[: -keep if keep else 0]:
-        shutil.rmtree(folder)
+def complete(run: Path, last: Path) -> list[Path]:
+    """Returns the folders of the complete checkpoints up to the one in `last`, by step."""
+    folders = [folder for folder in _folders(run) if _step(folder) <= _step(last)]
+    return [folder for folder in folders if isinstance(_examine(folder), Checkpoint)]
 
 
 def _folders(run: Path) -> list[Path]:
@@ -199,11 +129,11 @@ def verified(run: Path, found: Checkpoint | None, group: dist.ProcessGroup) -> t
 
     Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
     """
-    found = _gather(found, group)[0]
+    found = gather(found, group)[0]
     damaged: list[str] = []
     while found is not None and (problem := found.damage(group)):
         damaged.append(f"{found.folder} is damaged ({problem}): not used")
-        found, more = _gather(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
+        found, more = gather(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
     if found is None and damaged:
         raise NoCheckpoint(f"no checkpoint of {run} can be used: {'; '.join(damaged)}. {START_ANEW}")
@@ -212,7 +142,7 @@ def verified(run: Path, found: Checkpoint | None, group: dist.ProcessGroup) -> t
 
 def of_step(run: Path, step: int) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint of one step if it is complete, otherwise a message if it exists."""
-    folder = run / "checkpoints" / f"step-{step:06d}"
+    folder = folder_of(run, step)
     found = _examine(folder)
     return (found, []) if isinstance(found, Checkpoint) else (None, [f"{folder} {found}"] if folder.exists() else [])
 
@@ -265,11 +195,17 @@ def _read_state(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state, checksums)
 
 
-def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns the `value` of every rank, on every rank."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns all tensors of a checkpoint, sharded as they are; of a partly frozen model only the trained weights."""
+    weights, optimizer_state = _state(model, optimizer)
+    return {"model": weights, "optimizer": _moments(optimizer_state)}
 
 
 def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -77,16 +77,9 @@ class TensorPlanner(DefaultLoadPlanner):
         raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor in this checkpoint")
 
 
-class SummingWriter(FileSystemWriter):
-    """Writes a checkpoint; `checksums` are those of the files that this process has written, by name."""
+class SummingFiles(FileSystem):
+    """Writes files of a checkpoint; `checksums` has those of the files written, by name."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=True)
-        self.checksums: dict[str, str] = {}
-        self.fs = _SummingFiles(self.checksums)
-
-
-class _SummingFiles(FileSystem):
     def __init__(self, checksums: dict[str, str]) -> None:
         self.checksums = checksums
 

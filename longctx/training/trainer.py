@@ -23,7 +23,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.model.source import ModelSource
-from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.mesh import Launch, Mesh, StopSignal
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.planning.calibration.online_fit import OnlineFit
@@ -44,6 +44,7 @@ from longctx.training.optimizer import learning_rate, make_optimizer, set_learni
 from longctx.training.preference import preferences
 from longctx.training.reference import Reference
 from longctx.training.run_profile import run_profile
+from longctx.training.saving import Saver
 from longctx.training.setup import (
     build_loader,
     build_model,
@@ -91,6 +92,8 @@ class Trainer:
     online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
+    written: bool = True
+    """Whether all ranks have written their part of the last checkpoint, so that it can be published without waiting."""
     skipped: int = 0
     """Number of last steps in a row without an update, because loss or gradient was not finite."""
     tracer: Tracer | None = None
@@ -102,6 +105,14 @@ class Trainer:
         self.balance = Balance.of(self.model, self.config, self.mesh)
         self.multi_token = MultiTokenLoss(self.model.spec.predictions, self.config.train.mtp_loss)
         self.until = self.config.train.steps
+        local_ranks, settings = Launch.read().local_world_size, self.config.checkpoint
+        self.saver = Saver(
+            self.config.train.run_dir,
+            self.mesh.control,
+            settings.keep,
+            beside=settings.asynchronous,
+            local_ranks=local_ranks,
+        )
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
@@ -168,6 +179,11 @@ class Trainer:
                 except RuntimeError as error:
                     error.add_note(f"rank {self.mesh.world_rank}: last completed step {self.steps_done}")
                     raise
+                except NonFiniteLoss:  # raised on every rank
+                    self.saver.finish()
+                    raise
+                if self.written:
+                    self.saver.finish()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
                 last, every = self.steps_done == self.until, self.config.checkpoint.every
@@ -176,7 +192,7 @@ class Trainer:
                 if self.log is not None:
                     self.log.write(metrics)
                 if every is not None and (last or self.stopping or self.steps_done % every == 0):
-                    self.save()
+                    self.save(wait=last or self.stopping)
                 if self.stopping and not last:
                     return False
         return True
@@ -208,19 +224,24 @@ class Trainer:
         self.steps_done = batch.step
         if batch.step % agreement.EVERY == 0:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)
-        self.stopping = bool(domain["stop"].any())
+        self.stopping, self.written = bool(domain["stop"].any()), bool(domain["written"].all())
         seconds = time.perf_counter() - started
         if self.online_fit is not None:
             self._recalibrate(self.online_fit, batch, seconds)
         metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
         return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
 
-    def save(self) -> Path:
-        """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
+
+        Without `wait` it is published after a later step, by `saver.finish`.
+        """
         agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
-        run_dir, keep = self.config.train.run_dir, self.config.checkpoint.keep
-        return checkpoint.save(run_dir, self.model, self.optimizer, state, self.mesh.control, keep)
+        folder = self.saver.start(self.model, self.optimizer, state)
+        if wait:
+            self.saver.finish()
+        return folder
 
     def _forward_backward(self, batch: StepBatch, weights: StepWeights) -> torch.Tensor:
         """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
@@ -374,6 +395,7 @@ class Trainer:
             "bubble_s": idle_s,
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
+            "written": float(self.saver.written),
             **self.balance.end_step(moves=updates),
             **self.multi_token.end_step(),
         }

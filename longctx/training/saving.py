@@ -1,0 +1,242 @@
+"""Saver: writes the checkpoints of a run beside training, and publishes each when all its files are on disk.
+
+`torch.distributed.checkpoint` plans who writes what; then every rank copies its part to host memory and trains on while a
+thread writes the copy. When all ranks have written, rank 0 writes `state.json` and renames the folder. Threads use no process
+group, so the messages of the run keep their order.
+"""
+
+import json
+import os
+import shutil
+import sys
+from concurrent import futures
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from longctx.checksums import sealed
+from longctx.parallel.host_memory import free_bytes
+from longctx.training.checkpoint import STATE, complete, folder_of, gather, tensors_of
+from longctx.training.checkpoint_io import CheckpointError, SummingFiles, cause
+from longctx.units import format_bytes
+
+
+class NotWritten(CheckpointError):
+    """Raised on every rank if a checkpoint cannot be written. Earlier ones are intact."""
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint that is being written; `state` is plain JSON data with the key `step`."""
+
+    final: Path
+    state: dict[str, Any]
+    writer: "_Writer"
+
+    @property
+    def partial(self) -> Path:
+        return self.final.with_suffix(".partial")
+
+
+class Saver:
+    """Writes checkpoints under `run`/checkpoints; all ranks of `group`, a gloo group, call its methods together.
+
+    All but the `keep` latest checkpoints are deleted (None: none). With `beside`, `start` waits only until the tensors are
+    copied, unless a copy would take more than half of the host memory that is free for each of `local_ranks` processes.
+    """
+
+    def __init__(
+        self, run: Path, group: dist.ProcessGroup, keep: int | None = None, *, beside: bool = False, local_ranks: int = 1
+    ) -> None:
+        self.run, self.group, self.keep, self.beside, self.local_ranks = run, group, keep, beside, local_ranks
+        self._begun: _Begun | None = None
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has nothing to write any more: `finish` would not wait for it."""
+        return self._begun is None or self._begun.writer.task.done()
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+        """Writes a checkpoint and returns its folder, to which `latest` in `run` then links. Collective. Raises NotWritten."""
+        final = self.start(model, optimizer, state)
+        self.finish()
+        return final
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+        """Begins to write a checkpoint of this moment, after the end of one begun before. Returns its folder to be.
+
+        `state` is plain JSON data with the key `step`. Collective. Raises NotWritten.
+        """
+        self.finish()
+        final = folder_of(self.run, state["step"])
+        begun = _Begun(final, state, _Writer(final.with_suffix(".partial"), self))
+        if self._first:
+            shutil.rmtree(begun.partial, ignore_errors=True)
+            begun.partial.mkdir(parents=True)
+        dist.barrier(self.group)
+        try:
+            save_sharded(tensors_of(model, optimizer), storage_writer=begun.writer, process_group=self.group)
+        except (CheckpointException, OSError) as error:
+            raise self._failed(begun, cause(error)) from error
+        self._begun = begun
+        return final
+
+    def finish(self) -> None:
+        """Waits until all ranks have written the checkpoint begun last, if any, and publishes it.
+
+        Collective. Raises NotWritten.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        parts = gather(begun.writer.outcome(), self.group)
+        problem = next((f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(parts) if said), "")
+        if self._first and not problem:
+            try:
+                begun.writer.describe([results for results, _, _ in parts])
+                sums = [begun.writer.checksums, *(sums for _, sums, _ in parts)]
+                publish(self.run, begun.final, begun.state, {name: sum_ for found in sums for name, sum_ in found.items()})
+                prune(self.run, self.keep, begun.final)
+            except OSError as error:
+                problem = f"rank 0: {error}"
+        if problem := gather(problem, self.group)[0]:
+            raise self._failed(begun, problem)
+
+    @property
+    def _first(self) -> bool:
+        return dist.get_rank(self.group) == 0
+
+    def _failed(self, begun: _Begun, problem: str) -> NotWritten:
+        if self._first:
+            shutil.rmtree(begun.partial, ignore_errors=True)
+        return NotWritten(
+            f"could not write {begun.partial}: {problem}. Earlier checkpoints are intact: free disk space, then --resume"
+        )
+
+
+class _Writer(FileSystemWriter):
+    """Writes files with checksums in a thread, for which `save_sharded` does not wait."""
+
+    def __init__(self, folder: Path, saver: Saver) -> None:
+        super().__init__(folder, sync_files=True)
+        self.saver = saver
+        self.checksums: dict[str, str] = {}
+        """Of the files that this process has written, by name."""
+        self.fs = SummingFiles(self.checksums)
+        self.task: futures.Future[list[WriteResult]]
+        self.metadata: Metadata
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        source: Any = _Copies(plan, planner) if self.saver.beside and self._has_room(plan) else planner
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        write = super().write_data
+
+        def task() -> list[WriteResult]:
+            if gpu is not None:
+                torch.cuda.set_device(gpu)  # threads begin on the first one
+            return write(plan, source).wait()
+
+        self.task = self.saver._thread.submit(task)
+        if source is planner:
+            futures.wait([self.task])
+        begun: Future[list[WriteResult]] = Future()
+        begun.set_result([])
+        return begun
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self.metadata = metadata  # there are no results yet
+
+    def describe(self, results: list[list[WriteResult]]) -> None:
+        """Writes the description of all tensors, from the results of all ranks. Only rank 0 calls it."""
+        super().finish(self.metadata, results)
+
+    def outcome(self) -> tuple[list[WriteResult], dict[str, str], str]:
+        """Waits for the thread. Returns what was written, its checksums, and what went wrong."""
+        try:
+            return self.task.result(), self.checksums, ""
+        except Exception as error:
+            return [], {}, cause(error)
+
+    def _has_room(self, plan: SavePlan) -> bool:
+        data = [
+            (item.tensor_data.chunk.sizes.numel(), item.tensor_data.properties.dtype) for item in plan.items if item.tensor_data
+        ]
+        needed, free = sum(numel * dtype.itemsize for numel, dtype in data), free_bytes()
+        if free is None or needed <= free // (2 * self.saver.local_ranks):
+            return True
+        print(
+            f"longctx: rank {dist.get_rank(self.saver.group)} waits for its part of the checkpoint: a copy needs "
+            f"{format_bytes(needed)}, more than half of its share of {format_bytes(free)} of free host memory",
+            file=sys.stderr,
+        )
+        return False
+
+
+class _Copies:
+    """The data of a plan in host memory; each tensor is freed when it is written."""
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self._held = {item.index: _copied(planner.resolve_data(item)) for item in plan.items}
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def resolve_data(self, item: WriteItem) -> Any:
+        return self._held.pop(item.index)
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value  # bytes
+    return torch.empty_like(value, device="cpu", pin_memory=value.is_cuda).copy_(value, non_blocking=True)
+
+
+def publish(run: Path, final: Path, state: dict[str, Any], checksums: dict[str, str]) -> None:
+    """Makes the folder `final`.partial the checkpoint `final`, and `latest` its link."""
+    partial = final.with_suffix(".partial")
+    sizes = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    with (partial / STATE).open("w", encoding="utf-8") as stream:
+        json.dump(sealed({**state, "files": sizes, "checksums": checksums}), stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync(partial)
+    replaced = final.with_suffix(".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():  # a run resumed from an earlier checkpoint reaches this step again
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    link = run / "latest.partial"
+    link.unlink(missing_ok=True)
+    link.symlink_to(final.relative_to(run))
+    link.replace(run / "latest")
+
+
+def _sync(folder: Path) -> None:
+    """Puts the names of a folder's files on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def prune(run: Path, keep: int | None, published: Path) -> None:
+    """Deletes all complete checkpoints up to the published one but the `keep` latest.
+
+    Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
+    """
+    for found in complete(run, published)[: -keep if keep else 0]:
+        shutil.rmtree(found)
