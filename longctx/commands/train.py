@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from longctx.data.store import Store
     from longctx.parallel.mesh import Launch
+    from longctx.parallel.peers import Peers
     from longctx.training.checkpoint import Checkpoint
     from longctx.training.trainer import Trainer
 
@@ -220,6 +221,8 @@ def _train(
             if launch.rank == 0:
                 print(f"longctx train: error: {error}", file=sys.stderr, flush=True)
             return 2
+        except RuntimeError as error:
+            return _failed(config, launch, error, None)
         least = min(groups.gather_objects(math.inf if available is None else available))  # all ranks decide the same
         given = config
         config = fitted(given, launch.world_size, None if math.isinf(least) else int(least), fused=device.type == "cuda")
@@ -230,14 +233,11 @@ def _train(
             # Rank-local errors are printed by their rank. These are raised on every rank.
             if launch.rank == 0 or not isinstance(error, (NonFiniteLoss, ProfilesDiffer, NoCheckpoint, NotWritten)):
                 print(f"longctx train: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
+            if groups.peers is not None:
+                groups.peers.end(str(error))
             return 2
         except RuntimeError as error:
-            # A peer has died or is stuck, or this is a bug: the traceback for those who debug, then where it happened.
-            traceback.print_exc()
-            where = "; ".join(getattr(error, "__notes__", [f"rank {launch.rank}"]))
-            print(f"longctx train: error: {where}: {str(error).splitlines()[0][:300]}", file=sys.stderr)
-            print(_after_failure(config, str(error)), file=sys.stderr, flush=True)
-            return 1
+            return _failed(config, launch, error, groups.peers)
         groups.close()
         stop.release_interrupts()
         if finished and launch.rank == 0:
@@ -249,15 +249,27 @@ def _train(
     return 0 if finished else 128 + stop.number
 
 
-def _after_failure(config: Config, error: str) -> str:
-    """Returns what may have happened, and how to go on."""
+def _failed(config: Config, launch: "Launch", error: RuntimeError, peers: "Peers | None") -> int:
+    """Says where this rank failed, which peers are dead or stuck, and how to go on. Returns the exit status.
+
+    A peer has died or is stuck, or this is a bug: then the traceback helps.
+    """
     from longctx.training.checkpoint import newest
 
-    found = newest(config.train.run_dir)[0]
-    ended = "another rank ended: its own output says why, or it was killed, often for lack of memory; " * ("by peer" in error)
-    if found is None:
-        return f"{ended}{config.train.run_dir} has no checkpoint: start again"
-    return f"{ended}the newest checkpoint of {config.train.run_dir} is of step {found.step}: --resume continues after it"
+    traceback.print_exception(error)
+    what = str(error).splitlines()[0][:300]
+    where = "; ".join(getattr(error, "__notes__", [])) or f"rank {launch.rank}: {peers.position() if peers else 'joining'}"
+    lines = [f"longctx train: error: {where}: {what}"]
+    if peers is not None:
+        lines.append(f"longctx train: rank {launch.rank}: {peers.report(what)}")
+    found, run_dir = newest(config.train.run_dir)[0], config.train.run_dir
+    again = (
+        "no checkpoint: start again"
+        if found is None
+        else f"step {found.step} as newest checkpoint: --resume continues after it"
+    )
+    print(*lines, f"{run_dir} has {again}", sep="\n", file=sys.stderr, flush=True)
+    return 1
 
 
 def _check_traced(config: Config, traced: range | None) -> None:

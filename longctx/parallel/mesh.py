@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
 from longctx.errors import UserError
+from longctx.parallel.peers import Peers
 from longctx.units import format_ranks
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -114,6 +115,8 @@ class Mesh:
     ends: dist.ProcessGroup | None = None
     experts: DeviceMesh | None = None
     tokens: dist.ProcessGroup | None = None
+    peers: Peers | None = None
+    """Signs of life of the other processes, if they have met in a launcher's store."""
 
     @property
     def rank(self) -> int:
@@ -173,6 +176,8 @@ class Mesh:
             )
 
     def close(self) -> None:
+        if self.peers is not None:
+            self.peers.close()
         dist.destroy_process_group()
 
 
@@ -243,13 +248,18 @@ def join(
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks, "expert": expert}
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        store = _meet(launch, timeout_s)
+        return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
+    store = _meet(launch, timeout_s)
+    peers = Peers(PrefixStore("peers", store), launch.rank, launch.world_size, timeout_s)
+    try:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-    sizes: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "shard_ranks": shard_ranks, "expert": expert}
-    return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
+        return replace(make_groups(device, **sizes, timeout_s=timeout_s, check=check), peers=peers)
+    except RuntimeError as error:
+        error.add_note(peers.report(str(error)))
+        raise
 
 
 def _meet(launch: Launch, timeout_s: float) -> Store:

@@ -197,7 +197,6 @@ class PipelineRun:
         tied = self.has_head and self.model.spec.tie_word_embeddings
         return next(self.model.lm_head.parameters()) if tied else None
 
-    @property
     def where(self) -> str:
         """Last position of this rank in the schedule, for error messages."""
         if self.last is None:

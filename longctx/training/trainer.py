@@ -100,6 +100,9 @@ class Trainer:
     attend: Attend | None = None
     """Replaces the attention of the settings, for measurements."""
 
+    doing: str | Callable[[], str] = "starting"
+    """What this rank is doing in the step, for those who wait for it."""
+
     def __post_init__(self) -> None:
         self.clock = StepClock(self.mesh.device)
         self.balance = Balance.of(self.model, self.config, self.mesh)
@@ -113,6 +116,8 @@ class Trainer:
             beside=settings.asynchronous,
             local_ranks=local_ranks,
         )
+        if self.mesh.peers is not None:
+            self.mesh.peers.position = self.position
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
@@ -176,9 +181,6 @@ class Trainer:
                     if self.tracer is not None:
                         self.tracer.before(self.steps_done + 1)
                     metrics = self.step()
-                except RuntimeError as error:
-                    error.add_note(f"rank {self.mesh.world_rank}: last completed step {self.steps_done}")
-                    raise
                 except NonFiniteLoss:  # raised on every rank
                     self.saver.finish()
                     raise
@@ -201,14 +203,28 @@ class Trainer:
         every = self.config.eval.every
         return every is not None and not (self.stopping and not last) and (last or self.steps_done % every == 0)
 
+    def position(self) -> str:
+        """Returns where this rank is: step, micro-batch, layer and pass, or what else it does."""
+        return f"step {self.steps_done + 1}, {self.doing if isinstance(self.doing, str) else self.doing()}"
+
     def step(self, batch: StepBatch | None = None) -> StepMetrics:
         """Runs one optimizer step over the whole domain, on the loader's next batch unless `batch` is given. Collective."""
+        try:
+            return self._step(batch)
+        except RuntimeError as error:
+            error.add_note(f"rank {self.mesh.world_rank}: {self.position()}")
+            raise
+
+    def _step(self, batch: StepBatch | None) -> StepMetrics:
         started = time.perf_counter()
+        self.doing = "reading data"
         batch = next(self.loader) if batch is None else batch
+        self.doing = "before the first micro-batch"
         self.mesh.agree(batch.plan.hash, f"the plan of step {batch.step}")
         weights = self.weigh(batch, self.objective)
         losses = self._forward_backward(batch, weights)
         copy = self.pipeline.tied_copy if self.pipeline is not None else None
+        self.doing = "gradient norm"
         with self.clock.span(OPTIMIZER):
             grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
         domain = self._share(batch, losses, updates=math.isfinite(grad_norm))
@@ -216,6 +232,7 @@ class Trainer:
         self._count_skipped(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
+        self.doing = "optimizer"
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
             if not self.skipped:
                 self.optimizer.step()
@@ -236,6 +253,7 @@ class Trainer:
 
         Without `wait` it is published after a later step, by `saver.finish`.
         """
+        self.doing = f"checkpoint of step {self.steps_done}"
         agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
         folder = self.saver.start(self.model, self.optimizer, state)
@@ -247,11 +265,8 @@ class Trainer:
         """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
         if self.pipeline is None:
             return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
-        try:
-            return self.pipeline.forward_backward(len(batch.micro_batches), partial(self._inputs, batch, weights))
-        except RuntimeError as error:
-            error.add_note(f"rank {self.mesh.world_rank}: step {batch.step}, {self.pipeline.where}")
-            raise
+        self.doing = self.pipeline.where
+        return self.pipeline.forward_backward(len(batch.micro_batches), partial(self._inputs, batch, weights))
 
     def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
         """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
@@ -281,6 +296,7 @@ class Trainer:
     def validate(self) -> Validation:
         """Returns the mean loss of the validation documents. Does not affect training. Collective."""
         assert self.documents is not None
+        self.doing = f"validation after step {self.steps_done}"
         planner, apart = self.loader.planner, self.preference_apart
         if apart is None:
             found = mean_loss(self.documents, self.look, planner, self.mesh)
@@ -314,16 +330,12 @@ class Trainer:
         )
         given = self._inputs(batch, weights, number)
         later = {} if given.later is None else {"later": given.later}
-        try:
-            with record_function(given.name):
-                loss: torch.Tensor = self.model(
-                    given.tokens, given.positions, given.attention, given.head, given.documents, **later
-                )
-                loss.backward()
-        except RuntimeError as error:
-            where = f"step {batch.step}, micro-batch {number}, attention last in {given.attention.last}"
-            error.add_note(f"rank {self.mesh.world_rank}: {where}")
-            raise
+        self.doing = lambda: f"micro-batch {number}, attention last in {given.attention.last}"
+        with record_function(given.name):
+            loss: torch.Tensor = self.model(
+                given.tokens, given.positions, given.attention, given.head, given.documents, **later
+            )
+            loss.backward()
         return loss.detach()
 
     def _inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
