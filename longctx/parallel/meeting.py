@@ -1,8 +1,8 @@
 """Meeting: the ranks of one start of a run find each other in a store that may still hold what an earlier start left there.
 
-torchrun keeps its store when it starts its processes again, and restarts cannot be told apart by what it says: one for a node
-that joins is not counted, and an agent that joined later has counted fewer. So rank 0 draws a name for every start and gives it to
-each rank that asks. The questions of ranks that have ended are answered too, and nobody reads the answers.
+torchrun keeps its store when it starts its processes again, and its count of restarts does not tell starts apart: one for a
+node that joins is not counted, and an agent that joined later has counted fewer. So rank 0 draws a name for every start and
+gives it to each rank that asks. The questions of ranks that have ended are answered too, and nobody reads the answers.
 """
 
 import time
