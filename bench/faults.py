@@ -6,6 +6,11 @@
 Part `flips`: one bit of one file is flipped at a time, and the store is opened and read, or the newest checkpoint is looked
 for, verified and loaded, as `train --resume` does. A fault is noticed if it is refused with a message that names the file.
 Part `inputs`: mutated settings, YAML, lengths, profiles and corpora are given to the commands; see tests/fuzz_inputs.py.
+Part `kills`: ranks are killed at random moments and runs started again; see tests/fuzz_kills.py.
+Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see tests/fuzz_machine.py. As root.
+Part `soak`: 2,000 steps with a kill every 50 or so. These three need an idle machine, or patience.
+
+Each part replaces its own section of the results, unless --scale is given. Kills need a temporary folder that is quick: TMPDIR.
 """
 
 import argparse
@@ -15,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 
@@ -24,7 +29,11 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.training import checkpoint
 from tests.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, Fuzzer
+from tests.fuzz_kills import Killer, Soak
+from tests.fuzz_machine import FAULTS, PATIENCE_S, Machine
+from tests.training_cases import make_store
 
+HEAD = "# Faults\n\nMade by `python -m bench.faults`.\n"
 RESULTS = Path(__file__).parent / "results" / "faults.md"
 NOTICED, UNNAMED, HARMLESS = "noticed, file named", "noticed, file not named", "unnoticed, same content"
 WRONG, CRASH = "unnoticed, other content", "an error that is no message"
@@ -125,7 +134,7 @@ def flips_part(folder: Path, seed: int, scale: float) -> str:
         table(f"{count} flips in the files of a store", flips(read_store, store, store, count, seed)),
         table(f"{count} flips in the files of a checkpoint", flips(read_checkpoint, run, newest, count, seed)),
     )
-    return "## Single bits\n\nOne bit of one file is flipped at a time; files are drawn evenly.\n\n" + "\n".join(found)
+    return "One bit of one file is flipped at a time; files are drawn evenly.\n\n" + "\n".join(found)
 
 
 def inputs_part(folder: Path, seed: int, scale: float) -> str:
@@ -139,10 +148,72 @@ def inputs_part(folder: Path, seed: int, scale: float) -> str:
         lines.append(f"| {kind} | {found.tried:,} | {found.refused:,} | {found.tracebacks} | {found.slow} | {found.long} |")
         print(*found.failures, sep="\n", end="", file=sys.stderr)
     said = "Examples, mutated at random: settings and values deleted, swapped, repeated, of another type or size, damaged text."
-    return "\n".join(["## Mistakes in inputs", "", said, "", *lines, ""])
+    return "\n".join([said, "", *lines, ""])
 
 
-PARTS: dict[str, Callable[[Path, int, float], str]] = {"flips": flips_part, "inputs": inputs_part}
+def short_documents(folder: Path) -> Path:
+    return make_store(folder, (120, 250, 340, 60))
+
+
+def kills_part(folder: Path, seed: int, scale: float) -> str:
+    killer, random, most = Killer(folder, short_documents(folder), seed), Random(seed), max(1, round(300 * scale))
+    with suppress(KeyboardInterrupt):  # Ctrl-C: fewer runs
+        while killer.tried < most:
+            killer.run(random.choice([[2], [2], [2], [3], [1, 2, 3]]), most - killer.tried)
+            print(killer.table, *killer.failures, sep="\n", file=sys.stderr, flush=True)
+    return (
+        f"{killer.runs} runs of {killer.steps} steps, on 2 ranks unless the number is said, with a checkpoint every 2 steps. "
+        "A signal is sent at a random moment of every start, and the run is started again, until it is finished. A fault "
+        "counts as survived if losses, gradient norms, weights and moments at the end are those of a run that nobody "
+        "disturbed, bit by bit (on a changing number of ranks: losses to 1e-4), if no complete checkpoint was passed over, "
+        f"and if the ranks that were left ended by themselves with an error.\n\n{killer.table}"
+    )
+
+
+def machine_part(folder: Path, seed: int, scale: float) -> str:
+    machine, skipped = Machine(folder, short_documents(folder), seed), []
+    for name, (why_not, count) in FAULTS.items():
+        if reason := why_not():
+            skipped.append(f"Not tried: {name.replace('_', ' ')}, because {reason}.\n")
+            continue
+        for _ in range(max(1, round(count * scale))):
+            getattr(machine, name)()
+        print(machine.table, *machine.failures, sep="\n", file=sys.stderr, flush=True)
+    said = (
+        "Survived: the run said what was wrong, and came to the same end, bit by bit, once the fault was over. Ranks that wait "
+        f"for one that does not answer end after `train.timeout_s`, here {PATIENCE_S:.0f} s."
+    )
+    return "\n".join([said, "", machine.table, *skipped])
+
+
+def soak_part(folder: Path, seed: int, scale: float) -> str:
+    soak = Soak(folder, short_documents(folder), seed, steps=max(100, round(2000 * scale)))
+    lines = soak.both()
+    print(*soak.failures, sep="\n", file=sys.stderr)
+    same = "are the same, bit by bit" if not soak.failures else "differ"
+    said = (
+        f"Two ranks, a checkpoint every 10 steps. Losses, gradient norms, weights and moments of both runs {same}. "
+        "Medians over the first and the last quarter, of rank 0; with kills, of its processes just before each kill."
+    )
+    head = "| run | steps | kills | resident KiB | open files | threads |"
+    return "\n".join([said, "", head, "|---" * 6 + "|", *lines, ""])
+
+
+PARTS: dict[str, tuple[str, Callable[[Path, int, float], str]]] = {
+    "flips": ("Single bits", flips_part),
+    "inputs": ("Mistakes in inputs", inputs_part),
+    "kills": ("Kills", kills_part),
+    "machine": ("Machines", machine_part),
+    "soak": ("A long run", soak_part),
+}
+
+
+def replaced(text: str, sections: Mapping[str, str]) -> str:
+    """Returns the page with new sections by title, in the order of PARTS; its other sections are kept."""
+    old = dict(section.split("\n", 1) for section in text.split("\n## ")[1:])
+    sections = {title: body.strip("\n") for title, body in {**old, **sections}.items()}
+    titles = [title for title, _ in PARTS.values() if title in sections]
+    return HEAD + "".join(f"\n## {title}\n\n{sections[title]}\n" for title in titles)
 
 
 def main() -> None:
@@ -151,14 +222,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the number of cases")
     arguments = parser.parse_args()
-    written = ["# Faults\n\nMade by `python -m bench.faults`.\n"]
+    sections = {}
     for part in arguments.parts or PARTS:
+        title, run = PARTS[part]
         with tempfile.TemporaryDirectory() as folder:
-            written.append(PARTS[part](Path(folder), arguments.seed, arguments.scale))
-    text = "\n".join(written)
-    print(text)
-    if set(arguments.parts or PARTS) == set(PARTS) and arguments.scale == 1:
-        RESULTS.write_text(text, "utf-8")
+            sections[title] = run(Path(folder), arguments.seed, arguments.scale)
+        print(f"## {title}\n\n{sections[title]}", flush=True)
+        if arguments.scale == 1:
+            RESULTS.write_text(replaced(RESULTS.read_text("utf-8") if RESULTS.exists() else "", sections), "utf-8")
 
 
 if __name__ == "__main__":

@@ -31,6 +31,10 @@ trap 'scontrol requeue "$SLURM_JOB_ID"' USR1
 # optimizers in host memory; torchrun would set 1.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE / SLURM_GPUS_ON_NODE))}
 
+# On SIGTERM the processes finish their step and save, which takes a large model longer than the 30 s after which torchrun would
+# kill them (PyTorch 2.12 and later read this). SLURM itself kills after its KillWait.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}
+
 # Nodes may start minutes apart, so the rendezvous timeouts exceed torchrun's defaults. A rank that hangs ends the run after
 # train.timeout_s, a rank that fails ends it at once.
 srun --kill-on-bad-exit=1 --cpus-per-task "$SLURM_CPUS_ON_NODE" torchrun \

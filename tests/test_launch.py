@@ -53,7 +53,7 @@ def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     stubs = {
         "scontrol": NODES.format("node1; echo node2"),
         "srun": 'test "$1 $2 $3 $4" = "--kill-on-bad-exit=1 --cpus-per-task 24 torchrun" && echo "${@:5}"; '
-        'echo "$OMP_NUM_THREADS threads" >&2',
+        'echo "$OMP_NUM_THREADS threads, $TORCH_ELASTIC_SHUTDOWN_TIMEOUT s" >&2',
     }
     called = run_script(["bash", script, "run.yaml", "--train.steps", "3"], tmp_path, stubs, SLURM)
     own = {"id": "123456", "endpoint": "node1:23456", "conf": "join_timeout=1800,read_timeout=1800", "own": "--train.steps 3 "}
@@ -61,7 +61,7 @@ def test_slurm_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     assert called.stdout.strip() == wanted, called.stderr
     for given, threads in (({"SLURM_GPUS_ON_NODE": "8"}, 3), ({"OMP_NUM_THREADS": "7"}, 7)):
         variables = {"OMP_NUM_THREADS": "", **SLURM, **given}
-        assert f"{threads} threads" in run_script(["bash", script, "run.yaml"], tmp_path, stubs, variables).stderr
+        assert f"{threads} threads, 300 s" in run_script(["bash", script, "run.yaml"], tmp_path, stubs, variables).stderr
     assert run_script(["bash", script], tmp_path, stubs, SLURM).returncode == 2
 
 
@@ -81,6 +81,7 @@ def test_kubernetes_calls_torchrun(repository: Path, tmp_path: Path) -> None:
     resources = container["resources"]
     assert resources["limits"]["nvidia.com/gpu"] == int(environment["GPUS"])
     assert int(resources["requests"]["cpu"]) == int(environment["GPUS"]) * int(environment["OMP_NUM_THREADS"])
+    assert template["terminationGracePeriodSeconds"] > int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
     assert any(name.startswith("rdma/") for name in resources["limits"])
     assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
     assert service["spec"]["clusterIP"] == "None" and service["spec"]["selector"] == {"job-name": name}

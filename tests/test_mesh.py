@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,8 +17,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore
 
 from longctx.parallel import mesh
+from longctx.parallel.meeting import meet
 from longctx.parallel.mesh import Launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -161,3 +165,28 @@ def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
     monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
     assert mesh.host_threads() == expected
+
+
+def test_ranks_of_one_start_meet_in_a_store_that_an_earlier_start_has_used() -> None:
+    """As torchrun's store when a node joins or leaves: rank 2 of the first start is dead, and nothing it left is seen."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+    def start(rank: int, ranks: int, wait_s: float) -> tuple[Any, list[str | None]]:
+        client = TCPStore("127.0.0.1", server.port, wait_for_workers=False, timeout=timedelta(seconds=30))
+        time.sleep(wait_s)
+        return meet(client, rank, ranks, f"host-{ranks}-{rank}", timeout_s=30)
+
+    for ranks in (3, 2, 3):
+        with ThreadPoolExecutor(ranks) as pool:
+            found = [*pool.map(start, range(ranks), [ranks] * ranks, (0.3, 0.0, 0.1))]
+        stores, hosts = zip(*found, strict=True)
+        assert hosts == ([f"host-{ranks}-{rank}" for rank in range(ranks)],) * ranks
+        assert not stores[0].check(["left"])
+        stores[0].set("left", "by rank 0")
+        assert all(store.get("left") == b"by rank 0" for store in stores)
+
+
+def test_ranks_that_did_not_come_have_no_host() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    assert meet(server, 0, 3, "here", timeout_s=0.1)[1] == ["here", None, None]
+    assert meet(server, 1, 3, "here", timeout_s=0.1)[1] == [None, "", ""]

@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
 from longctx.errors import UserError
+from longctx.parallel.meeting import meet
 from longctx.parallel.peers import Peers
 from longctx.units import format_ranks
 
@@ -275,14 +275,9 @@ def _meet(launch: Launch, timeout_s: float) -> Store:
         raise UserError(f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with torchrun")
     host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
     listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else torchrun does
-    names = [f"host/{rank}" for rank in range(launch.world_size)]
     try:
         server = TCPStore(host, int(port), launch.world_size, listens, timeout, wait_for_workers=False, multi_tenant=True)
-        store = PrefixStore(f"longctx/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", server)
-        store.set(names[launch.rank], socket.gethostname())
-        with suppress(dist.DistStoreError):
-            store.wait(names, timeout)
-        hosts = [store.get(name).decode() if store.check([name]) else None for name in names]
+        store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
     except (dist.DistError, ValueError) as error:
         said, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
         raise UserError(

@@ -1,0 +1,52 @@
+"""Meeting: the ranks of one start of a run find each other in a store that may still hold what an earlier start left there.
+
+torchrun keeps its store when it starts its processes again, and its count of restarts does not tell starts apart: one for a
+node that joins is not counted, and an agent that joined later has counted fewer. So rank 0 draws a name for every start and
+gives it to each rank that asks. The questions of ranks that have ended are answered too, and nobody reads the answers.
+"""
+
+import time
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # public, not in __all__
+
+ASKED = "longctx/asked"
+"""Key of the names under which ranks have asked, one after the other."""
+POLL_S = 0.02
+
+
+def meet(server: Store, rank: int, ranks: int, host: str, timeout_s: float) -> tuple[Store, list[str | None]]:
+    """Returns a store for the ranks that start now, and the host of every rank; None for a rank that did not come in time.
+
+    Without rank 0 the others cannot be told apart from ranks of an earlier start: their hosts are then empty.
+    """
+    deadline = time.monotonic() + timeout_s
+    mine = uuid.uuid4().hex
+    if rank > 0:
+        server.append(ASKED, mine)
+        try:
+            server.wait([f"longctx/{mine}"], timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return server, [None, *[""] * (ranks - 1)]
+    name = mine if rank == 0 else server.get(f"longctx/{mine}").decode()
+    store, hosts = PrefixStore(f"longctx/{name}", server), [f"host/{other}" for other in range(ranks)]
+    store.set(hosts[rank], host)
+    if rank == 0:
+        _answer(server, store, hosts, mine, deadline)
+    else:
+        with suppress(DistStoreError):
+            store.wait(hosts, timedelta(seconds=max(POLL_S, deadline - time.monotonic())))
+    return store, [store.get(key).decode() if store.check([key]) else None for key in hosts]
+
+
+def _answer(server: Store, store: Store, hosts: list[str], name: str, deadline: float) -> None:
+    """Gives `name` to every rank that asks, until all `hosts` are known."""
+    answered = 0
+    while not store.check(hosts) and time.monotonic() < deadline:
+        asked = server.get(ASKED).decode() if server.check([ASKED]) else ""
+        for begin in range(answered, len(asked), len(name)):
+            server.set(f"longctx/{asked[begin : begin + len(name)]}", name)
+        answered = len(asked)
+        time.sleep(POLL_S)
