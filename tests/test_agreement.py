@@ -101,7 +101,7 @@ def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
     different = [(f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}") for size in (1, 2)]
     running = [launched(tmp_path, store, rank, 2, port, *given) for rank, given in enumerate(different)]
     try:
-        said = [process.communicate(timeout=300)[1] for process in running]
+        said = [process.communicate(timeout=600)[1] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -105,7 +105,7 @@ def test_an_example_runs_under_torchrun(call: str) -> None:
     name, *options = call.split()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, EXAMPLES / f"{name}.py", *options]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert process.returncode == 0, process.stderr
     lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", process.stdout, re.M)
     assert [int(step) for step, _ in lines] == list(range(10)), process.stdout

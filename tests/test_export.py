@@ -293,7 +293,7 @@ def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
     for setting in settings:
         key, _, value = setting.partition("=")
         command += [f"--{key}", value]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert f"  checkpoint   {run / 'latest'}\n  metrics      {run / 'metrics.jsonl'}\n" in done.stdout
     speeds = re.search(r"finished step 2; mean over the run: (\S+) tokens/s, (\S+) per rank, (\S+) s per step", done.stdout)
@@ -304,7 +304,7 @@ def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
     assert lines[0].startswith(f"step 2 exported to {out}: LlamaForCausalLM")
     assert "from_pretrained" in lines[1] and "from new weights" in done.stdout
     transformers.AutoModelForCausalLM.from_pretrained(out)
-    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=120)
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=600)
     assert again.returncode == 0 and f"{out} exists and was not written again" in again.stdout
-    more = subprocess.run([*command, "--resume", "--train.steps", "3"], capture_output=True, text=True, timeout=120)
+    more = subprocess.run([*command, "--resume", "--train.steps", "3"], capture_output=True, text=True, timeout=600)
     assert more.returncode == 2 and f"{out} exists" in more.stderr

@@ -58,7 +58,7 @@ def finetune(*arguments: object) -> str:
     """What the command prints; the run is torchrun's."""
     command = [sys.executable, "-m", "longctx", "finetune", *map(str, arguments), "--processes", "2", *SETTINGS]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -165,7 +165,7 @@ def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
         while not (log.is_file() and log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.1)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        _, said = running.communicate(timeout=60)
+        _, said = running.communicate(timeout=600)
     finally:
         running.kill()
     (step,) = steps(out)
@@ -229,7 +229,7 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
         [*command, str(repository / "examples" / "dpo.yaml"), *given],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -95,7 +95,7 @@ prepare_allocator(torch.device("cuda", 0))
 print(torch._C._accelerator_getAllocatorSettings())
 """
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment)
     assert done.stdout.strip() == "expandable_segments:True", done.stderr
 
 
@@ -146,7 +146,7 @@ def in_layer_7():
     time.sleep(60)
 in_layer_7()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in done.stderr and "in in_layer_7" in done.stderr
 

@@ -100,7 +100,7 @@ def _while_training(tmp_path: Path, ranks: int, *given: str) -> list[subprocess.
     """Starts a run and returns when it has trained some steps."""
     store, port = make_store(tmp_path), free_port()
     running = [launched(tmp_path, store, rank, ranks, port, "train.steps=100000", *given) for rank in range(ranks)]
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2) and time.monotonic() < deadline:
         time.sleep(0.1)
     return running
@@ -116,7 +116,7 @@ def test_the_survivors_of_a_run_name_the_one_that_is_gone(tmp_path: Path, how: s
     try:
         began = time.monotonic()
         os.kill(running[2].pid, how)
-        said = [process.communicate(timeout=120)[1] for process in running[:2]]
+        said = [process.communicate(timeout=600)[1] for process in running[:2]]
         assert time.monotonic() - began < 20 + 15, "the timeout, and some seconds to look for signs of life"
     finally:
         for process in running:

@@ -52,7 +52,7 @@ def test_prepare_and_train_from_python(tmp_path: Path) -> None:
         (tmp_path / "texts" / f"{number}.txt").write_text("To be, or not to be. " * (10 + 5 * number))
     arguments = [str(tmp_path / name) for name in ("texts", "store", "run")]
     command = [sys.executable, "-c", TRAIN, *arguments, *SMALL, "train.steps=3"]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2, 3]

@@ -34,7 +34,7 @@ def held(fails: bool = False) -> Iterator[Event]:
     may_write, write = Event(), filesystem._write_item
 
     def hold(*arguments: Any, **named: Any) -> Any:
-        assert may_write.wait(60)
+        assert may_write.wait(600)
         if fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*arguments, **named)
@@ -49,7 +49,7 @@ def names(run: Path) -> list[str]:
 
 
 def wait_until_written(trainer: Trainer) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not trainer.saver.written and time.monotonic() < deadline:
         time.sleep(0.01)
 

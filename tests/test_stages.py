@@ -251,7 +251,7 @@ def test_the_command_prints_the_stage_and_its_changes(settings: Path, tmp_path: 
     given = [*(f"--{one}" for one in SETTINGS), f"--train.run_dir={run}"]
     given += [f"--stages.{number}.batch.tokens_per_rank=800" for number in (1, 2, 3)]
     command = [sys.executable, "-m", "longctx", "train", str(settings), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "stage 1 of 3, steps 1 to 3"
