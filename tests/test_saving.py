@@ -72,7 +72,9 @@ def trained_on_while_written(store: Path, run: Path, settings: list[str]) -> lis
         wait_until_written(trainer)
         losses.append(trainer.step().loss)
         assert trainer.written, "so train() publishes now"
-        trainer.saver.finish()
+        trainer.saver.advance()
+        wait_until_written(trainer)
+        trainer.saver.advance()
         assert names(run) == NAMES
     return losses
 

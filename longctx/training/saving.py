@@ -1,8 +1,8 @@
 """Saver: writes the checkpoints of a run beside training, and publishes each when all its files are on disk.
 
 `torch.distributed.checkpoint` plans who writes what; then every rank copies its part to host memory and trains on while a
-thread writes the copy. When all ranks have written, rank 0 writes `state.json` and renames the folder. Threads use no process
-group, so the messages of the run keep their order.
+thread writes the copy. When all ranks have written, a thread of rank 0 writes `state.json`, renames the folder and deletes old
+ones. Threads use no process group, so the messages of the run keep their order.
 """
 
 import json
@@ -36,13 +36,16 @@ class NotWritten(CheckpointError):
     """Raised on every rank if a checkpoint cannot be written. Earlier ones are intact."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Begun:
     """A checkpoint that is being written; `state` is plain JSON data with the key `step`."""
 
     final: Path
     state: dict[str, Any]
     writer: "_Writer"
+    publishing: bool = False
+    publication: futures.Future[None] | None = None
+    """On rank 0, once all ranks have written."""
 
     @property
     def partial(self) -> Path:
@@ -66,8 +69,11 @@ class Saver:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has nothing to write any more: `finish` would not wait for it."""
-        return self._begun is None or self._begun.writer.task.done()
+        """Whether `advance` need not wait for this rank."""
+        if self._begun is None:
+            return True
+        task = self._begun.publication if self._begun.publishing else self._begun.writer.task
+        return task is None or task.done()
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
         """Writes a checkpoint and returns its folder, to which `latest` in `run` then links. Collective. Raises NotWritten."""
@@ -95,25 +101,40 @@ class Saver:
         return final
 
     def finish(self) -> None:
-        """Waits until all ranks have written the checkpoint begun last, if any, and publishes it.
+        """Waits until the checkpoint begun last, if any, is published. Collective. Raises NotWritten."""
+        while self._begun is not None:
+            self.advance()
+
+    def advance(self) -> None:
+        """Begins to publish the checkpoint begun last, or notes that it is published. Waits only if a rank has not `written`.
 
         Collective. Raises NotWritten.
         """
-        if self._begun is None:
+        begun = self._begun
+        if begun is None:
             return
-        begun, self._begun = self._begun, None
-        parts = gather(begun.writer.outcome(), self.group)
-        problem = next((f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(parts) if said), "")
-        if self._first and not problem:
-            try:
-                begun.writer.describe([results for results, _, _ in parts])
-                sums = [begun.writer.checksums, *(sums for _, sums, _ in parts)]
-                publish(self.run, begun.final, begun.state, {name: sum_ for found in sums for name, sum_ in found.items()})
-                prune(self.run, self.keep, begun.final)
-            except OSError as error:
-                problem = f"rank 0: {error}"
-        if problem := gather(problem, self.group)[0]:
+        if begun.publishing:
+            said = "" if begun.publication is None else _said(begun.publication)
+            problems, self._begun = gather(said, self.group), None
+        else:
+            writer = begun.writer
+            parts = gather(
+                (_said(writer.task), [] if _said(writer.task) else writer.task.result(), writer.checksums), self.group
+            )
+            problems, begun.publishing = [said for said, _, _ in parts], True
+            if self._first and not any(problems):
+                results, sums = [results for _, results, _ in parts], [sums for _, _, sums in parts]
+                begun.publication = self._thread.submit(self._publish, begun, results, sums)
+        problem = next((f"rank {rank}: {said}" for rank, said in enumerate(problems) if said), "")
+        if problem:
+            self._begun = None
             raise self._failed(begun, problem)
+
+    def _publish(self, begun: _Begun, results: list[list[WriteResult]], checksums: list[dict[str, str]]) -> None:
+        begun.writer.describe(results)
+        every = {name: sums for found in (*checksums, begun.writer.checksums) for name, sums in found.items()}
+        publish(self.run, begun.final, begun.state, every)
+        prune(self.run, self.keep, begun.final)
 
     @property
     def _first(self) -> bool:
@@ -166,13 +187,6 @@ class _Writer(FileSystemWriter):
         """Writes the description of all tensors, from the results of all ranks. Only rank 0 calls it."""
         super().finish(self.metadata, results)
 
-    def outcome(self) -> tuple[list[WriteResult], dict[str, str], str]:
-        """Waits for the thread. Returns what was written, its checksums, and what went wrong."""
-        try:
-            return self.task.result(), self.checksums, ""
-        except Exception as error:
-            return [], {}, cause(error)
-
     def _has_room(self, plan: SavePlan) -> bool:
         data = [
             (item.tensor_data.chunk.sizes.numel(), item.tensor_data.properties.dtype) for item in plan.items if item.tensor_data
@@ -186,6 +200,12 @@ class _Writer(FileSystemWriter):
             file=sys.stderr,
         )
         return False
+
+
+def _said(task: futures.Future[Any]) -> str:
+    """Waits for a task. Returns what went wrong, or nothing."""
+    error = task.exception()
+    return "" if error is None else cause(error) or type(error).__name__
 
 
 class _Copies:

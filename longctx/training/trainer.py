@@ -93,7 +93,7 @@ class Trainer:
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
     written: bool = True
-    """Whether all ranks have written their part of the last checkpoint, so that it can be published without waiting."""
+    """Whether `saver.advance` would not wait."""
     skipped: int = 0
     """Number of last steps in a row without an update, because loss or gradient was not finite."""
     tracer: Tracer | None = None
@@ -185,7 +185,7 @@ class Trainer:
                     self.saver.finish()
                     raise
                 if self.written:
-                    self.saver.finish()
+                    self.saver.advance()
                 if self.tracer is not None:
                     self.tracer.after(self.steps_done)
                 last, every = self.steps_done == self.until, self.config.checkpoint.every
@@ -251,7 +251,7 @@ class Trainer:
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
 
-        Without `wait` it is published after a later step, by `saver.finish`.
+        Without `wait` it is published during later steps, by `saver.advance`.
         """
         self.doing = f"checkpoint of step {self.steps_done}"
         agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
