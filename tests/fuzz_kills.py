@@ -117,8 +117,8 @@ class Group:
     def end(self, limit_s: float = LIMIT_S) -> bool:
         """Waits until all processes have ended; those that have not in time are killed. Returns whether they had to be."""
         deadline = time.monotonic() + limit_s
-        while self.running and (left := deadline - time.monotonic()) > 0:
-            wait([self.processes[rank].sentinel for rank in self.running], left)
+        while (running := self.running) and (left := deadline - time.monotonic()) > 0:
+            wait([self.processes[rank].sentinel for rank in running], left)
         hung = bool(self.running)
         for process in self.processes:
             process.kill()
