@@ -189,4 +189,4 @@ def test_ranks_of_one_start_meet_in_a_store_that_an_earlier_start_has_used() -> 
 def test_ranks_that_did_not_come_have_no_host() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     assert meet(server, 0, 3, "here", timeout_s=0.1)[1] == ["here", None, None]
-    assert meet(server, 1, 3, "here", timeout_s=0.1)[1] == [None, "", ""]
+    assert meet(server, 1, 3, "here", timeout_s=0.1)[1] == [None, "here", ""]

@@ -20,7 +20,7 @@ POLL_S = 0.02
 def meet(server: Store, rank: int, ranks: int, host: str, timeout_s: float) -> tuple[Store, list[str | None]]:
     """Returns a store for the ranks that start now, and the host of every rank; None for a rank that did not come in time.
 
-    Without rank 0 the others cannot be told apart from ranks of an earlier start: their hosts are then empty.
+    Without rank 0 a rank cannot tell the others from those of an earlier start: their hosts are then empty.
     """
     deadline = time.monotonic() + timeout_s
     mine = uuid.uuid4().hex
@@ -29,7 +29,7 @@ def meet(server: Store, rank: int, ranks: int, host: str, timeout_s: float) -> t
         try:
             server.wait([f"longctx/{mine}"], timedelta(seconds=timeout_s))
         except DistStoreError:
-            return server, [None, *[""] * (ranks - 1)]
+            return server, [None, *(host if other == rank else "" for other in range(1, ranks))]
     name = mine if rank == 0 else server.get(f"longctx/{mine}").decode()
     store, hosts = PrefixStore(f"longctx/{name}", server), [f"host/{other}" for other in range(ranks)]
     store.set(hosts[rank], host)
