@@ -115,6 +115,7 @@ class Machine(Killer):
         """The disk is full after some checkpoints: the run says so, they are whole, and it goes on when there is room again."""
         kind = "a full disk"
         run = self.begin(kind)[1]
+        self.reference(2)
         size = sum(file.stat().st_size for file in (self.folder / "whole-2" / "latest").rglob("*"))
         room = f"size={round(size * self.random.uniform(2.3, 8)) // 4096 * 4096}"
         with mounted(run, "-t", "tmpfs", "-o", room, "tmpfs"):
