@@ -258,7 +258,7 @@ def _failed(config: Config, launch: "Launch", error: RuntimeError, peers: "Peers
 
     traceback.print_exception(error)
     what = str(error).splitlines()[0][:300]
-    where = "; ".join(getattr(error, "__notes__", [])) or f"rank {launch.rank}: {peers.position() if peers else 'joining'}"
+    where = "; ".join(getattr(error, "__notes__", [])) or f"rank {launch.rank}: {peers.where() if peers else 'joining'}"
     lines = [f"longctx train: error: {where}: {what}"]
     if peers is not None:
         lines.append(f"longctx train: rank {launch.rank}: {peers.report(what)}")

@@ -43,10 +43,14 @@ class Sign:
 
 
 class Peers:
-    """Signs of life of the processes of a run. `position` says where this one is; it is called from another thread."""
+    """Signs of life of the processes of a run.
+
+    Attributes:
+        position: says where this process is, once set; called from another thread, also while what it reads changes.
+    """
 
     def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float, interval_s: float = INTERVAL_S) -> None:
-        self.position: Callable[[], str] = lambda: "making process groups"
+        self.position: Callable[[], str] | None = None
         # A connection of its own: one that waits for an answer keeps others waiting.
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in the stubs
         self._rank, self._ranks = rank, ranks
@@ -56,6 +60,15 @@ class Peers:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
+
+    def where(self) -> str:
+        """Returns the position of this process."""
+        if self.position is None:
+            return "starting"
+        try:
+            return self.position()
+        except Exception:  # a container changed while it was read
+            return "between two layers"
 
     def close(self) -> None:
         """Ends the signs of life, as the run ends."""
@@ -67,7 +80,7 @@ class Peers:
 
         None if the store does not answer.
         """
-        own = self.position()
+        own = self.where()
         self.close()
         found: list[dict[int, Sign]] = []
 
@@ -107,7 +120,7 @@ class Peers:
         own, since = "", time.monotonic()
         try:
             while not self._closing.wait(self._interval_s):
-                position, now = self.position(), time.monotonic()
+                position, now = self.where(), time.monotonic()
                 self._put(position)
                 signs = self._read(watched)
                 seen |= {rank: (sign, now) for rank, sign in signs.items() if sign != seen[rank][0]}
@@ -120,7 +133,7 @@ class Peers:
                 if silent - told:
                     self._print(self._silent_said(self._read(silent), sorted(silent)))
                 told = silent
-                if position != own:
+                if position != own or self.position is None:
                     own, since = position, now
                 elif now - since > STUCK_SHARE * self._timeout_s:
                     since = now
@@ -156,7 +169,7 @@ class Peers:
         return {rank: Sign(**json.loads(value)) for rank, value in zip(keys, values, strict=True)}
 
     def _print(self, text: str) -> None:
-        print(f"longctx: rank {self._rank} on {self._host}, in {self.position()}: {text}", file=sys.stderr, flush=True)
+        print(f"longctx: rank {self._rank} on {self._host}, in {self.where()}: {text}", file=sys.stderr, flush=True)
 
 
 def _grouped(signs: dict[int, Sign]) -> str:

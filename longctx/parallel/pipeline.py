@@ -202,7 +202,8 @@ class PipelineRun:
         if self.last is None:
             return "before the first stage"
         micro_batch, stage, name = self.last
-        attention = f", attention last in {self.inputs[micro_batch].attention.last}" if micro_batch in self.inputs else ""
+        given = self.inputs.get(micro_batch)
+        attention = "" if given is None else f", attention last in {given.attention.last}"
         return f"micro-batch {micro_batch}, stage {stage}, {name}{attention}"
 
     def forward_backward(self, micro_batches: int, inputs: Callable[[int], Inputs]) -> torch.Tensor:

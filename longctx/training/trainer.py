@@ -282,7 +282,10 @@ class Trainer:
         Pipeline ranks without the head return zeros. Collective.
         """
 
+        what = self.doing.split(", micro-batch")[0] if isinstance(self.doing, str) else "a pass without gradients"
+
         def inputs(number: int) -> Inputs:
+            self.doing = f"{what}, micro-batch {number}"
             labels, device = batch.micro_batches[number].labels, self.mesh.device
             rows = copy_to(labelled_rows(labels), device)
             head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
