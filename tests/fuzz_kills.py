@@ -282,8 +282,9 @@ class Killer:
         if alone and not group.end(TIMEOUT_S + LIMIT_S):
             row.seconds.append(time.monotonic() - began)
             others = [code for rank, code in enumerate(group.codes) if rank not in victims]
-            if any(others) and "longctx train: error" not in group.said:
-                self.fail(kind, "the others ended without a word", group)
+            named = "the store of the run does not answer" if 0 in victims else f"rank {victims[0]} gives no sign of life"
+            if any(others) and named not in group.said:
+                self.fail(kind, "the others ended without naming it", group)
         return kind
 
     def _compare(self, run: Path, ranks: Sequence[int], killed: Counter[str]) -> None:

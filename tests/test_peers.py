@@ -48,6 +48,15 @@ def test_a_silent_process_is_named_by_the_others(capsys: pytest.CaptureFixture[s
         assert peers[1].report("peer closed").startswith("rank 2 gives no sign of life: killed, stopped or cut off; last in")
 
 
+def test_a_process_that_never_gave_a_sign_is_named_too() -> None:
+    server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    peers = Peers(server, 0, 3, 600.0, FAST_S)
+    other = Peers(server, 1, 3, 600.0, FAST_S)
+    said = peers.report("closed by peer")
+    other.close()
+    assert said == "rank 2 gives no sign of life: killed, stopped or cut off; rank 2 never gave one"
+
+
 def test_rank_0_is_watched_too(capsys: pytest.CaptureFixture[str]) -> None:
     with three(timeout_s=1.0) as peers:
         peers[0].close()

@@ -104,7 +104,7 @@ class Peers:
             return "the store of the run does not answer: rank 0, or torchrun where it runs, has ended, or this host is cut off"
         before, after = found
         alive = {rank for rank, sign in after.items() if sign.place or sign != before.get(rank)}
-        if silent := sorted(after.keys() - alive):
+        if silent := sorted({*range(self._ranks)} - alive):
             return self._silent_said(after, silent)
         first = min((sign.place, rank) for rank, sign in after.items() if sign.place)[1]
         if first != self._rank:
@@ -117,8 +117,9 @@ class Peers:
         watched = range(self._ranks) if self._rank == 0 else [0]
         seen: dict[int, tuple[Sign | None, float]] = {rank: (None, time.monotonic()) for rank in watched}
         told: set[int] = set()
-        own, since = "", time.monotonic()
+        own, since = self.where(), time.monotonic()
         try:
+            self._put(own)
             while not self._closing.wait(self._interval_s):
                 position, now = self.where(), time.monotonic()
                 self._put(position)
