@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,7 +76,8 @@ def staged(file: Path, run: Path, *more: str) -> Rows:
     """Finishes a run from its newest checkpoint. Returns the rows of metrics.jsonl."""
     config = settings_of(file, run, *more)
     run.mkdir(exist_ok=True)
-    mesh = make_groups(torch.device("cpu"), timeout_s=30.0)
+    # As launched processes have: the position that it is told leads to the trainer.
+    mesh = replace(make_groups(torch.device("cpu"), timeout_s=30.0), peers=SimpleNamespace(position=None))
     dist.barrier()
     models: list[weakref.ref[torch.nn.Module]] = []
 

@@ -116,8 +116,6 @@ class Trainer:
             beside=settings.asynchronous,
             local_ranks=local_ranks,
         )
-        if self.mesh.peers is not None:
-            self.mesh.peers.position = self.position
 
     @classmethod
     def build(cls, config: Config, mesh: Mesh, source: ModelSource) -> "Trainer":
@@ -175,6 +173,14 @@ class Trainer:
 
     def train(self) -> bool:
         """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""
+        if self.mesh.peers is not None:
+            self.mesh.peers.position = self.position
+        finished = self._train()
+        if self.mesh.peers is not None:
+            self.mesh.peers.position = None  # otherwise it would keep the weights of this stage
+        return finished
+
+    def _train(self) -> bool:
         with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
             while self.steps_done < self.until:
                 try:
@@ -254,7 +260,8 @@ class Trainer:
         Without `wait` it is published during later steps, by `saver.advance`.
         """
         self.doing = f"checkpoint of step {self.steps_done}"
-        agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
+        if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
+            agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
@@ -333,7 +340,8 @@ class Trainer:
         )
         given = self._inputs(batch, weights, number)
         later = {} if given.later is None else {"later": given.later}
-        self.doing = lambda: f"micro-batch {number}, attention last in {given.attention.last}"
+        attention = given.attention
+        self.doing = lambda: f"micro-batch {number}, attention last in {attention.last}"
         with record_function(given.name):
             loss: torch.Tensor = self.model(
                 given.tokens, given.positions, given.attention, given.head, given.documents, **later
