@@ -154,9 +154,9 @@ class _Document:
             areas = [Segment(0, queries.length, 0, keys.length)]
         document = cls(queries, keys, ranks, seat, areas, [])
         nodes: dict[int, list[int]] = defaultdict(list)
-        for seat in range(len(ranks) if ranks_per_node else 0):
-            if document.query_spans(seat) or document.key_spans(seat):  # other ranks take no part in the document
-                nodes[ranks[seat] // (ranks_per_node or 1)].append(seat)
+        for other in range(len(ranks) if ranks_per_node else 0):
+            if document.query_spans(other) or document.key_spans(other):  # other ranks take no part in the document
+                nodes[ranks[other] // (ranks_per_node or 1)].append(other)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return replace(document, nodes=list(nodes.values())) if crosses else document
 

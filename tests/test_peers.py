@@ -96,10 +96,14 @@ def test_a_process_without_progress_says_where_all_are(capsys: pytest.CaptureFix
     assert not re.search("rank 0 on .*: no progress", said)
 
 
+def unreadable() -> str:
+    raise RuntimeError("dictionary changed size during iteration")
+
+
 def test_a_position_that_cannot_be_read_now_is_no_end(capsys: pytest.CaptureFixture[str]) -> None:
     """Containers change while the thread reads them; and a process that has no position yet makes progress."""
     with three(timeout_s=1.0) as peers:
-        peers[1].position, peers[2].position = {}.popitem, None  # type: ignore[assignment]
+        peers[1].position, peers[2].position = unreadable, None
         time.sleep(1.2)
         said = capsys.readouterr().err
         assert "gives no sign of life" not in said and "rank 2 on" not in said.split("no progress")[0]

@@ -160,9 +160,7 @@ class Mesh:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns the `value` (picklable) of every rank, on every rank."""
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return gather_objects(value, self.control)
 
     def agree(self, digest: str, what: str) -> None:
         """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of `what`."""
@@ -179,6 +177,13 @@ class Mesh:
         if self.peers is not None:
             self.peers.close()
         dist.destroy_process_group()
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Returns the `value` (picklable) of every rank of a gloo group, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -6,7 +6,6 @@ What differs between ranks mostly trains on without an error, and gives a wrong 
 from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.model.protocol import Model
+from longctx.parallel.mesh import gather_objects
 from longctx.training.checkpoint import Checkpoint
 from longctx.units import format_ranks
 
@@ -54,7 +54,7 @@ def identity(config: Config, fingerprints: Iterable[str], found: Checkpoint | No
 
 def require_same(mine: Mapping[str, str], control: dist.ProcessGroup) -> None:
     """Raises RanksDiffer on every rank of `control`, a gloo group, unless all have the same values. Collective."""
-    every = _gathered(dict(mine), control)
+    every = gather_objects(dict(mine), control)
     different: list[str] = []
     for name in dict.fromkeys(name for values in every for name in values):
         ranks: dict[str, list[int]] = {}
@@ -86,25 +86,19 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
                 ranks = tuple(dist.get_process_group_ranks(weight.device_mesh.get_group(axis)))
                 held.setdefault(ranks, {})[name] = _checksum(weight.to_local())
     mine = {ranks: dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) for ranks, sums in held.items()}
-    every = _gathered({ranks: hash(tuple(sums.values())) for ranks, sums in mine.items()}, control)
+    every = gather_objects({ranks: hash(tuple(sums.values())) for ranks, sums in mine.items()}, control)
     groups = {ranks for seen in every for ranks in seen}
     different = sorted(ranks for ranks in groups if len({every[rank].get(ranks) for rank in ranks}) > 1)
     if not different:
         return
     ranks = different[0]
-    sums = [seen.get(ranks, {}) for seen in _gathered({ranks: mine.get(ranks, {})}, control)]
+    sums = [seen.get(ranks, {}) for seen in gather_objects({ranks: mine.get(ranks, {})}, control)]
     wrong = [name for name in sums[ranks[0]] if len({sums[rank].get(name) for rank in ranks}) > 1]
     raise RuntimeError(
         f"after step {step} the copies of {len(wrong)} weights, such as {wrong[0]}, differ between {format_ranks(ranks)}: "
         "memory or a message was damaged, or ranks run different code; go on from the newest checkpoint, before "
         "which copies were the same"
     )
-
-
-def _gathered(value: dict[Any, Any], control: dist.ProcessGroup) -> list[dict[Any, Any]]:
-    every: list[Any] = [None] * dist.get_world_size(control)
-    dist.all_gather_object(every, value, group=control)
-    return every
 
 
 def _checksum(weight: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import Read, damage, inside, persistent, unsealed
+from longctx.parallel.mesh import gather_objects
 from longctx.training.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
@@ -67,7 +68,7 @@ class Checkpoint:
         own = sorted(self.checksums)[rank::ranks]
         found = [list(filter(None, (damage(self.folder / name, self.checksums[name], read) for name in own)))]
         if group is not None:
-            found = gather(found[0], group)
+            found = gather_objects(found[0], group)
         return "; ".join(problem for problems in found for problem in problems)
 
 
@@ -129,11 +130,11 @@ def verified(run: Path, found: Checkpoint | None, group: dist.ProcessGroup) -> t
 
     Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
     """
-    found = gather(found, group)[0]
+    found = gather_objects(found, group)[0]
     damaged: list[str] = []
     while found is not None and (problem := found.damage(group)):
         damaged.append(f"{found.folder} is damaged ({problem}): not used")
-        found, more = gather(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
+        found, more = gather_objects(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
     if found is None and damaged:
         raise NoCheckpoint(f"no checkpoint of {run} can be used: {'; '.join(damaged)}. {START_ANEW}")
@@ -193,13 +194,6 @@ def _read_state(folder: Path) -> Checkpoint:
         if found != size:
             raise ValueError(f"{file.name} has {found:,} bytes instead of {size:,}")
     return Checkpoint(folder, state, checksums)
-
-
-def gather(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the `value` of every rank, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from torch.futures import Future
 
 from longctx.checksums import sealed
 from longctx.parallel.host_memory import free_bytes
-from longctx.training.checkpoint import STATE, complete, folder_of, gather, tensors_of
+from longctx.parallel.mesh import gather_objects
+from longctx.training.checkpoint import STATE, complete, folder_of, tensors_of
 from longctx.training.checkpoint_io import CheckpointError, SummingFiles, cause
 from longctx.units import format_bytes
 
@@ -115,10 +116,10 @@ class Saver:
             return
         if begun.publishing:
             said = "" if begun.publication is None else _said(begun.publication)
-            problems, self._begun = gather(said, self.group), None
+            problems, self._begun = gather_objects(said, self.group), None
         else:
             writer = begun.writer
-            parts = gather(
+            parts = gather_objects(
                 (_said(writer.task), [] if _said(writer.task) else writer.task.result(), writer.checksums), self.group
             )
             problems, begun.publishing = [said for said, _, _ in parts], True
