@@ -15,6 +15,7 @@ from longctx.planning.cost.bounds import least_time_ns, lower_bound_ns, tight_bo
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
 from longctx.planning.layout import shard_tokens
+from longctx.planning.planner import make_plan
 from tests.test_plan_properties import H100, profiles
 
 
@@ -174,6 +175,18 @@ def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignm
     bound = tight_bound_ns(profile, np.array(lengths), ranks, tokens)
     assert lower_bound_ns(profile, np.array(lengths), ranks, tokens) <= bound
     assert bound <= score(profile, np.array(lengths), a, ranks).makespan_ns
+
+
+def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None:
+    """On a slow network the longest document stays in a node, and the budget of other ranks is too small to keep them busy."""
+    slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 64)
+    lengths = np.array([65536, *[2000] * 400])
+    alone = int(least_time_ns(slow, lengths[:1], np.arange(1, 65), 8192).min())
+    fixed = slow.step_s + slow.launch_s * 2
+    plan = make_plan(lengths.tolist(), ranks=64, tokens_per_rank=8192, profile=slow)
+    tight = tight_bound_ns(slow, lengths, 64, 8192) / 1e9
+    assert lower_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
+    assert tight <= plan.makespan_s < 1.01 * tight
 
 
 def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:

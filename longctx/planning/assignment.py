@@ -74,15 +74,18 @@ def largest_shards(lengths: Integers, degrees: Integers) -> Integers:
     return result
 
 
-def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int) -> Integers:
-    """Returns the smallest degree at which each document fits the token budget, or 0 if no degree up to `ranks` fits."""
-    least = -(-lengths // tokens_per_rank)
+def least_degrees(lengths: Integers, ranks: int, tokens_per_rank: int, block: int = 1) -> Integers:
+    """Returns the smallest degree at which each document fits the token budget, or 0 if no degree up to `ranks` fits.
+
+    Degree and ranks are counted in blocks of `block` ranks.
+    """
+    least = -(-lengths // (tokens_per_rank * block))
     pending = np.arange(len(lengths))
     while len(pending):  # an odd budget may need one or two ranks more than the quotient
-        fits = largest_shards(lengths[pending], least[pending]) <= tokens_per_rank
+        fits = largest_shards(lengths[pending], least[pending] * block) <= tokens_per_rank
         pending = pending[~fits & (least[pending] < ranks)]
         least[pending] += 1
-    return np.where((least <= ranks) & (largest_shards(lengths, least) <= tokens_per_rank), least, 0)
+    return np.where((least <= ranks) & (largest_shards(lengths, least * block) <= tokens_per_rank), least, 0)
 
 
 def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, shape: tuple[int, int]) -> Integers:

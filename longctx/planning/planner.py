@@ -59,8 +59,8 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins)
-    best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step, pipeline)
+    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, pipeline=pipeline)
+    best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
@@ -79,35 +79,36 @@ def make_plan(
     return plan
 
 
-def _best_in_pipeline(mode: str, step: Step, pipeline: Pipeline) -> Candidate:
+def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
     Mode auto compares with the plans of the other modes, so it is never worse than they are.
     """
-    best = _best_budget(MODES[mode], step, pipeline)
+    best = _best_budget(MODES[mode], step)
     for other in ("bins", "static") if mode == "auto" else ():
         with contextlib.suppress(PlanError):  # the other modes may not fit these documents
-            best = fastest(best, _best_budget(MODES[other], step, pipeline))
+            best = fastest(best, _best_budget(MODES[other], step))
     return best
 
 
-def _best_budget(plan: Callable[[Step], Candidate], step: Step, pipeline: Pipeline) -> Candidate:
+def _best_budget(plan: Callable[[Step], Candidate], step: Step) -> Candidate:
     """Returns the best plan of one mode in a pipeline.
 
-    More micro-batches mean a smaller bubble: the token budget is halved as long as that helps.
+    More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do not help.
     """
 
     def planned(budget: int) -> Candidate:
         found = plan(replace(step, tokens_per_rank=budget))
-        makespan = score(step.profile, step.lengths, found.assignment, step.ranks, pipeline).makespan_ns
-        return found._replace(makespan_ns=makespan)
+        return found._replace(makespan_ns=step.score(found.assignment).makespan_ns)
 
     best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
         while budget and least_degrees(step.lengths, step.ranks, budget).all():
-            if (found := planned(budget)).makespan_ns >= best.makespan_ns:
+            found, budget = planned(budget), budget // 2
+            if found.makespan_ns < best.makespan_ns:
+                best = found
+            elif found.assignment.micro_batches > best.assignment.micro_batches:
                 break
-            best, budget = found, budget // 2
     return best
 
 

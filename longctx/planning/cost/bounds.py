@@ -4,8 +4,10 @@ The lower bound spreads all work evenly at its best efficiency and treats the ne
 a few documents are long. A document's busiest rank takes at least as long as with that document alone: attention and queries of
 other documents hide no more exchange than the time that they take. If a step takes M nanoseconds beyond its fixed costs, every
 document therefore has a degree at which it takes at most M alone, and the mean work per rank, which never falls as degrees
-rise, is at most M. The tight bound is the smallest M that meets both conditions. Its distance from the lower bound is the part
-of a plan's gap that no plan can avoid.
+rise, is at most M. The smallest M that meets both conditions is a bound. Another one counts the tokens beside the longest
+document: its micro-batch takes at least as long as the document alone, but holds no more tokens than the budget, so other
+documents may not suffice to keep all ranks busy for so long, and the rest of the work is done in other micro-batches. The tight
+bound is the larger of the two. Its distance from the lower bound is the part of a plan's gap that no plan can avoid.
 """
 
 import math
@@ -86,6 +88,7 @@ def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ran
 
 def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
     """Returns the tight lower bound on step time, ≥ `lower_bound_ns`. Every document must fit at some degree."""
+    beside = beside_longest_ns(profile, lengths, ranks, tokens_per_rank)
     least = -(-lengths // tokens_per_rank)
     launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
     fixed = nanoseconds(profile.step_s) + launches * nanoseconds(profile.launch_s)
@@ -105,7 +108,47 @@ def tight_bound_ns(profile: HardwareProfile, lengths: Integers, ranks: int, toke
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)
-    return fixed + low
+    return fixed + max(low, beside)
+
+
+def beside_longest_ns(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> int:
+    """Returns a lower bound on step time beyond its fixed costs, from the micro-batch of the longest document.
+
+    At degree d it takes a time t. Its ranks can do other work for the rest of t, and the other ranks for all of t, both with at
+    most as many tokens as the budget leaves, at best those with the most work per token. The work that is left takes its share
+    of all ranks. A longer micro-batch is no better: it saves no more time than it takes.
+    """
+    longest = int(lengths.argmax())
+    others = np.delete(lengths, longest)
+    work, tokens_upto = _most_work(profile, others, tokens_per_rank)
+    degrees = np.arange(1, ranks + 1)
+    length = np.full_like(degrees, lengths[longest])
+    time = least_time_ns(profile, length, degrees, tokens_per_rank)
+    fits = time < NEVER
+    degrees, length, time = degrees[fits], length[fits], time[fits]
+    own = (whole_ring_attention_ns(profile, length, degrees) + profile.linear_s_per_token * NANOSECONDS * length).astype(
+        np.int64
+    )
+
+    def possible(nanoseconds: Integers, tokens: Integers) -> Integers:
+        """Returns the most work of other documents with so many tokens in all and so much time, summed over ranks."""
+        most = work[np.minimum(np.searchsorted(tokens_upto, tokens) + 1, len(work) - 1)]
+        result: Integers = np.minimum(nanoseconds, most)
+        return result
+
+    in_ring = possible(np.maximum(0, degrees * time - own), np.maximum(0, degrees * tokens_per_rank - length))
+    beside = possible((ranks - degrees) * time, (ranks - degrees) * tokens_per_rank)
+    left = np.maximum(0, int(work[-1]) - in_ring - beside)
+    return int((time + left // ranks).min())
+
+
+def _most_work(profile: HardwareProfile, lengths: Integers, tokens_per_rank: int) -> tuple[Integers, Integers]:
+    """Returns the work in nanoseconds, and the tokens, of the 0, 1, 2, … documents with the most work per token."""
+    least = np.maximum(1, -(-lengths // tokens_per_rank))
+    attention = np.floor(whole_ring_attention_ns(profile, lengths, least)).astype(np.int64)
+    work = attention + np.floor(profile.linear_s_per_token * NANOSECONDS * lengths).astype(np.int64)
+    order = np.argsort(-(work / lengths), kind="stable")
+    return np.append(0, np.cumsum(work[order])), np.append(0, np.cumsum(lengths[order]))
 
 
 def tight_bound_s(plan: Plan) -> float:

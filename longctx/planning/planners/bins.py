@@ -11,7 +11,7 @@ import numpy as np
 
 from longctx.planning.assignment import Integers, largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import alone_ns, score
+from longctx.planning.cost.model import alone_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.auto.packing import even_out, fill, place_rings
 from longctx.planning.planners.step import Candidate, Step
@@ -40,7 +40,7 @@ def pack_bins(step: Step, degrees: Integers) -> Candidate:
         assignment = fill(rings) if rings else None
         if rings and assignment:
             assignment = even_out(rings, assignment, ROUNDS)
-            makespan = score(step.profile, step.lengths, assignment, step.ranks).makespan_ns
+            makespan = step.score(assignment).makespan_ns
             return Candidate(makespan, "bins", assignment)
         micro_batches += max(1, micro_batches // 8)
 

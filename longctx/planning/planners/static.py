@@ -13,7 +13,7 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
-from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds, score
+from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.step import Candidate, Step, fastest
 
@@ -80,7 +80,7 @@ def pack_static(step: Step, degree: int) -> Candidate | None:
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    return fastest(*(Candidate(score(profile, lengths, plan, ranks).makespan_ns, f"static:{degree}", plan) for plan in plans))
+    return fastest(*(Candidate(step.score(plan).makespan_ns, f"static:{degree}", plan) for plan in plans))
 
 
 def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:

@@ -9,12 +9,18 @@ import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import alone_ns
+from longctx.planning.cost.model import Score, alone_ns, score
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree."""
+    """A step to plan: the arguments of `make_plan`, with `lengths` as an array [documents] that all fit some degree.
+
+    Attributes:
+        ranks: number of places for a document of degree 1.
+        block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
+    """
 
     profile: HardwareProfile
     lengths: Integers
@@ -22,23 +28,49 @@ class Step:
     tokens_per_rank: int
     degree: int | None = None
     bins: Mapping[int, int] | None = None
+    block: int = 1
+    pipeline: Pipeline = NO_PIPELINE
 
     @cached_property
     def single_ns(self) -> Integers:
-        """Time of each document alone on one rank, in nanoseconds."""
-        return alone_ns(self.profile, self.lengths, np.ones_like(self.lengths))
+        """Time of each document alone in one place, in nanoseconds."""
+        return self.alone_ns(self.lengths, np.ones_like(self.lengths))
+
+    @cached_property
+    def single_tokens(self) -> Integers:
+        """Tokens of each document per rank of one place."""
+        return self.shards(self.lengths, np.ones_like(self.lengths))
 
     @property
     def fewest_micro_batches(self) -> int:
         """Minimum number of micro-batches: all tokens divided by the budgets of all ranks."""
-        return -(-int(self.lengths.sum()) // (self.ranks * self.tokens_per_rank))
+        return -(-int(self.lengths.sum()) // (self.ranks * self.block * self.tokens_per_rank))
+
+    def alone_ns(self, lengths: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
+        """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
+        offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
+        return alone_ns(self.profile, lengths, degrees * self.block, offset)
+
+    def shards(self, lengths: Integers, degrees: Integers) -> Integers:
+        """Returns the tokens on the fullest rank of each ring."""
+        return largest_shards(lengths, degrees * self.block)
+
+    def score(self, assignment: Assignment) -> Score:
+        """Returns the modelled times of an assignment to ranks."""
+        return score(self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline)
+
+    def on_ranks(self, places: Assignment) -> Assignment:
+        """Returns the assignment to ranks of an assignment to places."""
+        if self.block == 1:
+            return places
+        return Assignment(places.micro_batch, places.first_rank * self.block, places.degree * self.block, places.reversed)
 
     def split(self, degrees: Integers) -> "Degrees":
         """Returns the cost of each document at its degree."""
-        time, tokens = self.single_ns.copy(), self.lengths.copy()
+        time, tokens = self.single_ns.copy(), self.single_tokens.copy()
         rings = np.flatnonzero(degrees > 1)
-        time[rings] = alone_ns(self.profile, self.lengths[rings], degrees[rings])
-        tokens[rings] = largest_shards(self.lengths[rings], degrees[rings])
+        time[rings] = self.alone_ns(self.lengths[rings], degrees[rings])
+        tokens[rings] = self.shards(self.lengths[rings], degrees[rings])
         return Degrees(degrees, time, tokens)
 
 

@@ -4,8 +4,7 @@ from functools import cached_property
 
 import numpy as np
 
-from longctx.planning.assignment import NEVER, Integers, largest_shards, least_degrees
-from longctx.planning.cost.model import alone_ns
+from longctx.planning.assignment import NEVER, Integers, least_degrees
 from longctx.planning.planners.auto.settings import SearchSettings
 from longctx.planning.planners.step import Degrees, Step
 
@@ -27,28 +26,28 @@ class DegreeTable:
     def __init__(self, step: Step, settings: SearchSettings) -> None:
         self.step, self.settings = step, settings
         even = int(step.single_ns.sum()) // (step.ranks * (step.fewest_micro_batches + 1))
-        is_long = (step.single_ns > settings.short * even) | (2 * step.lengths > step.tokens_per_rank)
+        is_long = (step.single_ns > settings.short * even) | (2 * step.single_tokens > step.tokens_per_rank)
         long, short = np.flatnonzero(is_long), np.flatnonzero(~is_long)
         self.long = long[np.argsort(-step.lengths[long], kind="stable")]
-        least = least_degrees(step.lengths, step.ranks, step.tokens_per_rank)
-        self.degrees = _degrees(step.ranks, least, step.profile.ranks_per_node)
+        least = least_degrees(step.lengths, step.ranks, step.tokens_per_rank, step.block)
+        self.degrees = _degrees(step.ranks, least, max(1, step.profile.ranks_per_node // step.block))
         length, degree = np.broadcast_arrays(step.lengths[self.long][:, None], self.degrees)
-        self.tokens = largest_shards(length, degree)
+        self.tokens = step.shards(length, degree)
         fits = self.tokens <= step.tokens_per_rank
-        self.time = np.where(fits, alone_ns(step.profile, length, degree), NEVER)
+        self.time = np.where(fits, step.alone_ns(length, degree), NEVER)
         work = np.where(fits, self.time * self.degrees.astype(np.float64), np.inf)
         least_work = work.min(axis=1)
         self.times = [np.where(work <= waste * least_work[:, None], self.time, NEVER) for waste in settings.waste]
         self.quickest, self.least_work = self.time.min(axis=1), least_work.astype(np.int64)
         short_ns = int(step.single_ns[short].sum())
         self.work = short_ns + int(self.least_work.sum())
-        self.short_ns_per_token = short_ns / max(1, int(step.lengths[short].sum()))
+        self.short_ns_per_token = short_ns / max(1, int(step.single_tokens[short].sum()))
         self.width = np.where(self.degrees > 1, self.degrees, 0)
 
     def split(self, index: Integers) -> Degrees:
         """Returns all documents with long ones at the given degrees (indices into `degrees`) and the others on one rank."""
         row, step = np.arange(len(self.long)), self.step
-        degree, time, tokens = np.ones_like(step.lengths), step.single_ns.copy(), step.lengths.copy()
+        degree, time, tokens = np.ones_like(step.lengths), step.single_ns.copy(), step.single_tokens.copy()
         degree[self.long], time[self.long], tokens[self.long] = (
             self.degrees[index],
             self.time[row, index],

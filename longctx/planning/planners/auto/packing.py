@@ -15,8 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import NEVER, Assignment, Integers, spread
-from longctx.planning.cost.model import alone_ns
+from longctx.planning.assignment import NEVER, Assignment, Integers
 from longctx.planning.planners.auto.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
@@ -45,15 +44,6 @@ class Rings:
     load: Integers
     free: Integers
     target: Integers
-
-    @classmethod
-    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
-        """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
-        stop, row = first_rank + split.degree, np.zeros_like(first_rank)
-        load = spread(split.time, row, first_rank, stop, (1, step.ranks))
-        free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
-        placed = np.ones(len(row), dtype=bool)
-        return cls(split.degree, split.time, split.tokens, placed, row, first_rank, load, free, load.max(axis=1))
 
     @property
     def estimate_ns(self) -> int:
@@ -104,9 +94,9 @@ def place_rings(
 
 def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
     """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks]; they repeat on every node."""
-    offsets = np.arange(min(step.profile.ranks_per_node, step.ranks))
-    times = alone_ns(step.profile, step.lengths[documents][:, None], split.degree[documents][:, None], offsets)
-    return times[:, np.arange(step.ranks) % len(offsets)]
+    repeat = min(step.profile.ranks_per_node, step.ranks)
+    times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
+    return times[:, np.arange(step.ranks) % repeat]
 
 
 def _best_run(

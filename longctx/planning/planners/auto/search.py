@@ -1,12 +1,14 @@
 """Search: the planner of mode `auto`. Chooses the number of micro-batches and the degree of every document.
 
+It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank. With few documents per rank, documents that
+share the ranks of a block are more even than documents of one rank each, and a step of few blocks is planned quickly.
+
 A document takes the smallest degree at which its ranks finish it within a time limit. There are three families of limits:
 - one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
   better but lose kernel efficiency;
 - two limits: the longest documents get the first micro-batches for themselves and a higher limit; a closed form estimates how
   many documents that should be;
 - one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
-With few documents per rank, further layouts let several documents share groups of ranks (`shared_rings.py`).
 Layouts are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with the documents
 of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
 """
@@ -14,15 +16,16 @@ of degree 1; then fewer and fewer of them are balanced for more and more rounds 
 import bisect
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import NEVER, Assignment, Integers
-from longctx.planning.cost.model import nanoseconds, score
+from longctx.planning.assignment import NEVER, Assignment, Integers, least_degrees
+from longctx.planning.cost.bounds import bound_ns, lower_bound_ns
+from longctx.planning.cost.model import nanoseconds
 from longctx.planning.planners.auto.degree_table import DegreeTable
 from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
 from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
-from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Degrees, Step
 
@@ -31,7 +34,38 @@ Filled = tuple[Rings, Assignment]
 
 
 def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, int]:
-    """Returns the best assignment found and its makespan in nanoseconds. Every document must fit at some degree."""
+    """Returns the best assignment found and its makespan in nanoseconds. Every document must fit at some degree.
+
+    Plans in blocks of neighbouring ranks, coarse to fine. Skips blocks so coarse that splitting every document costs too much,
+    and stops once the plan is good; steps of many documents also stop when finer blocks do not help.
+    """
+    best: tuple[Assignment, int] | None = None
+    bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
+    for block in settings.blocks:
+        if block > 1 and not _worthwhile(step, block, (1 + settings.lost) * bound):
+            continue
+        blocks = replace(step, ranks=step.ranks // block, block=block)
+        found = search_in_blocks(blocks, settings)
+        worse = best is not None and found[1] >= best[1]
+        best = found if best is None or found[1] < best[1] else best
+        effort = len(step.lengths) * blocks.ranks
+        if best[1] <= (1 + settings.enough[effort >= settings.much]) * bound or (worse and effort >= settings.some):
+            break
+    assert best is not None, "blocks of one rank are always tried"
+    return best
+
+
+def _worthwhile(step: Step, block: int, limit: float) -> bool:
+    """Whether few ranks are left over when the domain is cut into blocks, and whole blocks for every document cost little."""
+    blocks, empty = divmod(step.ranks, block)
+    if blocks < 2 or empty * 32 > step.ranks:
+        return False
+    least = least_degrees(step.lengths, blocks, step.tokens_per_rank, block)
+    return bool(least.all()) and bound_ns(step.profile, step.lengths, least * block, step.ranks, step.tokens_per_rank) <= limit
+
+
+def search_in_blocks(step: Step, settings: SearchSettings) -> tuple[Assignment, int]:
+    """Returns the best assignment found with whole blocks for each document, and its makespan in nanoseconds."""
     table = DegreeTable(step, settings)
     micro_batches = step.fewest_micro_batches
     uneven = int(table.quickest.max(initial=0)) * micro_batches * step.ranks > table.work
@@ -99,7 +133,7 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     """Returns the best plans with `micro_batches` and with one more."""
     step, settings = table.step, table.settings
     fewest, more = Layouts(table, micro_batches), Layouts(table, micro_batches + 1)
-    roomy = int(step.lengths.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
+    roomy = int(step.single_tokens.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
     for layouts in (fewest, more):
         layouts.add_two_limits()
         if layouts is more and roomy and fewest.best:
@@ -107,12 +141,7 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
                 layouts.add_split(step.split(promising.degree))
         else:
             layouts.add_one_limit()
-    plans = [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
-    if micro_batches == 1 and len(step.lengths) <= settings.few * step.ranks:
-        for narrowest in (width for width in settings.narrowest if width <= step.ranks):
-            if rings := grouped_rings(step, table.even_ns(step.ranks), narrowest):
-                plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
-    return plans
+    return [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
 
 
 def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
@@ -162,7 +191,7 @@ def _two_limits_ns(table: DegreeTable, micro_batches: int, own: int, longest: in
     beside = own * step.ranks - int(degree.sum())
     if beside < 0:
         return NEVER, 0
-    full = time + ((step.tokens_per_rank - step.lengths[table.long[:longest]] // degree) * short_ns).astype(np.int64)
+    full = time + ((step.tokens_per_rank - step.single_tokens[table.long[:longest]] // degree) * short_ns).astype(np.int64)
     taken = int((degree * np.minimum(limit, full)).sum()) + beside * min(limit, int(step.tokens_per_rank * short_ns))
     others = step.ranks * (micro_batches - own)
     lost = int((degree * time).sum()) - int(table.least_work[:longest].sum())
@@ -180,7 +209,7 @@ def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, i
     step = table.step
 
     def makespan(plan: Assignment) -> int:
-        return score(step.profile, step.lengths, plan, step.ranks).makespan_ns
+        return step.score(step.on_ranks(plan)).makespan_ns
 
     fixed_ns, launch_ns = nanoseconds(step.profile.step_s), nanoseconds(step.profile.launch_s)
     best = sorted(((makespan(plan), i, rings, plan) for i, (rings, plan) in enumerate(plans)), key=lambda item: item[:2])
@@ -193,4 +222,4 @@ def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, i
                     best[place] = after, i, rings, even
                     lowest = min(lowest, after)
         best = sorted(best, key=lambda item: item[:2])[:kept]
-    return best[0][3], best[0][0]
+    return step.on_ranks(best[0][3]), best[0][0]

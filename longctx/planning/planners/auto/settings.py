@@ -9,6 +9,16 @@ from dataclasses import dataclass
 class SearchSettings:
     """Settings of the search. Unless noted otherwise, more values sometimes find better plans and make planning slower."""
 
+    blocks: Sequence[int] = (32, 16, 8, 4, 2, 1)
+    """Ranks of a block, coarse to fine. Coarse blocks are quick; fine ones lose least by splitting."""
+    lost: float = 0.01
+    """Maximum share of time that splitting every document over the ranks of a block may cost."""
+    enough: tuple[float, float] = (0.001, 0.015)
+    """Gaps to the lower bound from which no finer blocks are tried: of steps with little and with much to plan."""
+    some: int = 1 << 14
+    """Documents times blocks from which finer blocks are not tried if the last ones were worse."""
+    much: int = 1 << 20
+    """Documents times blocks from which a step has much to plan."""
     shares: Sequence[int] = range(44, 10, -2)
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
@@ -17,10 +27,6 @@ class SearchSettings:
     waste: Sequence[float] = (1.1, 1.25, math.inf)
     """Maximum work of a document over all its ranks, as a multiple of its minimum over all degrees. Each value is combined with
     each of `shares`."""
-    few: int = 4
-    """Maximum number of documents per rank for which layouts with shared groups of ranks are tried."""
-    narrowest: Sequence[int] = (1, 2, 4)
-    """Minimum number of ranks of each shared group; one layout per value."""
     short: float = 0.3
     """Documents stay on one rank if they take less than this share of the even time and at most half the token budget. A lower
     value searches degrees for more documents and makes tables larger."""
