@@ -5,6 +5,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -108,6 +109,28 @@ def test_a_position_that_cannot_be_read_now_is_no_end(capsys: pytest.CaptureFixt
         said = capsys.readouterr().err
         assert "gives no sign of life" not in said and "rank 2 on" not in said.split("no progress")[0]
         assert "rank 1 on" in said and "in between two layers: no progress" in said
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that holds the store stands still: the others waited for it as long as the timeout of the process group."""
+    monkeypatch.setattr("longctx.parallel.peers.ANSWER_S", 3.0)
+    port = free_port()
+    serve = "TCPStore('127.0.0.1', int(sys.argv[1]), 1, is_master=True, wait_for_workers=False)"
+    code = f"import sys, time; from torch.distributed import TCPStore; store = {serve}; print(); time.sleep(600)"
+    server = subprocess.Popen([sys.executable, "-c", code, str(port)], stdout=subprocess.PIPE)
+    assert server.stdout
+    try:
+        server.stdout.readline()
+        peers = Peers(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0, 1, 600.0, FAST_S)
+        time.sleep(5 * FAST_S)
+        server.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        began = time.monotonic()
+        assert "the store of the run does not answer" in peers.report("timed out")
+        assert time.monotonic() - began < 1.5
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_store_that_is_gone_is_said() -> None:

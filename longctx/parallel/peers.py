@@ -28,7 +28,7 @@ STUCK_SHARE = 0.8
 LONGEST = 2000
 """Characters of the positions in a message."""
 ANSWER_S = 10.0
-"""Seconds that a process which ends waits for the store."""
+"""Seconds that a process which ends waits for the store, less those that it has not answered already."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Peers:
         self._timeout_s, self._interval_s = timeout_s, interval_s
         self._silent_s = min(SILENT_S, timeout_s / 2)
         self._number, self._host = 0, socket.gethostname()
+        self._answered = time.monotonic()  # when the store did last
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
@@ -73,7 +74,7 @@ class Peers:
     def close(self) -> None:
         """Ends the signs of life, as the run ends."""
         self._closing.set()
-        self._thread.join(ANSWER_S)
+        self._thread.join(max(self._interval_s, self._answered + ANSWER_S - time.monotonic()))
 
     def end(self, error: str, *, look_s: float = 0.0) -> tuple[dict[int, Sign], dict[int, Sign]] | None:
         """Tells the others that this process ends by `error`. Returns the last signs of all, and those `look_s` seconds later.
@@ -121,6 +122,7 @@ class Peers:
         try:
             self._put(own)
             while not self._closing.wait(self._interval_s):
+                self._answered = time.monotonic()
                 position, now = self.where(), time.monotonic()
                 self._put(position)
                 signs = self._read(watched)
