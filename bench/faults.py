@@ -5,7 +5,7 @@
 
 Part `flips`: one bit of one file is flipped at a time, and the store is opened and read, or the newest checkpoint is looked
 for, verified and loaded, as `train --resume` does. A fault is noticed if it is refused with a message that names the file.
-Part `inputs`: mutated settings, YAML, lengths, profiles and corpora are given to the commands; see tests/fuzz_inputs.py.
+Part `inputs`: mutated settings, YAML, lengths, profiles, corpora, stores and runs are given to commands: tests/fuzz_inputs.py.
 Part `kills`: ranks are killed at random moments and runs started again; see tests/fuzz_kills.py.
 Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see tests/fuzz_machine.py. As root.
 Part `soak`: 2,000 steps with a kill every 50 or so. These three need an idle machine, or patience.
@@ -28,7 +28,7 @@ from random import Random
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.training import checkpoint
-from tests.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, Fuzzer
+from tests.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
 from tests.fuzz_kills import Killer, Soak
 from tests.fuzz_machine import FAULTS, PATIENCE_S, Machine
 from tests.training_cases import make_store
@@ -37,11 +37,6 @@ HEAD = "# Faults\n\nMade by `python -m bench.faults`.\n"
 RESULTS = Path(__file__).parent / "results" / "faults.md"
 NOTICED, UNNAMED, HARMLESS = "noticed, file named", "noticed, file not named", "unnoticed, same content"
 WRONG, CRASH = "unnoticed, other content", "an error that is no message"
-SETTINGS = (
-    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 --model.num_attention_heads=2 "
-    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 --batch.global_tokens=2000 "
-    "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
-)
 
 
 @contextmanager
@@ -114,7 +109,7 @@ def make(folder: Path) -> tuple[Path, Path]:
         shutil.copy(Path(shutil.__file__).with_name(f"{module}.py"), source)
     longctx = [sys.executable, "-m", "longctx"]
     subprocess.run([*longctx, "prepare", "--source", source, "--tokenizer", "bytes", "--out", store], check=True)
-    subprocess.run([*longctx, "train", *SETTINGS.split(), f"--data.store={store}", f"--train.run_dir={run}"], check=True)
+    subprocess.run([*longctx, "train", *TINY.split(), f"--data.store={store}", f"--train.run_dir={run}"], check=True)
     return store, run
 
 

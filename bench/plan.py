@@ -1,13 +1,15 @@
 """Benchmark of planning: auto, bins, static degrees and other systems on every length mix, by the cost model.
 
-    python bench/plan.py      # both tables: some minutes
+    python bench/plan.py      # all tables: some minutes
     python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
 
-Two tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, for
+Three tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, for
 their longest document), and auto also over the best static degree of every step; `gaps` has auto's gap to the lower bound, and
 the part that no plan can avoid, also for numbers of ranks other than powers of two, and with documents stretched until the
-longest of a step has 2M tokens. Writes OUT.csv (one line per planner and setting, means over seeds) and OUT.md. Documents that
-do not fit (on few ranks) are split as in training. Planning times are wall clock in one process: compare them within one run,
+longest of a step has 2M tokens, and for the synthetic mix `few_long`; `windows` has the most that moving documents between
+steps could gain, over windows of 2, 4 and 8 steps. Writes OUT.csv (one line per planner and setting, means over seeds) and
+OUT.md. Documents that do not fit (on few ranks) are split as in training. Planning times are wall clock in one process: compare
+them within one run,
 on an idle machine (its load before the run is recorded).
 """
 
@@ -15,20 +17,29 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, PLANNERS, TITLES, Case, Row
+from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.layout import longest_document
+from longctx.planning.planner import make_plan
 
 TOKENS_PER_RANK = 16384
 PROFILE = "h100-nvlink-ib"
 STRETCHED = 2 << 20
 """Tokens of the longest document of every step with stretched documents."""
+FEW_LONG = "few_long"
+WINDOWS = (2, 4, 8)
 FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
 
 
@@ -55,7 +66,24 @@ def settings(mixes: Sequence[str]) -> list[Setting]:
     """Returns all settings, in the order of the tables."""
     speedups = [Setting("speedups", mix, n, d) for mix in mixes for n in (8, 64, 256, 1024) for d in (1, 4, 16)]
     gaps = [Setting("gaps", mix, n, d) for mix in mixes for n in (6, 8, 24, 48, 64, 256) for d in (1, 4, 10)]
-    return speedups + gaps + [Setting("gaps", mix, 256, d, STRETCHED) for mix in mixes for d in (1, 4, 10)]
+    few_long = [Setting("gaps", FEW_LONG, n, d) for n in (8, 64, 256) for d in (1, 4, 10)]
+    stretched = [Setting("gaps", mix, 256, d, STRETCHED) for mix in mixes for d in (1, 4, 10)]
+    windows = [Setting("windows", mix, n, d) for mix in (*mixes, FEW_LONG) for n in (8, 64, 256) for d in (1, 4)]
+    return speedups + gaps + few_long + stretched + windows
+
+
+def few_long(documents: int, seed: int) -> list[int]:
+    """Draws lengths of which an eighth is 32k to 128k, log-uniform, and the rest about 1.5k."""
+    random = np.random.default_rng(seed)
+    long = np.exp(random.uniform(np.log(32768), np.log(131072), documents // 8))
+    short = np.maximum(1, random.normal(1500, 400, documents - documents // 8))
+    return [int(length) for length in (*long, *short)]
+
+
+def draw(setting: Setting, seed: int) -> list[int]:
+    """Draws the documents of a step."""
+    documents = setting.documents_a_rank * setting.ranks
+    return few_long(documents, seed) if setting.mix == FEW_LONG else list(load_mix(setting.mix).draw(documents, seed))
 
 
 def main() -> None:
@@ -66,6 +94,8 @@ def main() -> None:
     began = time.monotonic()
     profile = HardwareProfile.load(PROFILE)
     wanted = [setting for setting in settings(mix_names()) if re.search(given.only, setting.label)]
+    windows = [setting for setting in wanted if setting.table == "windows"]
+    wanted = [setting for setting in wanted if setting.table != "windows"]
     about = facts("longctx", "numpy", "megatron-core") | {"profile": PROFILE, "seeds": str(given.seeds)}
     about |= {"load before": f"{os.getloadavg()[0]:.1f}", "command": command()}
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
@@ -78,9 +108,10 @@ def main() -> None:
         results.append((setting, measure(setting, given.seeds, profile)))
         for row in results[-1][1]:
             table.append(asdict(row) | asdict(setting))
-    if not results:
+    gains = {setting: window_gains(setting, profile) for setting in windows}
+    if not results and not gains:
         sys.exit(f"--only {given.only!r} matches no label; labels look like {settings(mix_names())[0].label!r}")
-    text = page(results, about | {"minutes": f"{(time.monotonic() - began) / 60:.1f}"})
+    text = page(results, gains, about | {"minutes": f"{(time.monotonic() - began) / 60:.1f}"})
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 
@@ -90,7 +121,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     rows: list[Row] = []
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    drawn = [load_mix(setting.mix).draw(setting.documents_a_rank * setting.ranks, seed) for seed in range(seeds)]
+    drawn = [draw(setting, seed) for seed in range(seeds)]
     steps = [modelled.cut(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
@@ -103,11 +134,33 @@ def stretch(lengths: Sequence[int], longest: int | None) -> list[int]:
     return list(lengths) if longest is None else [max(1, length * longest // max(lengths)) for length in lengths]
 
 
-def page(results: Sequence[Result], about: dict[str, str]) -> str:
-    """Returns both tables in Markdown, and the facts of the run."""
+def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
+    """Returns by how much less time the steps of a window could take, if documents could move between them: at most.
+
+    That is the time of auto's plans over a lower bound for all documents of a window, for windows of each size.
+    """
+    fits = longest_document(setting.ranks, TOKENS_PER_RANK)
+    steps = [modelled.cut(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
+    request: dict[str, Any] = {"ranks": setting.ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
+    times = [make_plan(lengths, **request).makespan_s for lengths in steps]
+
+    def bound_s(window: Sequence[Sequence[int]]) -> float:
+        lengths = np.array([length for step in window for length in step], dtype=np.int64)
+        least = -(-int(lengths.sum()) // (setting.ranks * TOKENS_PER_RANK))  # micro-batches, and at least one per step
+        fixed = (len(window) - 1) * profile.step_s + max(0, len(window) - least) * profile.launch_s
+        return fixed + lower_bound_ns(profile, lengths, setting.ranks, TOKENS_PER_RANK) / NANOSECONDS
+
+    starts = [range(0, len(steps), size) for size in WINDOWS]
+    windows = [[(sum(times[i : i + r.step]), bound_s(steps[i : i + r.step])) for i in r] for r in starts]
+    return [fmean(time / bound - 1 for time, bound in window) for window in windows]
+
+
+def page(results: Sequence[Result], gains: Mapping[Setting, Sequence[float]], about: dict[str, str]) -> str:
+    """Returns all tables in Markdown, and the facts of the run."""
     speedups = [(setting, rows) for setting, rows in results if setting.table == "speedups"]
     gaps = [(setting, rows) for setting, rows in results if setting.table == "gaps"]
     lines = [*(speedup_table(speedups) if speedups else []), *(gap_table(gaps) if gaps else [])]
+    lines += window_table(gains) if gains else []
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
         f"{TOKENS_PER_RANK:,} tokens per rank; documents longer than all ranks hold are split. Means over seeds. {told}",
@@ -166,6 +219,18 @@ def gap_table(results: Sequence[Result]) -> list[str]:
         "Gap of auto to the lower bound, by documents per rank; in brackets the part that no plan can avoid.",
         "",
         *markdown(head, lines, 1),
+        "",
+    ]
+
+
+def window_table(gains: Mapping[Setting, Sequence[float]]) -> list[str]:
+    """Returns the table of what moving documents between steps could gain."""
+    lines = [[s.mix, str(s.ranks), str(s.documents_a_rank), *(f"{gain:.1%}" for gain in found)] for s, found in gains.items()]
+    return [
+        "The most that planning several steps at once could gain, by moving documents between them: auto's time over a lower "
+        "bound for all documents of the window. Mean over the windows of 8 steps.",
+        "",
+        *markdown(["mix", "ranks", "documents per rank", *(f"{size} steps" for size in WINDOWS)], lines, 1),
         "",
     ]
 

@@ -1,4 +1,4 @@
-"""Mutated inputs: valid settings, YAML, overrides, lengths, profiles and corpora with mistakes, given to the commands.
+"""Mutated inputs: settings, YAML, overrides, lengths, profiles, corpora, stores and runs with mistakes, given to the commands.
 
 Whatever is wrong with an input, a command must end with a message and not with a traceback, and within seconds. A case depends
 only on its kind, the seed and its number. `tests/test_fuzz_inputs.py` runs some, `python -m bench.faults inputs` counts many.
@@ -28,8 +28,21 @@ from longctx.config import Config
 from longctx.config.problems import plain
 from longctx.config.reading import SETTINGS
 
-FULL = {"configs": 2000, "YAML texts": 500, "overrides": 300, "lengths files": 200, "profiles": 200, "corpus files": 200}
+FULL = {
+    "configs": 2000,
+    "YAML texts": 500,
+    "overrides": 300,
+    "lengths files": 200,
+    "profiles": 200,
+    "corpus files": 200,
+    "saved files": 600,
+}
 """Cases of each kind in the long form."""
+TINY = (
+    "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 --model.num_attention_heads=2 "
+    "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 --batch.global_tokens=2000 "
+    "--batch.tokens_per_rank=2000 --train.steps=2 --checkpoint.every=1 --train.device=cpu"
+)
 LIMIT_S = 5
 LONGEST_MESSAGE = 4000
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -99,12 +112,12 @@ def run_case(argv: list[str], tally: Tally, name: str) -> None:
         wrong = f"slow: {seconds:.1f} s"
     elif not wrong and len(message) > LONGEST_MESSAGE:
         wrong = f"long: {len(message)} characters: {message[:1000]}"
-    elif not wrong and status not in (0, 2):
+    elif not wrong and status not in ((0, 1, 2) if argv[0] == "verify" else (0, 2)):  # 1: a file is damaged
         wrong = f"traceback: exit status {status}"
     elif not wrong and status == 2 and not message.strip():
         wrong = "traceback: exit status 2 without a message"
     tally.tried += 1
-    tally.refused += status == 2
+    tally.refused += status in (1, 2)
     tally.tracebacks += wrong.startswith("traceback")
     tally.slow += wrong.startswith("slow")
     tally.long += wrong.startswith("long")
@@ -125,6 +138,8 @@ class Fuzzer:
             assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(self.store)]) == 0
             # Imports what the commands import, outside the time limit of a case.
             assert main(["train", "--dry-run", "--ranks", "2", "--data.store", str(self.store)]) == 0
+            self.trained = folder / "run"
+            assert main(["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={self.trained}"]) == 0
         self.settings = self._settings()
         self.profile = yaml.safe_load((EXAMPLES / "slow_network.yaml").read_text("utf-8"))
         self.records = [
@@ -263,6 +278,28 @@ class Fuzzer:
         out = str(folder / "out") if source != folder else str(self.folder / "corpus-out")
         return ["prepare", "--source", name, "--out", out, "--tokenizer", tokenizer, "--overwrite", *column]
 
+    def saved(self, rng: random.Random) -> list[str]:
+        """Damages manifest, state or metrics of a copy of the store or the run."""
+        whole = rng.choice((self.store, self.trained))
+        folder = self.folder / "saved"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder, symlinks=True)
+        small = [path for path in sorted(folder.rglob("*")) if path.suffix in (".json", ".jsonl", ".yaml", ".metadata")]
+        victim = rng.choice([path for path in small if not path.is_symlink()])
+        if victim.suffix == ".json" and rng.random() < 0.5:
+            content = json.loads(victim.read_text("utf-8"))
+            mutate(content, rng)
+            victim.write_text(json.dumps(content, default=str, skipkeys=True), "utf-8", errors="replace")
+        elif rng.random() < 0.5:
+            victim.write_bytes(mutated_text(victim.read_text("utf-8", errors="replace"), rng))
+        else:
+            victim.write_bytes(mutated_bytes(victim.read_bytes(), rng))
+        if whole == self.store:
+            return rng.choice((["verify", str(folder)], ["train", "--dry-run", "--ranks", "2", "--data.store", str(folder)]))
+        resume = ["train", *TINY.split(), f"--data.store={self.store}", f"--train.run_dir={folder}", "--resume"]
+        export = ["export", str(folder), str(self.folder / "exported"), "--overwrite"]
+        return rng.choice((["verify", str(folder)], ["runs", str(folder)], export, resume))
+
     KINDS: ClassVar[dict[str, Callable[[Any, random.Random], list[str]]]] = {
         "configs": config,
         "YAML texts": yaml_text,
@@ -270,6 +307,7 @@ class Fuzzer:
         "lengths files": lengths,
         "profiles": hardware_profile,
         "corpus files": corpus,
+        "saved files": saved,
     }
 
 

@@ -49,6 +49,17 @@ def content(store: Path) -> dict[str, str]:
     return found
 
 
+def made_read_only(folder: Path) -> bool:
+    """Makes a mounted folder read-only, which is refused while a file in it is open for writing."""
+    try:
+        command("mount", "-o", "remount,bind,ro", str(folder))
+    except ClusterError as error:
+        if "busy" not in str(error):
+            raise
+        return False
+    return True
+
+
 @contextmanager
 def mounted(folder: Path, *options: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +134,7 @@ class Machine(Killer):
             if group.end():
                 return self.fail(kind, "it hangs", group, hang=True)
             whole = [not checkpoint.of_step(run, step)[0].damage() for step in checkpoint.steps(run)]
-            if not any(group.codes) or "No space left on device" not in group.said or not all(whole):
+            if not any(group.codes) or "free disk space" not in group.said or not all(whole):
                 return self.fail(kind, f"ended with {group.codes}, whole checkpoints: {whole}", group)
             command("mount", "-o", "remount,size=100m", str(run))
             self._finish(kind, run)
@@ -140,7 +151,10 @@ class Machine(Killer):
             group = self.start(run, "read-only")
             self._under_way(run, group)
         with mounted(folder, "--bind", str(folder)):
-            command("mount", "-o", "remount,bind,ro", str(folder))
+            if group:
+                group.until(lambda: made_read_only(folder))
+            else:
+                assert made_read_only(folder)
             group = group or self.start(run, "read-only")
             if group.end():
                 return self.fail(kind, "it hangs", group, hang=True)

@@ -6,7 +6,15 @@ import pytest
 
 from tests.fuzz_inputs import FULL, Fuzzer
 
-SHORT = {"configs": 200, "YAML texts": 60, "overrides": 40, "lengths files": 30, "profiles": 30, "corpus files": 30}
+SHORT = {
+    "configs": 200,
+    "YAML texts": 60,
+    "overrides": 40,
+    "lengths files": 30,
+    "profiles": 30,
+    "corpus files": 30,
+    "saved files": 40,
+}
 
 
 @pytest.fixture(scope="module")

@@ -161,25 +161,6 @@ def test_a_document_that_fits_no_whole_blocks_is_planned_in_smaller_ones() -> No
     assert make_plan([21], ranks=8, tokens_per_rank=3, profile=H100).degrees == {7: 1}
 
 
-def few_long_documents(documents: int, seed: int) -> list[int]:
-    """Draws lengths of which an eighth is 32k to 128k, the rest about 1.5k."""
-    random = np.random.default_rng(seed)
-    long = np.exp(random.uniform(np.log(32768), np.log(131072), documents // 8))
-    short = np.maximum(1, random.normal(1500, 400, documents - documents // 8))
-    lengths: list[int] = np.concatenate([long, short]).astype(np.int64).tolist()
-    return lengths
-
-
-@pytest.mark.parametrize(("documents", "most"), [(64, 0.02), (256, 0.015)])
-def test_few_long_documents_are_near_the_bound(documents: int, most: float) -> None:
-    """On 64 ranks. With blocks of one rank alone, plans are 1.1 to 6.2 % above the bound."""
-    for seed in range(3):
-        lengths = few_long_documents(documents, seed)
-        assert make_plan(lengths, ranks=64, tokens_per_rank=16384, profile=H100).gap < most
-        step = Step(H100, np.array(lengths), 64, 16384)
-        assert search(step)[1] < search(step, replace(DEFAULT, blocks=(1,)))[1]
-
-
 @pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
     step = Step(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)

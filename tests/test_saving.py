@@ -4,9 +4,11 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -167,3 +169,16 @@ def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(workers: Work
 def test_free_memory_of_this_machine() -> None:
     free = host_memory.free_bytes()
     assert free is None or 1 << 20 < free < 1 << 50
+
+
+def test_a_full_disk_is_said_where_torch_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a file that was cut short, torch's writer says: unexpected pos 704 vs 598."""
+    (tmp_path / "__0_0.distcp").write_bytes(b"0" * 598)
+    task: Future[None] = Future()
+    task.set_exception(RuntimeError("unexpected pos 704 vs 598"))
+    for free, said in (
+        (500, "No space left on device (unexpected pos 704 vs 598)"),
+        (10**9, "unexpected pos 704 vs 598"),
+    ):
+        monkeypatch.setattr(saving.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert saving._said(task, tmp_path) == said

@@ -15,7 +15,7 @@ import torch
 
 from longctx import tokenizer_files
 from longctx.data.manifest import is_store
-from longctx.errors import UserError
+from longctx.errors import UserError, shortened
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
@@ -271,7 +271,13 @@ def _end_of_document(kept: Path) -> int | None:
         return None
     from tokenizers import Tokenizer
 
-    token = json.loads((kept / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
-    name = token["content"] if isinstance(token, dict) else token
-    found: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+    try:
+        token = json.loads((kept / "tokenizer_config.json").read_text("utf-8")).get("eos_token")
+        name = token["content"] if isinstance(token, dict) else token
+        found: int | None = None if name is None else Tokenizer.from_file(str(kept / "tokenizer.json")).token_to_id(name)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise UserError(
+            f"tokenizer.json or tokenizer_config.json in {kept} is damaged ({shortened(str(error), 200)}): copy them from "
+            "another run on the same store, or delete both to export without a tokenizer"
+        ) from error
     return found

@@ -115,13 +115,11 @@ class Saver:
         if begun is None:
             return
         if begun.publishing:
-            said = "" if begun.publication is None else _said(begun.publication)
+            said = "" if begun.publication is None else _said(begun.publication, begun.partial.parent)
             problems, self._begun = gather_objects(said, self.group), None
         else:
-            writer = begun.writer
-            parts = gather_objects(
-                (_said(writer.task), [] if _said(writer.task) else writer.task.result(), writer.checksums), self.group
-            )
+            writer, said = begun.writer, _said(begun.writer.task, begun.partial)
+            parts = gather_objects((said, [] if said else writer.task.result(), writer.checksums), self.group)
             problems, begun.publishing = [said for said, _, _ in parts], True
             if self._first and not any(problems):
                 results, sums = [results for _, results, _ in parts], [sums for _, _, sums in parts]
@@ -144,8 +142,9 @@ class Saver:
     def _failed(self, begun: _Begun, problem: str) -> NotWritten:
         if self._first:
             shutil.rmtree(begun.partial, ignore_errors=True)
+        way_out = "free disk space" if "No space left" in problem else "mend that"
         return NotWritten(
-            f"could not write {begun.partial}: {problem}. Earlier checkpoints are intact: free disk space, then --resume"
+            f"could not write {begun.partial}: {problem}. Earlier checkpoints are intact: {way_out}, then --resume"
         )
 
 
@@ -203,10 +202,16 @@ class _Writer(FileSystemWriter):
         return False
 
 
-def _said(task: futures.Future[Any]) -> str:
-    """Waits for a task. Returns what went wrong, or nothing."""
+def _said(task: futures.Future[Any], folder: Path) -> str:
+    """Waits for a task that writes into a folder. Returns what went wrong, or nothing."""
     error = task.exception()
-    return "" if error is None else cause(error) or type(error).__name__
+    if error is None:
+        return ""
+    said = cause(error) or type(error).__name__
+    held = sum(file.stat().st_size for file in folder.glob("*"))
+    if "No space left" in said or shutil.disk_usage(folder).free > held:
+        return said
+    return f"No space left on device ({said})"  # which torch's writer does not say: "unexpected pos 704 vs 598"
 
 
 class _Copies:

@@ -1,8 +1,8 @@
 """Plain static: one power-of-two degree for all documents of a step, packed by tokens; the best degree is kept.
 
-As in a trainer with static context parallelism and sequence packing: best-fit decreasing over the token budget, packs in the
-order in which they were made, no cost model. `make_plan(mode="static")` is a stronger baseline: it tries every degree, balances
-packs and runs packs of similar time together.
+Best-fit decreasing over the token budget, packs in the order in which they were made, no cost model. Trainers keep one degree
+for all steps and pack in the order drawn (`fixed_static.py`), so this is stronger than what people run.
+`make_plan(mode="static")` is stronger still: it tries every degree, balances packs and runs packs of similar time together.
 """
 
 import numpy as np
