@@ -37,7 +37,7 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, 
     """Returns the best assignment found and its makespan in nanoseconds. Every document must fit at some degree.
 
     Plans in blocks of neighbouring ranks, coarse to fine. Skips blocks so coarse that splitting every document costs too much,
-    and stops once the plan is good; steps of many documents also stop when finer blocks do not help.
+    and stops once the plan is good; steps of many documents also stop when finer blocks are much worse.
     """
     best: tuple[Assignment, int] | None = None
     bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
@@ -46,10 +46,10 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, 
             continue
         blocks = replace(step, ranks=step.ranks // block, block=block)
         found = search_in_blocks(blocks, settings)
-        worse = best is not None and found[1] >= best[1]
         best = found if best is None or found[1] < best[1] else best
         effort = len(step.lengths) * blocks.ranks
-        if best[1] <= (1 + settings.enough[effort >= settings.much]) * bound or (worse and effort >= settings.some):
+        slower = effort >= settings.some and found[1] > (1 + settings.slower) * best[1]
+        if slower or best[1] <= (1 + settings.enough[effort >= settings.much]) * bound:
             break
     assert best is not None, "blocks of one rank are always tried"
     return best

@@ -16,7 +16,8 @@ class SearchSettings:
     enough: tuple[float, float] = (0.001, 0.015)
     """Gaps to the lower bound from which no finer blocks are tried: of steps with little and with much to plan."""
     some: int = 1 << 14
-    """Documents times blocks from which finer blocks are not tried if the last ones were worse."""
+    """Documents times blocks from which finer blocks are not tried if the last ones were slower by `slower`."""
+    slower: float = 0.02
     much: int = 1 << 20
     """Documents times blocks from which a step has much to plan."""
     shares: Sequence[int] = range(44, 10, -2)
