@@ -9,7 +9,6 @@ The authors' solver (branch flexsp of Hetu-Galvatron), run on the same steps, is
 reading; mode auto was behind it in no setting.
 """
 
-import heapq
 import itertools
 
 import numpy as np
@@ -19,13 +18,12 @@ from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, score
 from longctx.planning.plan import PlanError
+from longctx.planning.planners.auto.shared_rings import Choice, place_within
 
 NUMBERS_TRIED = 4
 """Number of feasible numbers of micro-batches that are tried."""
 PRECISION = 0.01
 """Relative precision of the bisection on the finishing time."""
-Choice = tuple[list[int], list[int]]
-"""Nanoseconds (0 where it does not fit) and tokens per rank of a document, for every group width."""
 
 
 def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -95,30 +93,3 @@ def _fastest(documents: list[int], choices: list[Choice], degrees: list[int], to
             groups.setdefault((-i, group), Group(degrees[i])).add(document, times[i], tokens[i])
         found, high = [groups[key] for key in sorted(groups)], int(max(group.time for group in groups.values()))
     return found
-
-
-def place_within(
-    limit: int, choices: list[Choice], widths: list[int], ranks: int, tokens_per_rank: int
-) -> list[tuple[int, int]] | None:
-    """Returns, for every document, longest first, the index of its group's width and the group's number at that width.
-
-    Returns None if the documents do not all fit within the limit on `ranks`.
-    """
-    groups: list[list[tuple[int, int, int]]] = [[] for _ in choices[0][0]]  # (time, tokens, number) of the groups of each width
-    free, places = ranks, []
-    for times, shards in choices:
-        for i, time in enumerate(times):
-            heap = groups[i]
-            if time and heap and heap[0][0] + time <= limit and heap[0][1] + shards[i] <= tokens_per_rank:
-                before, tokens, number = heap[0]
-                heapq.heapreplace(heap, (before + time, tokens + shards[i], number))
-                break
-        else:
-            i = next((i for i, time in enumerate(times) if 0 < time <= limit and widths[i] <= free), -1)
-            if i < 0:
-                return None
-            number = len(groups[i])
-            heapq.heappush(groups[i], (times[i], shards[i], number))
-            free -= widths[i]
-        places.append((i, number))
-    return places

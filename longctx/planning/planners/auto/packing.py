@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from longctx.planning.assignment import NEVER, Assignment, Integers
+from longctx.planning.assignment import NEVER, Assignment, Integers, spread
 from longctx.planning.planners.auto.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
@@ -44,6 +44,15 @@ class Rings:
     load: Integers
     free: Integers
     target: Integers
+
+    @classmethod
+    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
+        """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
+        stop, row = first_rank + split.degree, np.zeros_like(first_rank)
+        load = spread(split.time, row, first_rank, stop, (1, step.ranks))
+        free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
+        placed = np.ones(len(row), dtype=bool)
+        return cls(split.degree, split.time, split.tokens, placed, row, first_rank, load, free, load.max(axis=1))
 
     @property
     def estimate_ns(self) -> int:

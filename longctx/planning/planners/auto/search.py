@@ -9,6 +9,7 @@ A document takes the smallest degree at which its ranks finish it within a time 
 - two limits: the longest documents get the first micro-batches for themselves and a higher limit; a closed form estimates how
   many documents that should be;
 - one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
+In blocks of one rank, with few documents per rank, further layouts let documents share groups of ranks (`shared_rings.py`).
 Layouts are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with the documents
 of degree 1; then fewer and fewer of them are balanced for more and more rounds (`local_search.py`), and exact cost decides.
 """
@@ -26,6 +27,7 @@ from longctx.planning.cost.model import nanoseconds
 from longctx.planning.planners.auto.degree_table import DegreeTable
 from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
 from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
+from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Degrees, Step
 
@@ -141,7 +143,12 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
                 layouts.add_split(step.split(promising.degree))
         else:
             layouts.add_one_limit()
-    return [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
+    plans = [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
+    if micro_batches == step.block == 1 and len(step.lengths) <= settings.few * step.ranks:
+        for narrowest in (width for width in settings.narrowest if width <= step.ranks):
+            if rings := grouped_rings(step, table.even_ns(step.ranks), narrowest):
+                plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
+    return plans
 
 
 def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:

@@ -15,7 +15,7 @@ class SearchSettings:
     """Maximum share of time that splitting every document over the ranks of a block may cost."""
     enough: tuple[float, float] = (0.001, 0.015)
     """Gaps to the lower bound from which no finer blocks are tried: of steps with little and with much to plan."""
-    some: int = 1 << 14
+    some: int = 1 << 17
     """Documents times blocks from which finer blocks are not tried if the last ones were slower by `slower`."""
     slower: float = 0.02
     much: int = 1 << 20
@@ -28,6 +28,10 @@ class SearchSettings:
     waste: Sequence[float] = (1.1, 1.25, math.inf)
     """Maximum work of a document over all its ranks, as a multiple of its minimum over all degrees. Each value is combined with
     each of `shares`."""
+    few: int = 4
+    """Maximum number of documents per rank for which layouts with shared groups of ranks are tried."""
+    narrowest: Sequence[int] = (1, 2, 4)
+    """Minimum number of ranks of each shared group; one layout per value."""
     short: float = 0.3
     """Documents stay on one rank if they take less than this share of the even time and at most half the token budget. A lower
     value searches degrees for more documents and makes tables larger."""
