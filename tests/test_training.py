@@ -203,7 +203,7 @@ def test_kill_and_resume(store: Path, tmp_path: Path) -> None:
     process.communicate()
     found, _ = checkpoint.newest(killed)
     assert found is not None
-    assert 4 <= found.step < 16
+    assert 2 <= found.step < 16  # that of step 4 may still be being written in step 5
     for run, resume in ((killed, ["--resume"]), (whole, [])):
         finished = subprocess.run(command(store, run, *more, *resume), capture_output=True, text=True)
         assert finished.returncode == 0, finished.stderr
