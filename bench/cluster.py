@@ -33,7 +33,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -47,12 +46,13 @@ from typing import Any
 
 import yaml
 
+import cluster_modelled
 import harness
 from longctx.comparison.mixes import load_mix
 from longctx.model.presets import ModelShape
 from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.layout import longest_document
-from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces
+from namespaces import PREFIX, ClusterError, limited_groups, linked_namespaces, refuse_impossible
 
 H100_FLOPS, H100_BYTES_PER_S = 450e12, 50e9
 LLAMA_8B_FLOP_PER_NUMBER = 6 * 8.03e9 / (32 * 2 * 8 * 128 * 3)
@@ -87,6 +87,11 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--network", choices=("hardware", "workload"), default="hardware")
+    parser.add_argument("--compute", choices=("real", "modelled"), default="real", help="modelled: see cluster_modelled.py")
+    parser.add_argument("--dilation", type=float, default=40.0, help="modelled: factor of all times")
+    parser.add_argument("--documents-a-rank", type=int, default=4, help="modelled: documents per step and rank")
+    parser.add_argument("--seed", type=int, default=0, help="modelled: of the documents drawn")
+    parser.add_argument("--rival", default="", help="modelled: baseline that is measured as mode bins, such as megatron-dev")
     parser.add_argument("--share", type=float, default=0.25, help="share of a core for every rank")
     parser.add_argument("--mix", default="wlb_128k")
     parser.add_argument("--scale", type=int, default=16, help="lengths of the mix are divided by this")
@@ -103,10 +108,15 @@ def main() -> int:
     given = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    out = given.out or harness.RESULTS / f"cluster-{given.nodes}x{given.ranks_per_node}-{given.network}.json"
+    modelled = given.compute == "modelled"
+    label = f"{given.mix}-{given.documents_a_rank}" if modelled else given.network
+    out = (
+        given.out
+        or harness.RESULTS / f"{'modelled' if modelled else 'cluster'}-{given.nodes}x{given.ranks_per_node}-{label}.json"
+    )
     try:
         with ExitStack() as stack:
-            result = run(given, stack)
+            result = cluster_modelled.run(given, stack) if modelled else run(given, stack)
     except ClusterError as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
@@ -115,8 +125,9 @@ def main() -> int:
         return 130
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    table = out.parent / "cluster.md"
-    table.write_text(page([json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob("cluster-*.json"))]), "utf-8")
+    table, files = out.parent / ("cluster-32.md" if modelled else "cluster.md"), f"{out.name.partition('-')[0]}-*.json"
+    results = [json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob(files))]
+    table.write_text(cluster_modelled.page(results) if modelled else page(results), "utf-8")
     print(f"written to {out} and {table}")
     return 0
 
@@ -130,9 +141,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Runs the whole measurement; `stack` removes namespaces, control groups and files."""
-    refuse_impossible(given)
     nodes, per_node = given.nodes, given.ranks_per_node
     ranks = nodes * per_node
+    refuse_impossible(ranks, given.share)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
     groups = stack.enter_context(limited_groups(ranks, given.share))
     speeds = [measure_flops(groups, given.tokens_per_rank)]
@@ -179,18 +190,6 @@ def run(given: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "profile": yaml.safe_load(profile.read_text("utf-8")),
         "measured": json.loads(measured.read_text("utf-8")),
     }
-
-
-def refuse_impossible(given: argparse.Namespace) -> None:
-    """Raises ClusterError if this machine cannot run the benchmark."""
-    if os.geteuid() != 0:
-        raise ClusterError("creating network namespaces needs root")
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
-        if shutil.which(tool) is None:
-            raise ClusterError(f"`{tool}` not found: install it (apt-get install {package})")
-    ranks, cores = given.nodes * given.ranks_per_node, os.cpu_count() or 1
-    if ranks * given.share > cores:
-        raise ClusterError(f"{ranks} ranks with {given.share} cores each exceed the {cores} cores available: lower --share")
 
 
 def measure_flops(groups: Sequence[Path], rows: int) -> float:
@@ -246,8 +245,8 @@ def page(results: Sequence[dict[str, Any]]) -> str:
             f"{cluster['nodes']} × {cluster['ranks_per_node']}, {cluster['network']}: {rate:.1f} MB/s per rank",
             f"{auto['median_s']:.2f} s",
             f"{best['mode']}, {best['median_s']:.2f} s",
-            *speedups(best, auto, "**"),
-            *(speedups(oracle, auto) if oracle else ("—", "—")),
+            *harness.speedups(best, auto, "**"),
+            *(harness.speedups(oracle, auto) if oracle else ("—", "—")),
             *(f"{mode['prediction_error']:+.1%}" for mode in (auto, best)),
             f"{measured['loss_difference']:.0e}",
             *map(exchange_wait, (auto, best)),
@@ -280,14 +279,6 @@ def exchange_wait(mode: dict[str, Any]) -> str:
     """Returns the mean wait of a rank for messages; older results lack it."""
     waits = [step["exchange_wait_s"] for step in mode["steps"] if "exchange_wait_s" in step]
     return f"{statistics.mean(waits):.2f} s" if waits else "—"
-
-
-def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:
-    """Returns the median speedup over steps, with `mark` around it, and that of total times; each measured (predicted)."""
-    steps = list(zip(slow["steps"], fast["steps"], strict=True))
-    medians = [statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")]
-    total_s, total_predicted_s = (slow[key] / fast[key] for key in ("total_s", "predicted_s"))
-    return [f"{mark}{medians[0]:.2f}×{mark} ({medians[1]:.2f}×)", f"{total_s:.2f}× ({total_predicted_s:.2f}×)"]
 
 
 if __name__ == "__main__":

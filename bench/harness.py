@@ -125,6 +125,14 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], numbers_from: i
     return [f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
+def speedups(slow: dict[str, Any], fast: dict[str, Any], mark: str = "") -> list[str]:
+    """Returns the median speedup over steps, with `mark` around it, and that of total times; each measured (predicted)."""
+    steps = list(zip(slow["steps"], fast["steps"], strict=True))
+    medians = [statistics.median(a[key] / b[key] for a, b in steps) for key in ("seconds", "predicted_s")]
+    total_s, total_predicted_s = (slow[key] / fast[key] for key in ("total_s", "predicted_s"))
+    return [f"{mark}{medians[0]:.2f}×{mark} ({medians[1]:.2f}×)", f"{total_s:.2f}× ({total_predicted_s:.2f}×)"]
+
+
 def median_s(run: Callable[[], object], device: torch.device, longest_s: float) -> float:
     """Returns the median seconds of `run` over as many calls as fit in `longest_s`, 3 to 50, after two warm-up calls.
 

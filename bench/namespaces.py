@@ -7,6 +7,7 @@ Everything is removed at the end, unless the run is killed by SIGKILL (see `ip n
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 PREFIX = "longctx-bench-"  # of names of namespaces and control groups; followed by the process id
 PORT = 29500
+PACKET, LARGE_PACKET = 1500, 62_000  # bytes
 PERIOD_US = 10_000
 MESSAGES = "messages"
 """Group without a limit, of the threads that do not compute."""
@@ -33,6 +35,18 @@ def command(*words: str) -> str:
     if done.returncode:
         raise ClusterError(f"`{shlex.join(words)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def refuse_impossible(ranks: int = 0, share: float = 0.0) -> None:
+    """Raises ClusterError if this machine cannot make namespaces, or has not `share` of a core for each rank."""
+    if os.geteuid() != 0:
+        raise ClusterError("creating network namespaces needs root")
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux")):
+        if shutil.which(tool) is None:
+            raise ClusterError(f"`{tool}` not found: install it (apt-get install {package})")
+    cores = os.cpu_count() or 1
+    if ranks * share > cores:
+        raise ClusterError(f"{ranks} ranks with {share} cores each exceed the {cores} cores available: lower --share")
 
 
 def group_root() -> Path:
@@ -104,11 +118,21 @@ class Cluster:
     namespaces: Sequence[str]
     addresses: Sequence[str]
 
-    def torchrun(self, words: Sequence[str], per_node: int, groups: Sequence[Path], timeout_s: float) -> None:
-        """Runs `longctx WORDS` on all ranks, with their output. Raises ClusterError if it fails or exceeds the timeout."""
-        program = shlex.join([sys.executable, "-m", "longctx", *words])
-        # Every rank enters its control group (0: the writing process) before Python starts.
-        entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && exec {program}"
+    def torchrun(
+        self,
+        words: Sequence[str],
+        per_node: int,
+        groups: Sequence[Path],
+        timeout_s: float,
+        module: Sequence[str] = ("longctx",),
+    ) -> None:
+        """Runs `longctx WORDS` on all ranks, with their output. Raises ClusterError if it fails or exceeds the timeout.
+
+        Without `groups` ranks share the cores. `module` is run instead of longctx, with its own first arguments.
+        """
+        entry = f"exec {shlex.join([sys.executable, '-m', *module, *words])}"
+        if groups:  # every rank enters its control group (0: the writing process) before Python starts
+            entry = f"echo 0 > {groups[0].parent}/rank-$RANK/cgroup.procs && {entry}"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONUNBUFFERED": "1"}
         started: list[subprocess.Popen[bytes]] = []
         try:
@@ -144,8 +168,11 @@ class Cluster:
 
 
 @contextmanager
-def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
-    """Creates namespaces on a bridge (in another namespace), with links limited to `bytes_per_s` in each direction."""
+def linked_namespaces(nodes: int, bytes_per_s: float, inside_bytes_per_s: float | None = None) -> Iterator[Cluster]:
+    """Creates namespaces on a bridge (in another namespace), with links limited to `bytes_per_s` in each direction.
+
+    `inside_bytes_per_s` limits all that the ranks of a node send to each other.
+    """
     base = f"{PREFIX}{os.getpid()}"
     hub, names = f"{base}-hub", [f"{base}-node{node}" for node in range(nodes)]
     addresses = [f"10.77.0.{node + 1}" for node in range(nodes)]
@@ -161,8 +188,13 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
             command("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             command("ip", "-n", name, "link", "set", "eth0", "up")
             command("ip", "-n", name, "link", "set", "lo", "up")
-            limit(name, "eth0", bytes_per_s)
-            limit(hub, port, bytes_per_s)
+            packet = PACKET if inside_bytes_per_s is None else LARGE_PACKET
+            for place, device in ((name, "lo"), (name, "eth0"), (hub, port)):
+                if packet == LARGE_PACKET:  # a large one is as much work for the host as a small one
+                    command("ip", "-n", place, "link", "set", device, "mtu", str(packet))
+                rate = inside_bytes_per_s if device == "lo" else bytes_per_s
+                if rate is not None:
+                    limit(place, device, rate, packet)
         yield Cluster(names, addresses)
     finally:
         for name in (*names, hub):
@@ -170,11 +202,11 @@ def linked_namespaces(nodes: int, bytes_per_s: float) -> Iterator[Cluster]:
                 command("ip", "netns", "delete", name)
 
 
-def limit(namespace: str, device: str, bytes_per_s: float) -> None:
-    """Limits the sending rate of a device."""
-    # Half a millisecond, or ten packets. A full bucket is sent at once after every pause: a larger one would make the many
-    # short exchanges of a step up to a quarter faster than the rate.
-    burst = max(16_384, int(bytes_per_s * 0.0005))
+def limit(namespace: str, device: str, bytes_per_s: float, packet: int) -> None:
+    """Limits the sending rate of a device for packets of at most `packet` bytes."""
+    # Half a millisecond, or ten small packets. A full bucket is sent at once after every pause: a larger one would make the
+    # many short exchanges of a step up to a quarter faster than the rate. Packets larger than the bucket are dropped.
+    burst = max(16_384, packet + 1000, int(bytes_per_s * 0.0005))
     # A queue that never overflows: networks of GPU clusters are lossless under congestion, and TCP would back off.
     limits = ("rate", f"{int(bytes_per_s * 8)}bit", "burst", str(burst), "limit", str(256 << 20))
     command("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limits)

@@ -81,8 +81,8 @@ def test_documents_have_the_lengths_of_the_mix(tmp_path: Path) -> None:
 def test_what_the_machine_cannot_do(change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: change.get("user", 0))
     monkeypatch.setattr(shutil, "which", lambda tool: tool if change.get("tools", True) else None)
-    with pytest.raises(cluster.ClusterError, match=message):
-        cluster.refuse_impossible(Namespace(nodes=2, ranks_per_node=2, share=change.get("share", 0.01)))
+    with pytest.raises(namespaces.ClusterError, match=message):
+        namespaces.refuse_impossible(ranks=4, share=change.get("share", 0.01))
 
 
 def result_of(times: dict[str, list[float]]) -> dict[str, Any]:

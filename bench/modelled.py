@@ -1,0 +1,256 @@
+"""Runs `longctx` on a modelled device: everything is real but matrix work and attention kernels, which sleep.
+
+    python -m bench.modelled DEVICE.json compare --measure run.yaml --modes auto,static:8
+
+Loader, planner, layouts, schedules, exchange, FSDP's collectives and the bytes on the links are those of any run. The model is
+tiny, so that its own arithmetic costs next to nothing. Instead of it
+
+- the MLP and the projection of queries of every block sleep for the linear work of a rank's tokens, a third of it forward;
+- every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
+  rank's documents at their lengths and degrees, 1 / 3.5 of it forward; its results are zeros, so losses do not depend on plans;
+- the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
+- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
+
+All times are those of a hardware profile, multiplied by `dilation`. Fixed static (`static:DEGREE`) packs documents in the order
+in which they are drawn, as trainers do, and `bins` stands for the planner of `rival`, if one is given.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+
+from longctx.attention import ring_pass
+from longctx.attention.kernels import KERNELS
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.segments import Segment, Segments
+from longctx.cli import main
+from longctx.comparison import measured
+from longctx.comparison.baselines import BASELINES
+from longctx.comparison.baselines.fixed_static import place_fixed_static
+from longctx.model import decoder
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns
+from longctx.planning.planners.by_mode import MODES
+from longctx.planning.planners.step import Candidate, Step
+from longctx.training import optimizer
+from longctx.training.trainer import Trainer
+
+FORWARD, LINEAR_FORWARD = 1 / 3.5, 1 / 3
+
+
+@dataclass
+class Device:
+    """A device of a profile's speed, `dilation` times slower; one for each process.
+
+    Attributes:
+        profile: hardware profile before dilation.
+        dilation: factor of all times.
+        layers: blocks of the tiny model.
+        ballast: unused weights of each block.
+        step_s: sleep of the optimizer before dilation.
+        rival: baseline that mode bins stands for; empty: bins.
+        work: file for the work of every step, in the order of steps and modes (see `_count_work`).
+        s_per_pair: time of attention per visible pair in the current pass of a layer.
+        slept_s: time slept so far.
+    """
+
+    profile: HardwareProfile
+    dilation: float
+    layers: int
+    ballast: int
+    step_s: float
+    rival: str
+    work: str
+    s_per_pair: float = 0.0
+    slept_s: float = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps for work of the profile's device."""
+        began = time.perf_counter()
+        time.sleep(max(0.0, seconds * self.dilation))
+        self.slept_s += time.perf_counter() - began
+
+    def install(self) -> None:
+        """Replaces matrix work, attention kernels and some planners of this process."""
+        KERNELS["cpu"] = ModelledKernel(self)
+        distributed_c10d.ProcessGroupGloo = SharedLoop  # type: ignore[misc]
+        _watch_passes(self)
+        _slow_blocks(self)
+        _slow_optimizer(self)
+        _count_work(self)
+        MODES["static"] = partial(_static, plain=MODES["static"])
+        if self.rival:
+            MODES["bins"] = partial(_rival, name=self.rival)
+
+
+class ModelledKernel:
+    """Attention that takes the time of the current pass for its pairs, and gives zeros."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def refusal(self, request: Request) -> str | None:
+        return None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, softcap: float = 0.0, mode: Mode = DEFAULT
+    ) -> tuple[Tensor, Tensor]:
+        self.device.sleep(self.device.s_per_pair * FORWARD * pairs(segments))
+        return q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32), q.new_zeros(q.shape[:2], dtype=torch.float32)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        *rest: Any,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self.device.sleep(self.device.s_per_pair * (1 - FORWARD) * pairs(segments))
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+class SharedLoop(ProcessGroupGloo):
+    """Gloo whose groups share the thread that waits for messages: each such thread wakes 100 times a second."""
+
+    device: Any = None
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        if SharedLoop.device is None:
+            SharedLoop.device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+        options = ProcessGroupGloo._Options()
+        options._timeout, options._devices, options._threads = timeout, [SharedLoop.device], 2
+        super().__init__(store, rank, size, options)
+
+
+def pairs(segments: Sequence[Segment]) -> int:
+    """Returns the visible pairs of queries and keys; segments must have no lower limit."""
+    total = 0
+    for segment in segments:
+        queries, keys = segment.q_stop - segment.q_start, segment.k_stop - segment.k_start
+        hi = keys if segment.hi is None else segment.hi
+        # Query i sees clamp(i + hi + 1, 0, keys) keys.
+        total += _triangle(queries + hi) - _triangle(hi) - _triangle(queries + hi - keys) + _triangle(hi - keys)
+    return total
+
+
+def _triangle(n: int) -> int:
+    return n * (n + 1) // 2 if n > 0 else 0
+
+
+def _watch_passes(device: Device) -> None:
+    """Sets the time per pair at the begin of every pass, from the documents of the rank."""
+    known: dict[int, float] = {}
+    begin = ring_pass.RingPass.__init__
+
+    def begun(this: Any, call: Any, *arguments: Any) -> None:
+        begin(this, call, *arguments)
+        schedule = call.schedule
+        if id(schedule) not in known:
+            known.clear()
+            shards = schedule.layout.shards
+            lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
+            seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS / device.layers if len(shards) else 0.0
+            known[id(schedule)] = seconds / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
+        device.s_per_pair = known[id(schedule)]
+
+    ring_pass.RingPass.__init__ = begun  # type: ignore[method-assign]
+
+
+class _Work(torch.autograd.Function):
+    """Identity that takes time in both passes, and gives `ballast` a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ballast: Tensor | None, device: Device, seconds: float) -> Tensor:  # type: ignore[override]
+        ctx.device, ctx.seconds, ctx.ballast = device, seconds, ballast
+        device.sleep(LINEAR_FORWARD * seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ctx.device.sleep((1 - LINEAR_FORWARD) * ctx.seconds)
+        return gradient, None if ctx.ballast is None else torch.zeros_like(ctx.ballast), None, None
+
+
+def _slow_blocks(device: Device) -> None:
+    """Gives blocks their ballast, and the time of the linear work."""
+    profile = device.profile
+    made = decoder.Block.__init__
+
+    def make(this: Any, shape: Any, layer: int) -> None:
+        made(this, shape, layer)
+        this.ballast = nn.Parameter(torch.empty(device.ballast))
+        for name, share in (("mlp", 1 - profile.query_share), ("self_attn.q_proj", profile.query_share)):
+            this.get_submodule(name).register_forward_hook(partial(linear, share, this if name == "mlp" else None))
+
+    def linear(share: float, block: Any, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        seconds = share * profile.linear_s_per_token * len(output) / device.layers
+        if block is not None and block.layer == 0:
+            seconds += profile.launch_s
+        return _Work.apply(output, None if block is None else block.ballast, device, seconds)
+
+    decoder.Block.__init__ = make  # type: ignore[method-assign]
+
+
+def _slow_optimizer(device: Device) -> None:
+    step = optimizer.torch.optim.AdamW.step
+
+    def slow(this: Any, *arguments: Any, **more: Any) -> Any:
+        device.sleep(device.step_s)
+        return step(this, *arguments, **more)
+
+    optimizer.torch.optim.AdamW.step = slow  # type: ignore[method-assign]
+
+
+def _count_work(device: Device) -> None:
+    """Writes a row for every step: processor time of all ranks, and the mean and most of what ranks slept, in seconds."""
+    measure = measured._step
+
+    def counted(trainer: Trainer) -> measured.MeasuredStep:
+        busy, slept = time.process_time(), device.slept_s
+        step = measure(trainer)
+        rows = trainer.mesh.gather([time.process_time() - busy, device.slept_s - slept])
+        if dist.get_rank() == 0:
+            with Path(device.work).open("a", encoding="utf-8") as file:
+                host_s, (mean_s, most_s) = rows[:, 0].sum(), (rows[:, 1].mean(), rows[:, 1].max())
+                print(json.dumps({"host_s": float(host_s), "slept_s": float(mean_s), "slept_most_s": float(most_s)}), file=file)
+        return step
+
+    measured._step = counted
+
+
+def _static(step: Step, plain: Any) -> Candidate:
+    if step.degree is None:
+        found: Candidate = plain(step)
+        return found
+    assignment = place_fixed_static(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.degree)
+    return Candidate(step.score(assignment).makespan_ns, f"static:{step.degree}", assignment)
+
+
+def _rival(step: Step, name: str) -> Candidate:
+    assignment = BASELINES[name].place(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
+    return Candidate(step.score(assignment).makespan_ns, name, assignment)
+
+
+if __name__ == "__main__":
+    given = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    Device(HardwareProfile.load(given.pop("profile")), **given).install()
+    status = main(sys.argv[2:])
+    sys.exit(status)

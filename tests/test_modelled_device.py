@@ -1,0 +1,93 @@
+"""The cluster of modelled devices: visible pairs, ratios of the dilated profile, the table; a run where root may make it."""
+
+import json
+from argparse import Namespace
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cluster_modelled
+import modelled
+from longctx.attention.segments import Segment, visible
+from longctx.comparison.baselines.fixed_static import place_fixed_static
+from longctx.comparison.mixes import load_mix
+from longctx.planning.cost.bounds import plan_cost
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from tests.test_cluster import needs_namespaces
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(-10, 12)),
+        max_size=4,
+    )
+)
+def test_visible_pairs(shapes: list[tuple[int, int, int | None]]) -> None:
+    segments = [Segment(3, 3 + queries, 5, 5 + keys, None, hi) for queries, keys, hi in shapes]
+    assert modelled.pairs(segments) == sum(int(visible(each, torch.device("cpu")).sum()) for each in segments)
+
+
+@pytest.mark.parametrize(("dilation", "smaller"), [(25.0, 4096.0), (3.0, 7.0)])
+def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) -> None:
+    """The same plan takes `dilation` times as long."""
+    h100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
+    here = cluster_modelled.dilated(h100, dilation, smaller, h100.kv_bytes_per_token / smaller)
+    lengths = np.array(load_mix("wlb_128k").draw(64, 1))
+    assignment = place_fixed_static(h100, lengths, 16, 16384, 16)
+    costs = [plan_cost(profile, lengths, assignment, 16, 16384) for profile in (h100, here)]
+    assert costs[0].exposed_share > 0
+    for name in ("makespan_s", "lower_bound_s"):
+        assert getattr(costs[1], name) == pytest.approx(dilation * getattr(costs[0], name), rel=1e-6)
+    assert costs[1].exposed_share == pytest.approx(costs[0].exposed_share, rel=1e-3)
+
+
+def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
+    work = {"host_s": 1.0, "slept_s": 2.0, "slept_most_s": 3.0, "exchange_wait_s": 0.5, "tokens": 5_000_000}
+    modes = [
+        {
+            "mode": mode,
+            "total_s": sum(seconds),
+            "predicted_s": sum(seconds),
+            "prediction_error": -0.05,
+            "steps": [{"seconds": value, "predicted_s": value, **work} for value in seconds],
+        }
+        for mode, seconds in times.items()
+    ]
+    facts = {"nodes": 4, "ranks_per_node": 8, "mix": "wlb_128k", "documents_a_rank": 4, "dilation": 25.0, "cores": 2}
+    about = {"command": "python ...", "date": "2026-01-01", "machine": "M", "load_average": 1.0, "torch": "2"}
+    return {
+        "about": about,
+        "cluster": facts | {"longest": 131072},
+        "profile": {"inter_node_bytes_per_s": 4e5},
+        "measured": {"modes": modes, "loss_difference": 1e-9},
+    }
+
+
+def test_the_table_has_a_row_per_mode() -> None:
+    page = cluster_modelled.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
+    row = next(line for line in page.splitlines() if line.startswith("| static:8"))
+    assert "10.0 s (6.0 to 12.0) | **2.00×** (2.00×) | 1.87× (1.87×) | -5.0%" in row, "the median of 10/5, 12/4, 6/6; 28/15"
+    assert row.endswith("| 21% | 32% | 5% | 5% |"), "6, 9 and 1.5 of 28 s; 3 s of processor time on two cores"
+
+
+@pytest.mark.slow
+@needs_namespaces
+def test_a_run_of_two_nodes() -> None:
+    """Steps take about the predicted time, and the loss does not depend on the mode."""
+    arguments = Namespace(
+        nodes=2, ranks_per_node=1, mix="wlb_128k", documents_a_rank=2, dilation=3.0, rival="megatron-dev", seed=0, steps=1
+    )
+    vars(arguments).update(warmup=1, modes="auto,bins,static:2", settings=["data.long_documents=drop"], timeout=600)
+    with ExitStack() as stack:
+        result = json.loads(json.dumps(cluster_modelled.run(arguments, stack)))
+    measured = result["measured"]
+    assert [mode["mode"] for mode in measured["modes"]] == ["auto", "megatron-dev", "static:2"]
+    assert measured["losses_equal"]
+    assert all(-0.5 < mode["prediction_error"] < 0.1 for mode in measured["modes"])
+    assert "| megatron-dev |" in cluster_modelled.page([result])
