@@ -1,6 +1,7 @@
 """README and docs: commands run or at least parse, links and anchors resolve, figures are those of bench/results."""
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import harness
 import longctx
 from longctx import cli
 from longctx.config import ConfigError
@@ -311,3 +313,18 @@ def test_the_ranges_over_all_settings_are_those_of_the_benchmark() -> None:
                 cells.append(f"{min(values):.2f}, {statistics.median(values):.2f}, {max(values):.2f}")
         cells.append(f"{sum(value > 1 for value in values)} of {len(values)}")
         assert f"| {documents} | {' | '.join(cells)} |" in text
+
+
+def test_the_figures_of_32_ranks_are_those_of_the_benchmark() -> None:
+    result = json.loads((ROOT / "bench" / "results" / "modelled-4x8-wlb_128k-4.json").read_text("utf-8"))
+    modes = {mode["mode"]: mode for mode in result["measured"]["modes"]}
+    assert len(modes["auto"]["steps"]) == 10
+    text, readme = (ROOT / "docs" / "planning.md").read_text("utf-8"), README.read_text("utf-8")
+    table = text.partition("### Measured on 32 ranks")[2].partition("### Measured on emulated")[0]
+    for mode in modes.values():
+        assert f"| {statistics.median(step['seconds'] for step in mode['steps']):.1f} s |" in table
+        assert f"| −{-mode['prediction_error']:.1%}".replace("%", " %") in table
+        if mode is not modes["auto"]:
+            median, _ = harness.speedups(mode, modes["auto"])
+            assert median in table.replace("**", "")
+            assert mode["mode"] == "megatron-dev" or f"| {median.partition(' ')[0]} |" in readme
