@@ -155,24 +155,27 @@ class _Document:
         document = cls(queries, keys, ranks, seat, areas, [])
         nodes: dict[int, list[int]] = defaultdict(list)
         for other in range(len(ranks) if ranks_per_node else 0):
-            if document.query_spans(other) or document.key_spans(other):  # other ranks take no part in the document
+            if document.query_spans[other] or document.key_spans[other]:  # other ranks take no part in the document
                 nodes[ranks[other] // (ranks_per_node or 1)].append(other)
         crosses = 1 < len(nodes) < sum(map(len, nodes.values()))
         return replace(document, nodes=list(nodes.values())) if crosses else document
 
     @property
     def own_queries(self) -> list[Run]:
-        return [Run(*span, (self.queries.rows(*span),)) for span in self.query_spans(self.seat)]
+        return [Run(*span, (self.queries.rows(*span),)) for span in self.query_spans[self.seat]]
 
     @property
     def own_keys(self) -> list[Run]:
-        return [Run(*span, (self.keys.rows(*span),)) for span in self.key_spans(self.seat)]
+        return [Run(*span, (self.keys.rows(*span),)) for span in self.key_spans[self.seat]]
 
-    def query_spans(self, seat: int) -> list[Span]:
-        return _spans_on(self.queries, self.ranks[seat])
+    @cached_property
+    def query_spans(self) -> list[list[Span]]:
+        """Spans of queries on every seat."""
+        return [_spans_on(self.queries, rank) for rank in self.ranks]
 
-    def key_spans(self, seat: int) -> list[Span]:
-        return _spans_on(self.keys, self.ranks[seat])
+    @cached_property
+    def key_spans(self) -> list[list[Span]]:
+        return self.query_spans if self.queries is self.keys else [_spans_on(self.keys, rank) for rank in self.ranks]
 
     def stages(self, wanted: int) -> int:
         """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
@@ -180,9 +183,8 @@ class _Document:
 
     def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
         """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending."""
-        queries = [span for target in targets for span in self.query_spans(target)]
-        cuts = (area.cut(span, keys) for keys in self.key_spans(source) for span in queries for area in self.areas)
-        return _union((cut.k_start, cut.k_stop) for cut in cuts if not cut.empty)
+        queries = _union(span for target in targets for span in self.query_spans[target])
+        return _union(area.seen(span, keys) for keys in self.key_spans[source] for span in queries for area in self.areas)
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a stage."""
@@ -231,9 +233,9 @@ def _spans_on(shard: Shard, rank: int) -> list[Span]:
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:
-    """Returns disjoint, ascending spans that cover the same positions."""
+    """Returns disjoint, ascending, non-empty spans that cover the same positions."""
     union: list[Span] = []
-    for start, stop in sorted(spans):
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
         if union and start <= union[-1][1]:
             union[-1] = union[-1][0], max(stop, union[-1][1])
         else:

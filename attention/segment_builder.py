@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from longctx.attention.host_to_device import copy_to
@@ -113,9 +114,10 @@ def gathered_calls(documents: Iterable[Document], device: torch.device | str) ->
 
 def row_index(ranges: Sequence[range], device: torch.device | str) -> torch.Tensor:
     """Returns the rows of all ranges as one int64 tensor on `device`."""
-    if not ranges:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return copy_to(torch.cat([torch.arange(rows.start, rows.stop) for rows in ranges]), device)
+    starts, stops = np.array([(rows.start, rows.stop) for rows in ranges], dtype=np.int64).reshape(-1, 2).T
+    counts = stops - starts
+    index = np.arange(counts.sum()) + np.repeat(starts - np.cumsum(counts) + counts, counts)
+    return copy_to(torch.from_numpy(index), device)
 
 
 @dataclass(frozen=True)

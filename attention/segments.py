@@ -44,18 +44,29 @@ class Segment(NamedTuple):
     def empty(self) -> bool:
         return self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
+    @property
+    def _band(self) -> tuple[int | None, int | None]:
+        """Limits in absolute positions: lo ≤ key - query ≤ hi."""
+        shift = self.k_start - self.q_start
+        return None if self.lo is None else self.lo + shift, None if self.hi is None else self.hi + shift
+
+    def seen(self, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[int, int]:
+        """Returns the half-open range of `keys` that some of `queries` see; it is empty if its stop is not above its start."""
+        q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
+        k_start, k_stop = max(self.k_start, keys[0]), min(self.k_stop, keys[1])
+        if q_start >= q_stop:
+            return k_start, k_start
+        lo, hi = self._band
+        return k_start if lo is None else max(k_start, q_start + lo), k_stop if hi is None else min(k_stop, q_stop + hi)
+
     def cut(self, queries: tuple[int, int], keys: tuple[int, int]) -> "Segment":
         """Returns the part within half-open ranges of queries and keys.
 
         Drops queries that see no key, keys that no query sees, and limits of the band that hide nothing.
         """
         q_start, q_stop = max(self.q_start, queries[0]), min(self.q_stop, queries[1])
-        k_start, k_stop = max(self.k_start, keys[0]), min(self.k_stop, keys[1])
-        shift = self.k_start - self.q_start  # in absolute positions, the band is lo + shift ≤ key - query ≤ hi + shift
-        lo = None if self.lo is None else self.lo + shift
-        hi = None if self.hi is None else self.hi + shift
-        k_start = k_start if lo is None else max(k_start, q_start + lo)
-        k_stop = k_stop if hi is None else min(k_stop, q_stop + hi)
+        k_start, k_stop = self.seen(queries, keys)
+        lo, hi = self._band
         q_start = q_start if hi is None else max(q_start, k_start - hi)
         q_stop = q_stop if lo is None else min(q_stop, k_stop - lo)
         shift = k_start - q_start
