@@ -1,0 +1,247 @@
+"""Predicts training on 8 to 3,072 GPUs: the best split of the GPUs for models of 8B to 1T, with dynamic degrees and without.
+
+    python bench/scaling.py                   # makes docs/scaling.md and bench/results/scaling.csv
+
+Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
+model. For every model and number of GPUs the search of `longctx compare --parallel` finds the ten best splits with mode auto.
+Fixed static trains the same documents on each of these splits, with any tokens per rank, at the smallest power of two that
+holds the longest document, packed in the order drawn; its best counts.
+
+Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, as a step cannot grow with the GPUs forever.
+"""
+
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy as np
+
+from harness import Table, command, facts, markdown, options
+from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
+from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from longctx.comparison.layouts.search import BUDGETS, Found, SearchResult, memory_of, search
+from longctx.comparison.mixes import load_mix
+from longctx.errors import UserError
+from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.spec import ModelSpec
+from longctx.planning.assignment import Integers
+from longctx.planning.cost.bounds import plan_cost
+from longctx.planning.plan import PlanCost, PlanError
+from longctx.planning.planner import make_plan
+from longctx.training.utilisation import model_flops
+
+PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
+PROFILE, MIX = "h100-nvlink-ib", "wlb_128k"
+DOCUMENTS_A_GPU, MOST_DOCUMENTS = 4, 2048
+GPUS = (8, 64, 256, 512, 1024, 3072)
+
+
+def _llama(hidden: int, mlp: int, layers: int, heads: int) -> ModelShape:
+    shape = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return PRESETS["8b"].model_copy(update=shape | {"head_dim": hidden // heads})
+
+
+MODELS = {
+    "8B": PRESETS["8b"],
+    "70B": _llama(8192, 28672, 80, 64),
+    "462B": _llama(16384, 53248, 144, 128),
+    "1T": _llama(24576, 79872, 140, 192),
+}
+"""All in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with more layers."""
+
+
+TEXT = """# Scaling, on paper
+
+**Predicted, not measured**: longctx has not run on GPUs. Made by
+[bench/scaling.py](https://github.com/longctx/longctx/blob/main/bench/scaling.py) from the cost and memory models, for H100s
+with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each. [How far to trust
+them](planning.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
+
+Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of {mix}.
+Fixed static trains the same documents at one degree, packed in the order drawn, on the best for it of the ten splits that the
+search prints, with its own tokens per rank. *Exposed exchange*: share of the step in which the slowest ranks wait for K and V.
+*Bubble*: share in which a pipeline fills and drains. Where both are 0, no pipeline is best, and the degrees chosen hide all
+exchange of the slowest ranks behind their attention.
+
+{table}
+
+{left_out}
+All models are in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with 144 layers,
+and 1T has 140 layers of width 24,576. Megatron-LM published 76 % scaling efficiency for 8.3B on 512 V100s, and 502 PFLOP/s for
+a trillion parameters on 3,072 A100s, with which the model is compared [here](parallelism.md#which-split-of-the-gpus).
+
+{made}
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Predictions for a model on a number of GPUs; shares of a step are those of mode auto."""
+
+    model: str
+    gpus: int
+    documents: int
+    tokens: int
+    tp: int
+    pp: int
+    domain: int
+    schedule: str
+    recompute: str
+    tokens_per_rank: int
+    step_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    bubble: float
+    exposed: float
+    memory_gib: float
+    static_tp: int
+    static_pp: int
+    static_degree: int
+    static_step_s: float
+    static_mfu: float
+    search_s: float
+
+    @property
+    def speedup(self) -> float:
+        return self.static_step_s / self.step_s
+
+
+def main() -> None:
+    parser = options(__doc__, "scaling", minutes=60.0)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--gpus", default=",".join(map(str, GPUS)))
+    given = parser.parse_args()
+    began = time.monotonic()
+    machine = Machine.load(PROFILE)
+    about = facts("longctx", "numpy") | {"profile": PROFILE, "mix": MIX, "command": command()}
+    table = Table(given.out.with_suffix(".csv"), [*Row.__annotations__, "refused"], about)
+    wanted = [{"model": name, "gpus": int(gpus)} for name in given.models.split(",") for gpus in given.gpus.split(",")]
+    for row in table.missing(wanted, began + 60 * given.minutes):
+        try:
+            table.append(asdict(predict(machine, row["model"], row["gpus"])))
+        except UserError as error:
+            table.append({**row, "refused": str(error)})
+        print(", ".join(f"{name} {value}" for name, value in table.rows[-1].items() if value), file=sys.stderr)
+        PAGE.write_text(page(table.rows, about), "utf-8")
+    PAGE.write_text(page(table.rows, about), "utf-8")
+
+
+def predict(machine: Machine, name: str, gpus: int) -> Row:
+    """Returns the predictions. Raises UserError if no split of the GPUs holds the model and its documents."""
+    spec = MODELS[name].model_copy(update={"vocab_size": LLAMA_3_VOCABULARY}).spec
+    documents = min(MOST_DOCUMENTS, DOCUMENTS_A_GPU * gpus)
+    lengths = np.array(load_mix(MIX).draw(documents, 0), dtype=np.int64)
+    began = time.perf_counter()
+    outcome = search(machine, spec, [lengths.tolist()], gpus)
+    search_s = time.perf_counter() - began
+    best = outcome.best[0]
+    split = best.split
+    static_s, static, degree = min(_static(machine, spec, outcome, lengths), key=lambda found: found[0])
+    flops = model_flops(spec, lengths.tolist())
+    return Row(
+        model=name,
+        gpus=gpus,
+        documents=documents,
+        tokens=int(lengths.sum()),
+        tp=split.tensor,
+        pp=split.pipeline.ranks,
+        domain=split.domain,
+        schedule=_schedule(best),
+        recompute=split.recompute,
+        tokens_per_rank=split.tokens_per_rank,
+        step_s=best.step_s,
+        tokens_per_s_per_gpu=best.tokens_per_s_per_gpu,
+        mfu=best.mfu,
+        bubble=best.bubble_share,
+        exposed=_auto(machine, spec, split, lengths).exposed_share,
+        memory_gib=best.memory.total / 2**30,
+        static_tp=static.tensor,
+        static_pp=static.pipeline.ranks,
+        static_degree=degree,
+        static_step_s=static_s,
+        static_mfu=flops / (static_s * gpus * machine.peak_flops_per_s),
+        search_s=search_s,
+    )
+
+
+def _auto(machine: Machine, spec: ModelSpec, split: Split, lengths: Integers) -> PlanCost:
+    plan = make_plan(
+        lengths.tolist(),
+        ranks=split.domain,
+        tokens_per_rank=split.tokens_per_rank,
+        profile=profile_of(machine, spec, split),
+        pipeline=split.pipeline,
+        max_remote_tokens=split.tokens_per_rank,
+    )
+    return plan.score
+
+
+def _static(machine: Machine, spec: ModelSpec, outcome: SearchResult, lengths: Integers) -> list[tuple[float, Split, int]]:
+    """Returns time, split and degree of fixed static on the splits of the search, with any tokens per rank that fit."""
+    longest = int(lengths.max())
+    found = []
+    for split in (replace(each.split, tokens_per_rank=budget) for each in outcome.best for budget in BUDGETS):
+        profile, ranks, budget = profile_of(machine, spec, split), split.domain, split.tokens_per_rank
+        try:
+            degree = fixed_degree(longest, ranks, budget)
+        except PlanError:
+            continue
+        assignment = place_fixed_static(profile, lengths, ranks, budget, degree)
+        if memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes:
+            cost = plan_cost(profile, lengths, assignment, ranks, budget, split.pipeline)
+            found.append((cost.makespan_s, split, degree))
+    return found
+
+
+def _schedule(found: Found) -> str:
+    pipeline = found.split.pipeline
+    return "–" if pipeline.ranks == 1 else f"{pipeline.schedule} × {pipeline.chunks}"
+
+
+def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
+    """Returns the page of the table's rows."""
+    types = get_type_hints(Row)
+    found = sorted(found, key=lambda row: (list(MODELS).index(row["model"]), int(row["gpus"])))
+    rows = [Row(**{name: types[name](row[name]) for name in types}) for row in found if not row["refused"]]
+    head = (
+        *("model", "GPUs", "tokens per step", "tp × pp × domain", "schedule", "recompute", "tokens per rank", "step"),
+        *("tokens/s per GPU", "MFU", "bubble", "exposed exchange", "memory", "**over fixed static**", "its tp × pp, degree, MFU"),
+    )
+    lines = [
+        [
+            row.model,
+            f"{row.gpus:,}",
+            f"{row.tokens / 1e6:.1f}M",
+            f"{row.tp} × {row.pp} × {row.domain}",
+            row.schedule,
+            row.recompute,
+            f"{row.tokens_per_rank:,}",
+            f"{row.step_s:.3g} s",
+            f"{row.tokens_per_s_per_gpu:,.0f}",
+            f"{row.mfu:.1%}",
+            f"{row.bubble:.1%}",
+            f"{row.exposed:.1%}",
+            f"{row.memory_gib:.0f} GiB",
+            f"**{row.speedup:.2f}×**",
+            f"{row.static_tp} × {row.static_pp}, {row.static_degree}, {row.static_mfu:.1%}",
+        ]
+        for row in rows
+    ]
+    gone = [f"- {row['model']} on {int(row['gpus']):,} GPUs: {row['refused']}" for row in found if row["refused"]]
+    versions = ", ".join(f"{name} {value}" for name, value in about.items() if name != "command")
+    left_out = "\n".join(["Left out:", "", *gone, ""]) if gone else ""
+    longest_s = max((row.search_s for row in rows), default=0.0)
+    return TEXT.format(
+        documents=DOCUMENTS_A_GPU,
+        most=MOST_DOCUMENTS,
+        mix=MIX,
+        table="\n".join(markdown(head, lines, 1)),
+        left_out=left_out,
+        made=f"{versions}, `{about['command']}`; the longest search took {longest_s:.0f} s.",
+    )
+
+
+if __name__ == "__main__":
+    main()
