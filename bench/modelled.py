@@ -9,7 +9,8 @@ tiny, so that its own arithmetic costs next to nothing. Instead of it
 - every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
   rank's documents at their lengths and degrees, 1 / 3.5 of it forward; its results are zeros, so losses do not depend on plans;
 - the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
-- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
+- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask;
+- one process makes a plan for all, as they share a few cores: ranks of a cluster have their own.
 
 All times are those of a hardware profile, multiplied by `dilation`. Fixed static (`static:DEGREE`) packs documents in the order
 in which they are drawn, as trainers do, and `bins` stands for the planner of `rival`, if one is given.
@@ -17,12 +18,14 @@ in which they are drawn, as trainers do, and `bins` stands for the planner of `r
 
 import json
 import os
+import pickle
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +46,10 @@ from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.model import decoder
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns
+from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
-from longctx.training import optimizer
+from longctx.training import optimizer, setup
 from longctx.training.trainer import Trainer
 
 FORWARD, LINEAR_FORWARD = 1 / 3.5, 1 / 3
@@ -91,6 +95,7 @@ class Device:
         _slow_blocks(self)
         _slow_optimizer(self)
         _count_work(self)
+        setup.make_plan = partial(plan_once, setup.make_plan, Path(self.work).parent)
         MODES["static"] = partial(_static, plain=MODES["static"])
         if self.rival:
             MODES["bins"] = partial(_rival, name=self.rival)
@@ -220,20 +225,58 @@ def _slow_optimizer(device: Device) -> None:
 
 
 def _count_work(device: Device) -> None:
-    """Writes a row for every step: processor time of all ranks, and the mean and most of what ranks slept, in seconds."""
+    """Writes a row for every step, in seconds: processor time of all ranks; what of it they would need while they sleep; and the
+    mean and most of what ranks slept.
+    """
     measure = measured._step
+    idle: list[float] = []
 
     def counted(trainer: Trainer) -> measured.MeasuredStep:
-        busy, slept = time.process_time(), device.slept_s
+        if not idle:
+            idle.append(_idle_share(trainer))
+        began, busy, slept = time.perf_counter(), time.process_time(), device.slept_s
         step = measure(trainer)
-        rows = trainer.mesh.gather([time.process_time() - busy, device.slept_s - slept])
+        used = [time.process_time() - busy, idle[0] * (time.perf_counter() - began), device.slept_s - slept]
+        rows = trainer.mesh.gather(used)
         if dist.get_rank() == 0:
+            (host_s, idle_s, _), mean_s, most_s = rows.sum(axis=0), rows[:, 2].mean(), rows[:, 2].max()
+            row = {"host_s": host_s, "idle_s": idle_s, "slept_s": mean_s, "slept_most_s": most_s}
             with Path(device.work).open("a", encoding="utf-8") as file:
-                host_s, (mean_s, most_s) = rows[:, 0].sum(), (rows[:, 1].mean(), rows[:, 1].max())
-                print(json.dumps({"host_s": float(host_s), "slept_s": float(mean_s), "slept_most_s": float(most_s)}), file=file)
+                print(json.dumps({name: float(value) for name, value in row.items()}), file=file)
         return step
 
     measured._step = counted
+
+
+def plan_once(plan: Callable[..., Plan], folder: Path, lengths: Sequence[int], **settings: Any) -> Plan:
+    """Returns the plan of a step, which the first process to ask makes for all: here all ranks share a few cores.
+
+    Processes exchange plans by files in `folder`.
+    """
+    key = sha256(repr((tuple(lengths), settings)).encode()).hexdigest()
+    file, claim = folder / f"{key}.plan", folder / f"{key}.claim"
+    while not file.exists():
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(0.05)
+            continue
+        try:
+            whole = file.with_suffix(".part")
+            whole.write_bytes(pickle.dumps(plan(lengths, **settings)))
+            whole.rename(file)
+        finally:
+            claim.unlink()
+    found: Plan = pickle.loads(file.read_bytes())
+    return found
+
+
+def _idle_share(trainer: Trainer, seconds: float = 5.0) -> float:
+    """Returns the share of a core that this process needs while all ranks sleep."""
+    trainer.mesh.gather([0.0])
+    busy = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - busy) / seconds
 
 
 def _static(step: Step, plain: Any) -> Candidate:

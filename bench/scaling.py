@@ -207,7 +207,15 @@ def page(found: list[dict[str, str]], about: dict[str, str]) -> str:
     rows = [Row(**{name: types[name](row[name]) for name in types}) for row in found if not row["refused"]]
     head = (
         *("model", "GPUs", "tokens per step", "tp × pp × domain", "schedule", "recompute", "tokens per rank", "step"),
-        *("tokens/s per GPU", "MFU", "bubble", "exposed exchange", "memory", "**over fixed static**", "its tp × pp, degree, MFU"),
+        *(
+            "tokens/s per GPU",
+            "MFU",
+            "bubble",
+            "exposed exchange",
+            "memory",
+            "**over fixed static**",
+            "its tp × pp, degree, MFU",
+        ),
     )
     lines = [
         [

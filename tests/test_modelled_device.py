@@ -2,8 +2,10 @@
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
 from tests.test_cluster import needs_namespaces
 
 
@@ -47,8 +51,27 @@ def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) ->
     assert costs[1].exposed_share == pytest.approx(costs[0].exposed_share, rel=1e-3)
 
 
+def test_one_process_plans_for_all(tmp_path: Path) -> None:
+    """A plan that fails is made by the next; later ones are read."""
+    made: list[int] = []
+
+    def plan(lengths: Sequence[int], **settings: Any) -> Plan:
+        made.append(len(lengths))
+        if len(made) == 1:
+            raise ValueError("the first")
+        return make_plan(lengths, **settings)
+
+    settings = {"ranks": 2, "tokens_per_rank": 64, "profile": HardwareProfile.load("h100-nvlink-ib")}
+    with pytest.raises(ValueError, match="the first"):
+        modelled.plan_once(plan, tmp_path, [100, 9], **settings)
+    plans = [modelled.plan_once(plan, tmp_path, lengths, **settings) for lengths in ([100, 9], [100, 9], [9, 9], [100, 9])]
+    assert made == [2, 2, 2], "one that failed, and one for each step"
+    assert [each.hash for each in plans] == [make_plan(each.lengths, **settings).hash for each in plans]
+    assert not list(tmp_path.glob("*.claim"))
+
+
 def result_of(times: dict[str, list[float]]) -> dict[str, Any]:
-    work = {"host_s": 1.0, "slept_s": 2.0, "slept_most_s": 3.0, "exchange_wait_s": 0.5, "tokens": 5_000_000}
+    work = {"host_s": 1.0, "idle_s": 0.5, "slept_s": 2.0, "slept_most_s": 3.0, "exchange_wait_s": 0.5, "tokens": 5_000_000}
     modes = [
         {
             "mode": mode,
@@ -73,7 +96,7 @@ def test_the_table_has_a_row_per_mode() -> None:
     page = cluster_modelled.page([result_of({"auto": [5.0, 4.0, 6.0], "static:8": [10.0, 12.0, 6.0]})])
     row = next(line for line in page.splitlines() if line.startswith("| static:8"))
     assert "10.0 s (6.0 to 12.0) | **2.00×** (2.00×) | 1.87× (1.87×) | -5.0%" in row, "the median of 10/5, 12/4, 6/6; 28/15"
-    assert row.endswith("| 21% | 32% | 5% | 5% |"), "6, 9 and 1.5 of 28 s; 3 s of processor time on two cores"
+    assert row.endswith("| 21% | 32% | 5% | 5% | 3% |"), "6, 9 and 1.5 of 28 s; 3 and 1.5 s of two cores"
 
 
 @pytest.mark.slow
