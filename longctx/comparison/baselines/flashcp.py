@@ -8,6 +8,8 @@ several numbers of split documents, and the fastest mix is kept. The degree is t
 stronger than one degree for the whole run.
 """
 
+import heapq
+
 import numpy as np
 
 from longctx.comparison.baselines.fixed_static import place_fixed_static
@@ -64,11 +66,17 @@ def _numbers(documents: int) -> list[int]:
 def _spread(times: Integers, tokens: Integers, more: Integers, lengths: Integers, tokens_per_rank: int) -> list[int] | None:
     """Puts documents one by one on the rank with the least time that has room, adding to `times` and `tokens`; None if none."""
     at = []
+    ranks = list(zip(times.tolist(), range(len(times)), strict=True))
+    heapq.heapify(ranks)
     for time, length in zip(more.tolist(), lengths.tolist(), strict=True):
-        free = np.flatnonzero(tokens + length <= tokens_per_rank)
-        if not len(free):
+        full = []
+        while ranks and tokens[ranks[0][1]] + length > tokens_per_rank:
+            full.append(heapq.heappop(ranks))
+        if not ranks:
             return None
-        rank = int(free[times[free].argmin()])
+        before, rank = heapq.heappop(ranks)
+        for each in (*full, (before + time, rank)):
+            heapq.heappush(ranks, each)
         times[rank] += time
         tokens[rank] += length
         at.append(rank)
