@@ -38,7 +38,7 @@ def test_every_plan_is_sound(name: str, ranks: int, lengths: list[int]) -> None:
     check_plan(plan)
     assert plan.lengths == tuple(lengths)
     assert plan.makespan_s >= plan.lower_bound_s
-    if name != "bytescale":
+    if name not in ("bytescale", "fcp"):
         assert all(is_power_of_two(degree) or degree == ranks for degree in plan.degrees)
 
 
@@ -192,3 +192,19 @@ def test_auto_is_ahead_of_every_baseline_where_documents_are_many() -> None:
     auto = make_plan(lengths, ranks=16, tokens_per_rank=16384, profile=H100)
     for name in OURS_TO_READ:
         assert auto.makespan_s < plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100).makespan_s, name
+
+
+def test_fcp_fills_wide_groups_with_short_documents() -> None:
+    """A document that needs three ranks shares them with a short one; degrees need not be powers of two."""
+    lengths = [3 * 4096 - 500, 400, 4096, 4096]
+    plan = plan_baseline("fcp", lengths, ranks=3, tokens_per_rank=4096, profile=H100)
+    groups = [{(each.first_rank, each.degree) for each in row if each.document in (0, 1)} for row in plan.micro_batches]
+    assert [group for group in groups if group] == [{(0, 3)}]
+
+
+def test_flashcp_keeps_short_documents_whole() -> None:
+    """Two ranks: the long document is split, and the two short ones stand whole on one rank each."""
+    plan = plan_baseline("flashcp", [8000, 1000, 1000], ranks=2, tokens_per_rank=8192, profile=H100)
+    placements = {placement.document: placement for row in plan.micro_batches for placement in row}
+    assert placements[0].degree == 2
+    assert {(placements[i].first_rank, placements[i].degree) for i in (1, 2)} == {(0, 1), (1, 1)}

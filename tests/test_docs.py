@@ -262,7 +262,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
 
 
 RESULTS = ["mix", "ranks", "documents", "fixed", "auto", "without barriers", "over best static", "bins", "best static"]
-RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "ByteScale-like", "limit"]
+RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "ByteScale-like", "FCP-like"]
+RESULTS += ["FlashCP-like", "limit"]
 """The first columns of bench/results/plan.md; documents are per rank."""
 
 
@@ -274,8 +275,8 @@ def results() -> list[dict[str, str]]:
     return [dict(zip(RESULTS, row[: len(RESULTS)], strict=True)) for row in rows]
 
 
-COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "ByteScale-like"]
-COLUMNS += ["Megatron dev", "Megatron main", "limit"]
+COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "ByteScale-like", "FCP-like"]
+COLUMNS += ["FlashCP-like", "Megatron dev", "Megatron main", "limit"]
 
 
 def test_modelled_speedups_are_those_of_the_benchmark() -> None:
