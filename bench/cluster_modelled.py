@@ -15,9 +15,9 @@ end of a step. Here a parameter has 4 bytes, and gloo reduces by an allreduce, o
 hides it, in any mode: 0.1 s per micro-batch (before dilation) on 4 nodes of 8, and 0.1 s per step for the reduction. The
 profile has the first in `launch_s`, and the sleep of the optimizer is shorter by the second.
 
-What is not real: latency of links (a bridge has none), the optimizer's own work, and memory. One process plans for all ranks. The host's own work is not
-dilated, so D must be so large that it is a small share of a step; the table has it: processor time of all ranks / (cores · time
-of the step). Part of it is idle: gloo has a thread that wakes 100 times a second, whatever happens.
+What is not real: latency of links (a bridge has none), the optimizer's own work, and memory. One process plans for all ranks.
+The host's own work is not dilated, so D must be so large that it is a small share of a step; the table has it: processor time
+of all ranks / (cores · time of the step). Part of it is idle: gloo has a thread that wakes 100 times a second, whatever happens.
 """
 
 import argparse
