@@ -51,7 +51,8 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, 
         best = found if best is None or found[1] < best[1] else best
         effort = len(step.lengths) * blocks.ranks
         slower = effort >= settings.some and found[1] > (1 + settings.slower) * best[1]
-        if slower or best[1] <= (1 + settings.enough[effort >= settings.much]) * bound:
+        enough = max(gap for least, gap in settings.enough if effort >= least)
+        if slower or best[1] <= (1 + enough) * bound:
             break
     assert best is not None, "blocks of one rank are always tried"
     return best

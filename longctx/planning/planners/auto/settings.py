@@ -13,13 +13,11 @@ class SearchSettings:
     """Ranks of a block, coarse to fine. Coarse blocks are quick; fine ones lose least by splitting."""
     lost: float = 0.01
     """Maximum share of time that splitting every document over the ranks of a block may cost."""
-    enough: tuple[float, float] = (0.001, 0.015)
-    """Gaps to the lower bound from which no finer blocks are tried: of steps with little and with much to plan."""
+    enough: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.003), (1 << 20, 0.015))
+    """Documents times blocks, and the gap to the lower bound from which no finer blocks are tried in steps with as many or more."""
     some: int = 1 << 17
     """Documents times blocks from which finer blocks are not tried if the last ones were slower by `slower`."""
     slower: float = 0.02
-    much: int = 1 << 20
-    """Documents times blocks from which a step has much to plan."""
     shares: Sequence[int] = range(44, 10, -2)
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
