@@ -154,6 +154,8 @@ def test_real_training_on_two_nodes(tmp_path: Path) -> None:
         ranks_per_node=1,
         network="workload",
         share=0.4,
+        rate=None,
+        settings=[],
         mix="wlb_128k",
         scale=256,
         tokens_per_rank=256,
