@@ -225,7 +225,7 @@ def _slow_optimizer(device: Device) -> None:
 
 
 def _count_work(device: Device) -> None:
-    """Writes a row for every step, in seconds: processor time of all ranks; what of it they would need while they sleep; and the
+    """Writes a row for every step, in seconds: processor time of all ranks; what of it they would need while asleep; and the
     mean and most of what ranks slept.
     """
     measure = measured._step
