@@ -17,7 +17,7 @@ profile has the first in `launch_s`, and the sleep of the optimizer is shorter b
 
 What is not real: latency of links (a bridge has none), the optimizer's own work, and memory. One process plans for all ranks.
 The host's own work is not dilated, so D must be so large that it is a small share of a step; the table has it: processor time
-of all ranks / (cores · time of the step). Part of it is idle: gloo has a thread that always wakes 100 times a second.
+of all ranks / (cores · time of the step). Part of it is idle: what threads that wait for messages need while all ranks sleep.
 """
 
 import argparse

@@ -9,13 +9,15 @@ tiny, so that its own arithmetic costs next to nothing. Instead of it
 - every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
   rank's documents at their lengths and degrees, 1 / 3.5 of it forward; its results are zeros, so losses do not depend on plans;
 - the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
-- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask;
-- one process makes a plan for all, as they share a few cores: ranks of a cluster have their own.
+- every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
+
+One process makes each plan for all, as they share a few cores: ranks of a cluster have their own.
 
 All times are those of a hardware profile, multiplied by `dilation`. Fixed static (`static:DEGREE`) packs documents in the order
 in which they are drawn, as trainers do, and `bins` stands for the planner of `rival`, if one is given.
 """
 
+import ctypes
 import json
 import os
 import pickle
@@ -133,13 +135,19 @@ class ModelledKernel:
 
 
 class SharedLoop(ProcessGroupGloo):
-    """Gloo whose groups share the thread that waits for messages: each such thread wakes 100 times a second."""
+    """Gloo whose groups share the thread that waits for messages, and let it sleep until there are some.
+
+    Gloo wakes such a thread 100 times a second. It gets a timer slack of a second: messages wake it at once, its timer late.
+    """
 
     device: Any = None
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         if SharedLoop.device is None:
+            set_slack = partial(ctypes.CDLL(None).prctl, 29)  # PR_SET_TIMERSLACK of <linux/prctl.h>; threads inherit it
+            set_slack(ctypes.c_ulong(1_000_000_000))
             SharedLoop.device = ProcessGroupGloo.create_device(interface=os.environ["GLOO_SOCKET_IFNAME"])
+            set_slack(ctypes.c_ulong(50_000))
         options = ProcessGroupGloo._Options()
         options._timeout, options._devices, options._threads = timeout, [SharedLoop.device], 2
         super().__init__(store, rank, size, options)

@@ -1,6 +1,6 @@
 """Predicts training on 8 to 3,072 GPUs: the best split of the GPUs for models of 8B to 1T, with dynamic degrees and without.
 
-    python bench/scaling.py                   # makes docs/scaling.md and bench/results/scaling.csv
+    python bench/scaling.py     # makes docs/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
 Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
 model. For every model and number of GPUs the search of `longctx compare --parallel` finds the ten best splits with mode auto.
@@ -21,7 +21,8 @@ import numpy as np
 from harness import Table, command, facts, markdown, options
 from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
 from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.layouts.search import BUDGETS, Found, SearchResult, memory_of, search
+from longctx.comparison.layouts.search import BUDGETS, SearchResult, memory_of, search
+from longctx.comparison.layouts.table import schedule_name
 from longctx.comparison.mixes import load_mix
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
@@ -110,22 +111,22 @@ class Row:
 
 def main() -> None:
     parser = options(__doc__, "scaling", minutes=60.0)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--gpus", default=",".join(map(str, GPUS)))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--gpus", nargs="+", type=int, default=GPUS)
     given = parser.parse_args()
+    page_at = PAGE if given.out == parser.get_default("out") else given.out.with_suffix(".md")
     began = time.monotonic()
     machine = Machine.load(PROFILE)
     about = facts("longctx", "numpy") | {"profile": PROFILE, "mix": MIX, "command": command()}
     table = Table(given.out.with_suffix(".csv"), [*Row.__annotations__, "refused"], about)
-    wanted = [{"model": name, "gpus": int(gpus)} for name in given.models.split(",") for gpus in given.gpus.split(",")]
+    wanted = [{"model": name, "gpus": gpus} for name in given.models for gpus in given.gpus]
     for row in table.missing(wanted, began + 60 * given.minutes):
         try:
             table.append(asdict(predict(machine, row["model"], row["gpus"])))
         except UserError as error:
             table.append({**row, "refused": str(error)})
         print(", ".join(f"{name} {value}" for name, value in table.rows[-1].items() if value), file=sys.stderr)
-        PAGE.write_text(page(table.rows, about), "utf-8")
-    PAGE.write_text(page(table.rows, about), "utf-8")
+    page_at.write_text(page(table.rows, about), "utf-8")
 
 
 def predict(machine: Machine, name: str, gpus: int) -> Row:
@@ -148,7 +149,7 @@ def predict(machine: Machine, name: str, gpus: int) -> Row:
         tp=split.tensor,
         pp=split.pipeline.ranks,
         domain=split.domain,
-        schedule=_schedule(best),
+        schedule=schedule_name(split.pipeline),
         recompute=split.recompute,
         tokens_per_rank=split.tokens_per_rank,
         step_s=best.step_s,
@@ -193,11 +194,6 @@ def _static(machine: Machine, spec: ModelSpec, outcome: SearchResult, lengths: I
             cost = plan_cost(profile, lengths, assignment, ranks, budget, split.pipeline)
             found.append((cost.makespan_s, split, degree))
     return found
-
-
-def _schedule(found: Found) -> str:
-    pipeline = found.split.pipeline
-    return "–" if pipeline.ranks == 1 else f"{pipeline.schedule} × {pipeline.chunks}"
 
 
 def page(found: list[dict[str, str]], about: dict[str, str]) -> str:

@@ -15,6 +15,7 @@ from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.planner import make_plan
+from longctx.planning.planners.auto import search as search_module
 from longctx.planning.planners.auto.local_search import balance
 from longctx.planning.planners.auto.search import search, search_in_blocks
 from longctx.planning.planners.auto.settings import DEFAULT
@@ -192,3 +193,20 @@ def test_groups_of_next_to_no_time_end() -> None:
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
     step = Step(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
     assert search(step, replace(DEFAULT, **changed))[1] > search(step)[1]
+
+
+@pytest.mark.parametrize(("gap", "narrowest"), [(0.0, 1), (1.0, 2)])
+def test_finer_blocks_are_not_tried_from_the_widest_gap_that_a_step_reaches(
+    gap: float, narrowest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 documents in 8 blocks of 2 ranks are an effort of 512."""
+    tried: list[int] = []
+
+    def record(step: Step, settings: Any) -> Any:
+        tried.append(step.block)
+        return search_in_blocks(step, settings)
+
+    monkeypatch.setattr(search_module, "search_in_blocks", record)
+    step = Step(H100, np.array(load_mix("wlb_128k").draw(64, 0)), 16, 16384)
+    search(step, replace(DEFAULT, enough=((0, 0.0), (512, gap), (1024, 0.0)), lost=1.0, some=1 << 30))
+    assert tried[-1] == narrowest and 4 in tried, tried

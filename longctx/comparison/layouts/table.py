@@ -41,7 +41,7 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
             str(split.tensor),
             str(split.pipeline.ranks),
             str(split.expert if with_experts else split.domain),
-            _schedule(split.pipeline),
+            schedule_name(split.pipeline),
             split.recompute,
             _kept_whole(split),
             f"{split.tokens_per_rank}",
@@ -72,7 +72,8 @@ def _captions(outcome: SearchResult) -> Sequence[str]:
     )
 
 
-def _schedule(pipeline: Pipeline) -> str:
+def schedule_name(pipeline: Pipeline) -> str:
+    """Returns the schedule of a pipeline and its chunks in a few letters, and – without a pipeline."""
     if pipeline.ranks == 1:
         return "–"
     short = {"interleaved": "interl", "zero-bubble": "zero"}.get(pipeline.schedule, pipeline.schedule)

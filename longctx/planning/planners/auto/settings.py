@@ -14,8 +14,8 @@ class SearchSettings:
     lost: float = 0.01
     """Maximum share of time that splitting every document over the ranks of a block may cost."""
     enough: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.003), (1 << 20, 0.015))
-    """Documents times blocks, and the gap to the lower bound from which no finer blocks are tried. Of the rows that a step
-    reaches, the last counts."""
+    """Documents times blocks, and the gap to the lower bound from which no finer blocks are tried. Of the gaps that a
+    step reaches, the widest counts."""
     some: int = 1 << 17
     """Documents times blocks from which finer blocks are not tried if the last ones were slower by `slower`."""
     slower: float = 0.02
