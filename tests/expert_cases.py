@@ -1,5 +1,6 @@
 """Small mixtures of experts, their reference, and the code that the ranks of a test run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,27 @@ def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
     gates = [sparse(shape_of(router_bias=True, num_experts=4)).gate for _ in range(2)]
     for gate, counts, losses in zip(gates, ([4, 0, 4, 0], [1, 2, 2, 3]), ([1.0, 2.0], [3.0, 4.0]), strict=True):
         gate.watch.add(torch.tensor(counts), torch.tensor(losses, dtype=torch.float64))
-    found = Balance([gate.watch for gate in gates], 0.25, mesh).end_step()
+    balance = Balance([gate.watch for gate in gates], 0.25, mesh)
+    found = balance.end_step()
+    assert not any(gate.expert_bias.any() for gate in gates), "a step that is skipped moves no bias"
+    balance.move_biases()
     return found, [gate.expert_bias.tolist() for gate in gates]
+
+
+def skipped_step(store: Path, run: Path) -> list[bool]:
+    """Trains with an infinite loss, but a finite gradient, in the first of two steps. Returns in which the biases moved."""
+    trainer = start(store, run, [*TINY_MOE, "train.on_nonfinite=skip"])
+    original, moved = trainer._forward_backward, []
+    trainer._forward_backward = lambda *arguments: original(*arguments) * math.inf  # type: ignore[method-assign]
+    biases = [getattr(*router.bias) for router in trainer.balance.routers if router.bias is not None]
+    with trainer.loader:
+        for skipped in (True, False):
+            before = [bias.clone() for bias in biases]
+            metrics = trainer.step()
+            assert metrics.skipped == skipped and math.isfinite(metrics.grad_norm)
+            moved.append(any(not torch.equal(bias, old) for bias, old in zip(biases, before, strict=True)))
+            trainer._forward_backward = original  # type: ignore[method-assign]
+    return moved
 
 
 def chosen_experts(store: Path, run: Path, settings: list[str]) -> list[tuple[Any, ...]]:
@@ -183,6 +203,7 @@ def balanced_step(folder: Path, settings: list[str]) -> tuple[dict[str, torch.Te
     trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
     gradients = {name: _gradient(weight) for name, weight in trainer.model.named_parameters()}
     found = trainer.balance.end_step()
+    trainer.balance.move_biases()
     return gradients, found, [getattr(*router.bias) for router in trainer.balance.routers if router.bias is not None]
 
 

@@ -24,6 +24,7 @@ from tests.expert_cases import (
     reference,
     routed,
     shape_of,
+    skipped_step,
     sparse,
     split_documents,
     split_over_ranks,
@@ -145,6 +146,10 @@ def test_bias_moves_towards_even_use() -> None:
     router = sparse(shape_of(router_bias=True)).gate
     router.watch.move_bias(torch.tensor([4, 0, 2, 2, 2, 2]), 0.5)
     assert router.expert_bias.tolist() == [-0.5, 0.5, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_skipped_step_moves_no_bias(workers: Workers, store: Path, tmp_path: Path) -> None:
+    assert workers.run(skipped_step, 2, store, tmp_path) == [[False, True]] * 2
 
 
 def test_statistics_of_a_step(workers: Workers) -> None:

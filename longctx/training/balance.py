@@ -1,7 +1,7 @@
 """Balance of a model's experts in training: tells routers about documents, and moves their biases after each step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -20,7 +20,7 @@ STATISTICS = ("expert_layers", "expert_imbalance", "unused_experts", "document_l
 """Names of what `Balance.end_step` returns, sums over this rank's layers."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Balance:
     """Balance of the experts of this rank by its `routers`; there may be none, as on other stages of a pipeline, or if
     nothing is to be balanced.
@@ -29,11 +29,13 @@ class Balance:
         routers: watches of the routers, one per layer.
         bias_rate: how far biases move per step.
         mesh: groups of the run.
+        counts: tokens of every expert [layers, experts] in the last step, over all ranks.
     """
 
     routers: list[RouterWatch]
     bias_rate: float
     mesh: Mesh
+    counts: torch.Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, model: Model, config: Config, mesh: Mesh) -> "Balance":
@@ -76,21 +78,25 @@ class Balance:
             dist.all_reduce(tensor, group=self.mesh.tokens)
         return counts, losses
 
-    def end_step(self, *, moves: bool = True) -> dict[str, float]:
-        """Moves the biases if it `moves` them, and returns statistics of the step, summed over this rank's layers. Collective.
+    def end_step(self) -> dict[str, float]:
+        """Sums the counts of the step, and returns its statistics, summed over this rank's layers. Collective.
 
         The imbalance of a layer is the tokens of its busiest expert over the mean.
         """
         if not self.routers:
             return dict.fromkeys(STATISTICS, 0.0)
-        counts, losses = self._sums()
-        for router, of_router in zip(self.routers, counts, strict=True):
-            router.move_bias(of_router, self.bias_rate if moves else 0.0)
-        wide = counts.double()
+        self.counts, losses = self._sums()
+        wide = self.counts.double()
         imbalance = wide.amax(1) / wide.mean(1).clamp(min=1)
-        unused = (counts == 0).double().mean(1)
+        unused = (self.counts == 0).double().mean(1)
         found = torch.stack([imbalance.sum(), unused.sum(), *losses.sum(0)]).tolist()
         return dict(zip(STATISTICS, [float(len(self.routers)), *found], strict=True))
+
+    def move_biases(self) -> None:
+        """Moves the biases by the counts of the step that has ended: part of its update."""
+        if self.counts is not None:
+            for router, counts in zip(self.routers, self.counts, strict=True):
+                router.move_bias(counts, self.bias_rate)
 
 
 def _begin_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:

@@ -233,7 +233,7 @@ class Trainer:
         self.doing = "gradient norm"
         with self.clock.span(OPTIMIZER):
             grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
-        domain = self._share(batch, losses, updates=math.isfinite(grad_norm))
+        domain = self._share(batch, losses)
         loss = domain["loss"].sum().item() if weights.loss is None else weights.loss
         self._count_skipped(batch, losses, loss, grad_norm)
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
@@ -242,6 +242,7 @@ class Trainer:
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
             if not self.skipped:
                 self.optimizer.step()
+                self.balance.move_biases()
             self.optimizer.zero_grad()
         domain["optimizer_s"] += self.clock.take()[OPTIMIZER]
         self.steps_done = batch.step
@@ -400,11 +401,8 @@ class Trainer:
         profile = online_fit.after(batch.plan, slowest)
         self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
-    def _share(self, batch: StepBatch, losses: torch.Tensor, *, updates: bool) -> dict[str, torch.Tensor]:
-        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once.
-
-        Biases of experts move if the gradient is finite: `updates`.
-        """
+    def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once."""
         counts, spent = self.mesh.counts, self.clock.take()
         idle_s, idle_share = self.pipeline.clock.idle() if self.pipeline is not None else (0.0, 0.0)
         local = {
@@ -419,7 +417,7 @@ class Trainer:
             "peak_memory_bytes": float(peak_memory_bytes(self.mesh.device)),
             "stop": float(self.stop.received),
             "written": float(self.saver.written),
-            **self.balance.end_step(moves=updates),
+            **self.balance.end_step(),
             **self.multi_token.end_step(),
         }
         local["mtp_loss"] *= counts
