@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from longctx.commands.eval import make_evaluation_planner
+from longctx.config import load
 from longctx.data.store import Store
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer
 from longctx.evaluation.loss import evaluate
@@ -40,6 +41,18 @@ def save_checkpoint(folder: Path, kind: str = "llama", chat: bool = True) -> Pat
         tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
+    """Trains a checkpoint for a step by transformers' own code, and saves it."""
+    settings = [*FOR_CHECKPOINTS, f"model.from_pretrained={folder}", "model.implementation=transformers"]
+    settings += [f"data.store={store}", f"train.run_dir={run}", "batch.tokens_per_rank=1500"]
+    config = load(None, settings, world_size=1)
+    (run / "config.yaml").write_text(config.to_yaml(), "utf-8")
+    trainer = Trainer.start(config, make_groups(torch.device("cpu"), timeout_s=60.0), Store.open(store), None)
+    with trainer.loader:
+        trainer.step()
+        trainer.save()
 
 
 def opened(name: str, settings: Sequence[str]) -> tuple[Target, Trainer]:

@@ -25,6 +25,7 @@ from tests.evaluation_cases import (
     right_cells,
     right_questions,
     save_checkpoint,
+    train_checkpoint,
 )
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers
@@ -143,6 +144,15 @@ def test_a_scaled_rope_is_another_model_and_is_said(workers: Workers, store: Pat
     assert "not as trained: model.rope_scaling is 'yarn', was 'none'" in found["notes"]
     with pytest.raises(AssertionError, match=r"contains another model: hidden_size is 16, was 32"):
         workers.run(losses, 1, str(run), store, [*WHOLE, "model.hidden_size=16"])
+
+
+def test_a_scaled_rope_in_transformers_own_code(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """There the longest length is a setting of the model, which the factor changes."""
+    workers.run(train_checkpoint, 1, checkpoint, store, tmp_path)
+    scaled = ["model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=4096"]
+    found = workers.run(losses, 1, str(tmp_path), store, [*WHOLE, *scaled])[0]
+    assert any(note.startswith("not as trained: model.rope_parameters is ") for note in found["notes"]), found["notes"]
+    assert "not as trained: model.max_position_embeddings is 16384, was 4096" in found["notes"]
 
 
 @pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), Tokenizer.train(task_documents(200, 60), 700)], ids=["bytes", "BPE"])

@@ -113,7 +113,7 @@ class Target:
         if self.found is None:
             return trainer, self
         different = trainer.model.differences(self.found.state["model"])
-        rope = [sentence for sentence in different if sentence.startswith("rope_")]
+        rope = [sentence for sentence in different if sentence.startswith(("rope_", "max_position_embeddings is"))]
         if len(rope) < len(different):
             raise TargetError(f"{self.found.folder} contains another model: {'; '.join(different)}; override only rope_*")
         if problem := self.found.damage(mesh.control):

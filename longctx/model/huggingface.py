@@ -251,12 +251,17 @@ class TransformersModel(Model):
             ]
         if "lora" in described:
             return [f"it has LoRA adapters: set lora.rank to {described['lora']['rank']}"]
-        ignored = {"transformers_version", "_name_or_path"}
+        here, there, ignored = _flat(here), _flat(there), {"transformers_version", "_name_or_path"}
         return [
             f"{key} is {here.get(key)!r}, was {there.get(key)!r}"
             for key in sorted({*here, *there} - ignored)
             if here.get(key) != there.get(key)
         ]
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a described config, those of its text model by their own names."""
+    return {key: value for key, value in config.items() if key != "text_config"} | (config.get("text_config") or {})
 
 
 class _Given(nn.Module):
