@@ -264,6 +264,24 @@ def test_the_gradient_of_a_split_embedding_is_split(workers: Workers) -> None:
     workers.run(gradient_of_a_split_embedding, 2)
 
 
+def gradient_of_frequent_entries() -> None:
+    mesh = make_groups(torch.device("cpu"), tensor=dist.get_world_size()).tensor
+    tokens = torch.arange(16_000) % 4
+    model = nn.Module()
+    model.embed_tokens = nn.Embedding(5, 3, dtype=torch.bfloat16)
+    parallelize_module(model, mesh, {"embed_tokens": ENDS["embed_tokens"]})
+    out = model.embed_tokens(tokens)
+    gradient = torch.rand(16_000, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out.backward(gradient.chunk(mesh.size())[mesh.get_local_rank()])
+    exact = torch.zeros(5, 3).index_add_(0, tokens, gradient.float())
+    torch.testing.assert_close(model.embed_tokens.weight.grad.full_tensor().float(), exact, rtol=1e-2, atol=0)
+
+
+def test_gradient_of_frequent_entries_of_a_split_embedding_in_bfloat16(workers: Workers) -> None:
+    """As without tensor parallelism: 4,000 gradients are too many to add one by one in bfloat16."""
+    workers.run(gradient_of_frequent_entries, 2)
+
+
 def test_one_process_writes_the_run_folder(workers: Workers, store: Path, tmp_path: Path) -> None:
     assert workers.run(train_and_save, 2, store, tmp_path, [TWO, "train.steps=2", "checkpoint.every=2"]) == [True, True]
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]

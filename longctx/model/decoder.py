@@ -131,15 +131,21 @@ class PredictionBlock(Block):
 
 
 class Embedding(nn.Embedding):
-    """torch's embedding, except for bfloat16 on CPU, where torch sums the gradients of an entry in bfloat16 and loses terms."""
+    """torch's embedding, with `rows_of`."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        split = type(weight.data) is not torch.Tensor  # a DTensor, which follows torch's own rules
-        if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and not split:
-            rows: torch.Tensor = weight.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
-            return rows
-        return super().forward(tokens)
+        split = type(self.weight.data) is not torch.Tensor  # a DTensor, which follows torch's own rules
+        return super().forward(tokens) if split else rows_of(self.weight, tokens)
+
+
+def rows_of(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of an embedding, as torch does, but in bfloat16 on CPU, where it sums gradients of an entry in bfloat16
+    and loses terms.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        rows: torch.Tensor = weight.index_select(0, tokens.flatten()).unflatten(0, tokens.shape)
+        return rows
+    return F.embedding(tokens, weight)
 
 
 class Decoder(StagedModel):

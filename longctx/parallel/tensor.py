@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.nn import functional as F
 
+from longctx.model.decoder import rows_of
 from longctx.model.protocol import StagedModel
 
 
@@ -82,7 +82,7 @@ def _own_rows(embedding: nn.Embedding, tokens: DTensor) -> DTensor:
     local = weight.to_local()
     entries = tokens.to_local() - first_entry(weight)
     here = (entries >= 0) & (entries < len(local))
-    rows = F.embedding(entries.where(here, 0), local).where(here.unsqueeze(-1), 0)
+    rows = rows_of(local, entries.where(here, 0)).where(here.unsqueeze(-1), 0)
     return DTensor.from_local(rows, weight.device_mesh, [Partial()], run_check=False)
 
 
