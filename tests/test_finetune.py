@@ -13,12 +13,17 @@ import pytest
 import torch
 
 from longctx.cli import main
+from longctx.commands import finetune as command
+from longctx.config import Config
+from longctx.data.sampler import Sampler, held_out
+from longctx.data.store import Store
 from longctx.training.checkpoint import steps
 from tests.template_cases import FAMILIES
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface_cases import build_model  # noqa: E402
+from tests.training_cases import make_store  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
 SIZES = [
@@ -255,3 +260,21 @@ def test_settings_can_be_made_without_training(checkpoint: Path, conversations: 
     assert config.optimizer.weight_decay == 0.5 and config.checkpoint.export == out / "export"
     total = int(json.loads((out / "store" / "manifest.json").read_text())["tokens"])
     assert config.train.steps * config.batch.global_tokens == pytest.approx(2 * total, rel=0.5)
+
+
+@pytest.mark.parametrize("counted", [1 << 17, 8])
+@pytest.mark.parametrize(("epochs", "share"), [(0.3, 0.0), (1.0, 0.0), (2.5, 0.2)])
+def test_steps_read_the_documents_as_often_as_asked(
+    epochs: float, share: float, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of whole documents have more than their tokens: here 1.4 times as many."""
+    monkeypatch.setattr(command, "COUNTED", counted)
+    store = Store.open(make_store(tmp_path, tuple(range(200, 400, 7))))
+    given = Config.model_validate({"data": {"held_out": share}, "train": {"seed": 3}})
+    steps = command._steps(epochs, given, store, 400)
+    sampler = Sampler(store.lengths, global_tokens=400, seed=3, max_length=400, left_out=held_out(store.names, share))
+    cursors = [0]
+    for _ in range(steps):
+        cursors.append(sampler.step(cursors[-1])[1])
+    wanted = epochs * sampler.pieces
+    assert cursors[-1] >= wanted - (2 if counted == 8 else 0) and cursors[-2 if counted > 8 else -3] < wanted

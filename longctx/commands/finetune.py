@@ -24,6 +24,8 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
 """Default peak learning rates and beta of DPO."""
 FEWEST_STEPS = 20
+COUNTED = 1 << 17
+"""Documents from which on steps are estimated, as counting them takes long."""
 """Minimum number of steps; steps are made smaller than 64 Ki tokens to reach it."""
 WARMUP = 0.03
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -159,11 +161,10 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     `given` if set there.
     """
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
-    total = math.ceil(arguments.epochs * tokens)
-    step = max(longest, min(65536, total // FEWEST_STEPS))
+    step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in given.batch.model_fields_set:
         step = given.batch.global_tokens
-    steps = given.train.steps if "steps" in given.train.model_fields_set else max(1, round(total / step))
+    steps = given.train.steps if "steps" in given.train.model_fields_set else _steps(arguments.epochs, given, store, step)
     per_rank = max(2048, math.ceil(longest / ranks))
     while longest_document(ranks, per_rank) < longest:
         per_rank += 1
@@ -192,6 +193,31 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     if arguments.lora is not None:
         values["lora"] = {"rank": arguments.lora}
     return values
+
+
+def _steps(epochs: float, given: Config, store: "Store", global_tokens: int) -> int:
+    """Returns the fewest steps that read the documents `epochs` times; of many documents, by the steps of the first ones.
+
+    A step has more than its tokens: it takes whole documents.
+    """
+    from longctx.data.mixture import make_steps
+    from longctx.data.sampler import Sampler
+
+    data = given.data
+    steps = make_steps(
+        store,
+        global_tokens=global_tokens,
+        seed=given.train.seed,
+        max_length=data.max_length or int(store.lengths.max()),
+        long_documents=data.long_documents,
+        held_out_share=data.held_out,
+    )
+    assert isinstance(steps, Sampler), "there is one store"
+    wanted = math.ceil(epochs * steps.pieces)
+    count, cursor = 0, steps.start
+    while cursor < min(wanted, COUNTED):
+        cursor, count = steps.step(cursor)[1], count + 1
+    return math.ceil(wanted / cursor * count) if cursor < wanted else count
 
 
 def _next(config: Config, export: Path) -> str:
