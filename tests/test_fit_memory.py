@@ -101,6 +101,18 @@ def test_all_stages_fit(store: Path, tmp_path: Path) -> None:
     assert all(needs(found.at_stage(number), store, 1) <= available for number in range(2))
 
 
+def test_a_stage_that_sets_what_must_change(store: Path, tmp_path: Path) -> None:
+    """The change is made in the stage, whose settings replace those of the run, and no other stage becomes slower."""
+    slow = {"steps": 2, "batch": {"tokens_per_rank": 4000}, "train": {"mlp_tile_tokens": None}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**STAGES, "stages": [{"steps": 2}, slow]}))
+    config = load(tmp_path / "run.yaml", [word for word in settings(store) if not word.startswith(("train.steps", "batch"))])
+    room = int(needs(changed(config.at_stage(1), [("train.recompute", "full")]), store, 1)) + 2
+    assert needs(config.at_stage(0), store, 1) <= room < needs(config.at_stage(1), store, 1)
+    found = fitted(config, 1, int(room / ROOM) + 2, fused=False)
+    assert needs(found.at_stage(1), store, 1) <= room and found.at_stage(0) == config.at_stage(0)
+    assert changes_said(config, found) == "train.fit_memory: stage 2: train.mlp_tile_tokens=2048"
+
+
 def test_copies_of_weights_are_kept(store: Path) -> None:
     """Which ranks share weights is settled before ranks can compare their memory."""
     config = load(None, settings(store, "parallel.shard_ranks=1"), world_size=2)

@@ -12,6 +12,7 @@ import torch
 from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.config.rules import broken_rules
+from longctx.config.stages import may_be_staged
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
@@ -27,6 +28,7 @@ from longctx.units import format_bytes
 PLANNED_STEPS = 2
 ROOM = 0.85
 """Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
+ABSENT = object()
 Settings = dict[str, Any]
 """New values by dotted name."""
 Choice = tuple[Settings, Memory]
@@ -113,8 +115,19 @@ def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) ->
             # The ranks that share weights have joined already when all ranks agree on the changes.
             keep = ("parallel.shard_ranks",)
             tried = (cheapest_change(spec, own, store, ranks, limit, fused=fused, keep=keep) for limit in (room, available))
-            config = changed(config, next((change for change in tried if change is not None), {}).items())
+            for change in next((change for change in tried if change is not None), {}).items():
+                config = _changed_for(config, number, *change)
     return config
+
+
+def _changed_for(config: Config, number: int, name: str, value: object) -> Config:
+    """Returns the settings of a run with one changed for a stage: in that stage alone, if stages may set it."""
+    section, key = name.split(".")
+    if not config.stages or not may_be_staged(section, key):
+        return changed(config, [(name, value)])
+    stages = list(config.stages)
+    stages[number] = stages[number].model_copy(update={section: {**getattr(stages[number], section), key: value}})
+    return config.model_copy(update={"stages": tuple(stages)})
 
 
 def changes_said(before: Config, after: Config) -> str:
@@ -122,7 +135,13 @@ def changes_said(before: Config, after: Config) -> str:
     old, new = before.model_dump(), after.model_dump()
     names = [(section, key) for section in ("context", "parallel", "train") for key in new[section]]
     changes = [as_override(f"{s}.{key}", new[s][key]) for s, key in names if new[s][key] != old[s][key]]
-    return f"train.fit_memory: {' '.join(changes)}" if changes else ""
+    parts = [" ".join(changes)] if changes else []
+    for number, (stage, earlier) in enumerate(zip(new["stages"], old["stages"], strict=True), start=1):
+        own = [(s, key, value) for s in ("context", "parallel", "train") for key, value in stage[s].items()]
+        parts += [
+            f"stage {number}: {s}.{key}={yaml_text(value)}" for s, key, value in own if earlier[s].get(key, ABSENT) != value
+        ]
+    return f"train.fit_memory: {', '.join(parts)}" if parts else ""
 
 
 def allowed(config: Config, ranks: int) -> bool:
