@@ -289,7 +289,7 @@ def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor 
     dsink = None
     if sink_logits is not None:
         shares = (sink_logits.to(lse.dtype) - lse).exp()
-        dsink = -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
+        dsink = -(shares * (dout.to(lse.dtype) * out).sum(-1)).sum(0).to(sink_logits.dtype)
     return dq, None, None, dsink, begun, None, None
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
@@ -159,6 +160,23 @@ def not_finite_after_a_checkpoint(store: Path, run: Path) -> list[str]:
         with pytest.raises(NonFiniteLoss):
             trainer.train()
     return names(run)
+
+
+def updated_after_a_checkpoint_of_nothing(store: Path, run: Path, saves: bool) -> list[torch.Tensor]:
+    """Weights after a step, before which a checkpoint was written or not."""
+    trainer = start(store, run, [])
+    with trainer.loader:
+        if saves:
+            trainer.save()
+        trainer.step()
+    return [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
+
+
+def test_a_checkpoint_before_the_first_update_changes_nothing(workers: Workers, store: Path, tmp_path: Path) -> None:
+    plain, saved = (
+        workers.run(updated_after_a_checkpoint_of_nothing, 1, store, tmp_path / str(s), s)[0] for s in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(plain, saved, strict=True))
 
 
 def test_a_step_that_is_not_finite_leaves_the_checkpoint_before_it(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Training does not depend on how the work is split, resumes exactly, and stops with an actionable error."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -18,10 +19,12 @@ import pytest
 
 from longctx.cli import main
 from longctx.commands import train as commands_train
+from longctx.config import Config, ConfigError
 from longctx.training import checkpoint, saving
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
+from longctx.training.setup import choose_max_length
 from longctx.training.spikes import Spikes
 from tests import training_cases
 from tests.training_cases import SMALL, make_store, train, train_and_save
@@ -334,6 +337,44 @@ def test_checkpoints_are_ordered_by_number(tmp_path: Path) -> None:
     assert checkpoint.newest(tmp_path)[0].step == 1_000_000
     saving.prune(tmp_path, 2, tmp_path / "checkpoints" / "step-1000000")
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["step-1000000", "step-999999"]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As with a file that another process has open on NFS: the run goes on, and later ones are deleted."""
+    for step in (1, 2, 3):
+        folder = tmp_path / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step, "files": {}}))
+    delete = saving.shutil.rmtree
+
+    def fails(folder: Path) -> None:
+        if folder.name == "step-000001":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(folder))
+        delete(folder)
+
+    monkeypatch.setattr(saving.shutil, "rmtree", fails)
+    saving.prune(tmp_path, 1, tmp_path / "checkpoints" / "step-000003")
+    assert checkpoint.steps(tmp_path) == [1, 3]
+    assert "step-000001 cannot be deleted: [Errno 39] Directory not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("world_size", "context"), [(3, {}), (4, {"mode": "static", "degree": 2}), (5, {"mode": "auto"})])
+def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(world_size: int, context: dict[str, Any]) -> None:
+    config = Config.model_validate({"batch": {"tokens_per_rank": 2000}, "context": context})
+    found = Checkpoint(Path("step-000001"), {"data": {"max_length": 32768}}, {})
+    with pytest.raises(ConfigError, match="can hold only") as caught:
+        choose_max_length(config, world_size, found)
+    least = int(re.search(r"set it to (\d+), or", str(caught.value))[1])
+    capacities = [
+        config.model_copy(update={"batch": config.batch.model_copy(update={"tokens_per_rank": tokens})}).capacity(world_size)
+        for tokens in (least - 1, least)
+    ]
+    assert capacities[0] < 32768 <= capacities[1]
+    bins = config.model_copy(update={"context": config.context.model_copy(update={"mode": "bins", "bins": {4000: 2}})})
+    with pytest.raises(ConfigError, match=r"give context\.bins an entry of 32768 tokens or more, or start more processes"):
+        choose_max_length(bins, world_size, found)
 
 
 def test_a_corrupt_checkpoint(workers: Workers, store: Path, tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def make_plan(
         degree: degree for mode static; None chooses the best one.
         bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
             considers this table, unless a document does not fit it.
-        max_remote_tokens: maximum number of remote tokens whose K and V a rank holds at once; sets the number of exchange
-            stages of every micro-batch (at most its largest degree - 1). None: one stage.
+        max_remote_tokens: about how many remote tokens a stage of the exchange has; sets the number of stages of every
+            micro-batch (at most its largest degree - 1). A rank holds K and V of two stages at once. None: one stage.
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
 
     Returns:

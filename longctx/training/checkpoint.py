@@ -217,7 +217,11 @@ def load(checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimi
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns weights and optimizer state; of a partly frozen model only the trained weights."""
+    new = not optimizer.state
     weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
+    if new:  # torch has made its state by a step with gradients of zero, which counts
+        for values in optimizer.state.values():
+            values["step"].zero_()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(trained) < len(list(model.parameters())):
         weights = {name: weight for name, weight in weights.items() if name in trained}

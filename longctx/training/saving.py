@@ -268,9 +268,13 @@ def _sync(folder: Path) -> None:
 
 
 def prune(run: Path, keep: int | None, published: Path) -> None:
-    """Deletes all complete checkpoints up to the published one but the `keep` latest.
+    """Deletes all complete checkpoints up to the published one but the `keep` latest; says which it cannot delete.
 
     Later ones are of a run that was resumed from an earlier checkpoint because they are damaged.
     """
     for found in complete(run, published)[: -keep if keep else 0]:
-        shutil.rmtree(found)
+        try:
+            shutil.rmtree(found)
+        except OSError as error:  # of a file that is open on a network file system, or deleted by somebody else
+            if found.exists():
+                print(f"longctx: old checkpoint {found} cannot be deleted: {error}", file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Setup: builds the parts of a run from its settings."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -215,12 +216,24 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
         return min(previous, capacity)
     if previous > capacity:
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
+        least = _budget_for(config, previous, world_size)
+        way_out = f"set it to {least}" if least else f"give context.bins an entry of {previous} tokens or more"
         raise ConfigError(
             f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
-            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: set it to "
-            f"{-(-previous // config.domain(world_size))}, or start more processes (--processes)"
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: {way_out}, or start more "
+            "processes (--processes)"
         )
     return previous
+
+
+def _budget_for(config: Config, length: int, world_size: int) -> int | None:
+    """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if it never does."""
+
+    def holds(tokens: int) -> bool:
+        batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
+        return config.model_copy(update={"batch": batch}).capacity(world_size) >= length
+
+    return bisect_left(range(length + 1), True, key=holds) if holds(length) else None
 
 
 def padding(config: Config) -> int:
