@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import pytest
 from longctx.cli import main
 from longctx.commands import train as commands_train
 from longctx.config import Config, ConfigError
+from longctx.data.store import Store
 from longctx.training import checkpoint, saving
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.metrics import MetricsLog, StepMetrics
@@ -27,7 +29,7 @@ from longctx.training.run_folder import RunFolderError, only_run_in, open_run_fo
 from longctx.training.setup import choose_max_length
 from longctx.training.spikes import Spikes
 from tests import training_cases
-from tests.training_cases import SMALL, make_store, train, train_and_save
+from tests.training_cases import SMALL, make_store, train, train_and_save, validate
 from tests.workers import Workers
 
 
@@ -152,6 +154,19 @@ def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
         other = workers.run(train, ranks, store, tmp_path / "saved", [f"batch.tokens_per_rank={budget}"], 2, True)[0]
         assert [(m.step, m.tokens, m.target_tokens) for m in other] == [(m.step, m.tokens, m.target_tokens) for m in again]
         assert [m.loss for m in other] == pytest.approx([m.loss for m in again], rel=1e-5)
+
+
+def test_resume_on_fewer_ranks_that_hold_every_document(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """Without data.max_length, which by default is what all ranks hold together: no document is that long."""
+    settings = ["data.max_length=null", f"batch.tokens_per_rank={Store.open(store).lengths.max()}"]
+    settings += ["eval.every=4", f"eval.store={make_store(tmp_path, (200, 2500))}"]
+    workers.run(train_and_save, 2, store, tmp_path, [*settings, "train.steps=4"])
+    both = workers.run(train, 2, store, tmp_path, settings, 2, True)[0]
+    alone = workers.run(train, 1, store, tmp_path, settings, 2, True)[0]
+    assert [m.loss for m in alone] == pytest.approx([m.loss for m in both], rel=1e-5)
+    assert math.isfinite(workers.run(validate, 1, store, tmp_path, settings)[0]), (
+        "documents apart are cut to what one rank holds"
+    )
 
 
 def test_resume_takes_the_settings_of_the_optimizer_from_the_config(workers: Workers, store: Path, tmp_path: Path) -> None:

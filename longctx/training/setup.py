@@ -205,16 +205,14 @@ def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
 def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
     """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint, or what the domain can hold.
 
-    A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint.
-    Raises ConfigError if the domain cannot hold such documents, nor the `longest` one that there is (None: unknown).
+    A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint, which
+    may be above what the domain can hold if the `longest` document is not (None: unknown). Raises ConfigError otherwise.
     """
     capacity = config.capacity(world_size)
     if config.data.max_length is not None or resume_from is None:
         return config.max_length(world_size)
     previous = int(resume_from.state["data"]["max_length"])
-    if longest is not None and longest <= capacity:
-        return min(previous, capacity)
-    if previous > capacity:
+    if capacity < min(previous, longest or previous):
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
         least = _budget_for(config, previous, world_size)
         way_out = f"set it to {least}" if least else f"give context.bins an entry of {previous} tokens or more"

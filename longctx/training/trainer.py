@@ -144,10 +144,11 @@ class Trainer:
         trainer = cls.build(config, mesh, source)
         trainer.stage, trainer.until = stage, run.stage_ends[stage]
         same_stage = resume_from is not None and resume_from.stage == stage
-        max_length = choose_max_length(config, mesh.world_size, resume_from if same_stage else None)
+        longest = int(store.lengths.max())
+        max_length = choose_max_length(config, mesh.world_size, resume_from if same_stage else None, longest)
         trainer.loader = build_loader(store, config, mesh, max_length)
         if config.eval.every is not None:
-            trainer.documents = documents_apart(config, store, max_length)
+            trainer.documents = documents_apart(config, store, min(max_length, config.capacity(mesh.world_size)))
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
             profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
