@@ -180,6 +180,27 @@ def test_a_reference_of_other_weights_is_refused_or_made_anew(
     assert workers.run(run, 1, store, tmp_path / "new", settings)[0]["computed"]
 
 
+def test_another_store_of_validation_after_a_resume(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Its reference comes from the initial weights, which must be there, and not from those of the checkpoint."""
+    mine, other = tmp_path / "mine", make_pairs(tmp_path, ((25, 31, 47), (12, 90, 33)))
+    shutil.copytree(checkpoint, mine)
+    settings = [f"model.from_pretrained={mine}", "batch.tokens_per_rank=500", "eval.every=2"]
+    expected = workers.run(run, 1, store, tmp_path / "whole", [*settings, f"eval.store={other}"])[0]["rows"][-1]
+    for folder, first in (("run", [*settings, f"eval.store={store}"]), ("late", settings[:2])):
+        workers.run(run, 1, store, tmp_path / folder, first)
+        shutil.rmtree(tmp_path / folder / "checkpoints" / "step-000004")
+        found = workers.run(run, 1, store, tmp_path / folder, [*settings, f"eval.store={other}"], True)[0]["rows"][-1]
+        for key in ("validation_loss", "validation_accuracy", "validation_tokens"):
+            assert found[key] == expected[key]
+    workers.run(run, 1, store, tmp_path / "refused", [*settings[:2], "train.steps=2"])
+    (weights,) = mine.glob("*.safetensors")
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] += 0.01
+    save_file(tensors, weights, metadata={"format": "pt"})
+    late = [*settings, "train.steps=3", f"eval.store={other}"]
+    assert "the initial weights have changed" in workers.run(run_fails, 1, store, tmp_path / "refused", late, True)[0]
+
+
 APART = ["eval.every=2", "data.held_out=0.4"]
 
 

@@ -17,11 +17,11 @@ from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.training.objective import Objective, StepWeights, documents_of
-from longctx.training.reference import Reference
+from longctx.training.reference import FILE, Reference
 from longctx.training.validation import Documents
 
-FILE, FILE_APART = "reference.npz", "reference-eval.npz"
-"""Files of reference log-probabilities of the training documents, and of those of `eval.store`."""
+FILE_APART = "reference-eval.npz"
+"""File of the reference log-probabilities of the documents of `eval.store`."""
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ def preferences(
     objective = Preference(settings.beta, settings.label_smoothing, reference.of(store, pieces, FILE))
     if apart is None or own:
         return objective, objective
-    return objective, replace(objective, reference=reference.of(apart.store, apart.pieces, FILE_APART))
+    return objective, replace(objective, reference=reference.of(apart.store, apart.pieces, FILE_APART, store_may_change=True))

@@ -31,6 +31,8 @@ from longctx.training.objective import document_sums
 from longctx.training.setup import padding
 from longctx.training.validation import Documents, Look
 
+FILE = "reference.npz"
+"""File of the reference log-probabilities of the documents that the run trains on."""
 SAME_WEIGHTS = 1e-9
 """Relative difference of norms that the order of summation explains."""
 SAID_EVERY_S, KEPT_EVERY_S = 10.0, 60.0
@@ -59,10 +61,11 @@ class Reference:
     planner: Planner
     resumes: bool
 
-    def of(self, store: Store, pieces: Iterable[Piece], name: str) -> torch.Tensor:
+    def of(self, store: Store, pieces: Iterable[Piece], name: str, *, store_may_change: bool = False) -> torch.Tensor:
         """Returns the sums of the documents of `pieces`, float64 [documents of the store]; NaN for other documents.
 
-        The pieces must be whole documents. The sums are kept as `name` in the run folder. Collective. Raises ReferenceError.
+        The pieces must be whole documents. The sums are kept as `name` in the run folder; with `store_may_change`, those of
+        another store are replaced. Collective. Raises ReferenceError.
         """
         wanted = np.zeros(len(store), np.bool_)
         wanted[[piece.document for piece in pieces]] = True
@@ -73,14 +76,19 @@ class Reference:
             "model": self.model.describe(),
             "weights": norm_over_mesh(self.weights, mesh),
         }
-        kept = mesh.gather_objects(_read(path) if mesh.world_rank == 0 else None)[0]
+        read = _read(path) or (_read(path.with_name(FILE)) if self.resumes else None)  # the weights of the run are in either
+        kept = mesh.gather_objects(read if mesh.world_rank == 0 else None)[0]
         sums = np.full(len(store), np.nan)
         if kept is not None:
-            complete = len(kept[1]) == len(store) and not np.isnan(kept[1][wanted]).any()
+            same_store = kept[0]["store"] == about["store"]
+            complete = same_store and not np.isnan(kept[1][wanted]).any()
             problems = self._differences(kept[0], about, weights=not (self.resumes and complete))
+            if not same_store and not store_may_change:
+                problems.append("it was computed for another store: use the store that the run started with")
             if problems and self.resumes:
                 raise ReferenceError(f"{path} belongs to another run: {'; '.join(problems)}; or start a new run")
-            sums = sums if problems else kept[1]
+            if same_store and not problems:
+                sums = kept[1]
         missing = np.flatnonzero(wanted & np.isnan(sums)).tolist()
         if missing:
             self._compute(store, missing, sums, path, about)
@@ -116,8 +124,6 @@ class Reference:
         Weights are compared only if sums are missing; otherwise a run may also resume with its export as the initial model.
         """
         problems = self.model.differences(kept["model"])
-        if kept["store"] != here["store"]:
-            problems.append("it was computed for another store: use the store that the run started with")
         if kept["dtype"] != here["dtype"]:
             problems.append(f"train.dtype is {here['dtype']}, but was {kept['dtype']}: set it to {kept['dtype']}")
         if weights and not problems and not math.isclose(kept["weights"], here["weights"], rel_tol=SAME_WEIGHTS):
