@@ -227,7 +227,7 @@ def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[
         dataset = datasets.load_from_disk(str(folder))
         rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
         for row, record in enumerate(rows):
-            yield _documents(_row(record), f"{folder.name}:{row}", f"{folder}, row {row}", column, size / len(rows))
+            yield _documents(_row(record), f"row:{row}", f"{folder}, row {row}", column, size / len(rows))
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises

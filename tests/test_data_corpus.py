@@ -126,7 +126,7 @@ def test_dataset_on_disk(tmp_path: Path) -> None:
 
     dataset = datasets.Dataset.from_dict({"text": ["one", "two"], "other": [1, 2]})
     dataset.save_to_disk(str(tmp_path / "plain"))
-    assert texts(tmp_path / "plain") == [("plain:0", "one"), ("plain:1", "two")]
+    assert texts(tmp_path / "plain") == [("row:0", "one"), ("row:1", "two")]
     with pytest.raises(CorpusError, match="'other' is of type int"):
         texts(tmp_path / "plain", text_column="other")
     with pytest.raises(CorpusError, match=r"neither 'body' nor messages, .* only text, other"):
