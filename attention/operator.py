@@ -106,12 +106,14 @@ class _Sent(torch.autograd.Function):
         return dx, local.flatten()[:0]
 
 
-def ring_attention(queries: Queries, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int) -> Tensor:
+def ring_attention(
+    queries: Queries, k: Tensor, v: Tensor, sink_logits: Tensor | None, call: int, layer: int, after: Tensor | None = None
+) -> Tensor:
     """Returns attention [tokens, heads, v_dim] of the `queries`, which are computed after K and V have been sent.
 
-    Backward waits for the gradients of K and V after that of the input of `queries`.
+    Backward waits for the gradients of K and V after that of the input of `queries`. `after`: see `begin`.
     """
-    begun = begin(k, v, call, layer)
+    begun = begin(k, v, after, call, layer)
 
     def sent(x: Tensor) -> Tensor:
         nonlocal begun
@@ -126,8 +128,12 @@ def ring_attention(queries: Queries, k: Tensor, v: Tensor, sink_logits: Tensor |
 
 @torch.library.custom_op("longctx::ring_attention_begin", mutates_args=())
 @_watched("forward")
-def begin(k: Tensor, v: Tensor, call: int, layer: int) -> Tensor:
-    """Posts the first messages of K and V. Returns an empty tensor, whose gradient in `forward` stands for theirs."""
+def begin(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
+    """Posts the first messages of K and V. Returns an empty tensor, whose gradient in `forward` stands for theirs.
+
+    `after` is an empty tensor of another exchange that must come before this one, and after it in backward, on every rank:
+    compilers move what does not depend on each other.
+    """
     ring = find(call)
     ring.begun[layer] = Begun.on(ring, k, v, layer)
     return k.new_empty(0)
@@ -236,7 +242,7 @@ DONE = object()
 
 
 @begin.register_fake
-def _(k: Tensor, v: Tensor, call: int, layer: int) -> Tensor:
+def _(k: Tensor, v: Tensor, after: Tensor | None, call: int, layer: int) -> Tensor:
     return k.new_empty(0)
 
 
@@ -261,12 +267,13 @@ def _(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tenso
 
 
 def _setup_begin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    k, v, ctx.number, ctx.layer = inputs
+    k, v, _, ctx.number, ctx.layer = inputs
     ctx.save_for_backward(k, v)
 
 
 def _key_gradients(ctx: Any, begun: Tensor) -> tuple[Tensor | None, ...]:
-    return *finish(begun, *ctx.saved_tensors, ctx.number, ctx.layer), None, None
+    dk, dv = finish(begun, *ctx.saved_tensors, ctx.number, ctx.layer)
+    return dk, dv, dk[:0].flatten() if ctx.needs_input_grad[2] else None, None, None
 
 
 begin.register_autograd(_key_gradients, setup_context=_setup_begin)
@@ -283,7 +290,7 @@ def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor 
     q, k, v, sink_logits, out, lse, kept = ctx.saved_tensors
     dout = dout.contiguous()
     dq = backward(dout, q, k, v, out, lse, kept, ctx.number, ctx.layer)
-    begun = k.new_zeros(0)
+    begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
     if not ctx.needs_input_grad[4]:  # K and V need no gradient, but other ranks wait for messages
         finish(begun, k, v, ctx.number, ctx.layer)
     dsink = None

@@ -133,7 +133,13 @@ class RingAttention(CheckedAttention):
         """Layer and pass that this rank entered last, for error messages."""
 
     def attend(
-        self, queries: Queries, k: torch.Tensor, v: torch.Tensor, layer: int | None, sink_logits: torch.Tensor | None
+        self,
+        queries: Queries,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: int | None,
+        sink_logits: torch.Tensor | None,
+        after: torch.Tensor | None = None,
     ) -> torch.Tensor:
         layer = NO_LAYER if layer is None else layer
-        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer)
+        return operator.ring_attention(queries, k, v, sink_logits, self.number, layer, after)

@@ -74,15 +74,15 @@ class HybridAttention(CheckedAttention):
         u, widths = self.ulysses_degree, [x.shape[1] * x.shape[2] // self.ulysses_degree for x in (q, k, v)]
         packed = torch.cat([x.reshape(len(x), u, width) for x, width in zip((q, k, v), widths, strict=True)], dim=2)
         layer = NO_LAYER if layer is None else layer
-        parts = gather_tokens(packed, self.swap.number, layer).split(widths, dim=1)
+        parts = gather_tokens(packed, None, self.swap.number, layer).split(widths, dim=1)
         wide_q, wide_k, wide_v = (
             part.unflatten(1, (x.shape[1] // u, x.shape[2])) for part, x in zip(parts, (q, k, v), strict=True)
         )
         own_logits = None if sink_logits is None else sink_logits.unflatten(0, (u, -1))[self.layout.rank % u]
-        out = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
-        swapped: torch.Tensor = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
+        out: torch.Tensor = self.wide.attend(lambda sent: wide_q, wide_k, wide_v, layer, own_logits)
+        swapped, done = gather_heads(out.flatten(1), len(q), u, self.swap.number, layer)
         out = swapped.view(len(q), q.shape[1], v.shape[2])
-        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits) if self.mixed else out
+        return out + self.plain.attend(lambda sent: q, k, v, layer, sink_logits, done) if self.mixed else out
 
 
 def _widened(shards: list[Shard], rank: int, ulysses_degree: int) -> list[Shard]:
@@ -157,8 +157,11 @@ def _chunk_order(shards: list[Shard], mates: range) -> list[range]:
 
 
 @torch.library.custom_op("longctx::gather_tokens", mutates_args=())
-def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
-    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the `HeadSwap` of `number`."""
+def gather_tokens(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> torch.Tensor:
+    """Turns this rank's [rows, u, width] into [rows of the group, width] of its heads, by the `HeadSwap` of `number`.
+
+    `after`: as in `operator.begin`.
+    """
     swap: HeadSwap = operator.find(number)
     mine = x.index_select(0, swap.rows)
     received = swap.run(list(mine.unbind(1)), swap.counts, x.shape[2], layer)
@@ -166,39 +169,42 @@ def gather_tokens(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
 
 
 @torch.library.custom_op("longctx::gather_heads", mutates_args=())
-def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
-    """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not swapped are 0."""
+def gather_heads(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turns [rows of the group, width] into [rows, ranks, width]; rows of documents that are not swapped are 0.
+
+    The second output is empty, for exchanges that must come after this one.
+    """
     swap: HeadSwap = operator.find(number)
     parts = list(x.index_select(0, swap.back).split(swap.counts))
     received = swap.run(parts, [len(swap.rows)] * len(parts), x.shape[1], layer)
     out = x.new_zeros(rows, len(parts), x.shape[1])
     out[swap.rows] = torch.stack(received, dim=1)
-    return out
+    return out, x.new_empty(0)
 
 
 @gather_tokens.register_fake
-def _(x: torch.Tensor, number: int, layer: int) -> torch.Tensor:
+def _(x: torch.Tensor, after: torch.Tensor | None, number: int, layer: int) -> torch.Tensor:
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[2])
 
 
 @gather_heads.register_fake
-def _(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> torch.Tensor:
-    return x.new_empty(rows, ranks, x.shape[1])
+def _(x: torch.Tensor, rows: int, ranks: int, number: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(rows, ranks, x.shape[1]), x.new_empty(0)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, *_, ctx.number, ctx.layer = inputs
     ctx.shape = x.shape
     ctx.alive = operator.find(ctx.number)
 
 
-def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+def _heads_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     rows, ranks, _ = ctx.shape
-    return gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer), None, None
+    return gather_heads(gradient.contiguous(), rows, ranks, ctx.number, ctx.layer)[0], None, None, None
 
 
-def _tokens_back(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-    return gather_tokens(gradient.contiguous(), ctx.number, ctx.layer), None, None, None, None
+def _tokens_back(ctx: Any, gradient: torch.Tensor, later: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return gather_tokens(gradient.contiguous(), later, ctx.number, ctx.layer), None, None, None, None
 
 
 gather_tokens.register_autograd(_heads_back, setup_context=_remember)

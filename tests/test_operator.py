@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -125,6 +126,47 @@ def test_head_exchange_compiles_without_breaks(workers: Workers) -> None:
     """Compiles once with additional plain rings and once without (MANY on rank 1); fullgraph=True raises at a graph break."""
     cases = [replace(case, ulysses_degree=2) for case in (CASE, MANY, OTHER)]
     assert workers.run(run_head_exchange_compiled, 2, cases) == [1, 2]
+
+
+EXCHANGES = {f"longctx.{name}.default" for name in ("gather_tokens", "gather_heads")}
+EXCHANGES |= {f"longctx.ring_attention{part}.default" for part in ("", "_begin", "_backward", "_finish")}
+
+
+def run_traced(case: Case, recomputed: bool) -> list[tuple[list[str], bool]]:
+    """Returns the exchanges of the forward and the backward graph, and whether each one needs the result of that before."""
+    torch._dynamo.reset()
+    found: list[tuple[list[str], bool]] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        needed: dict[torch.fx.Node, set[torch.fx.Node]] = {}
+        for node in graph.graph.nodes:
+            needed[node] = set(node.all_input_nodes).union(*(needed[other] for other in node.all_input_nodes))
+        nodes = [node for node in graph.graph.nodes if str(node.target) in EXCHANGES]
+        ordered = all(before in needed[after] for before, after in pairwise(nodes))
+        found.append(([str(node.target).split(".")[1] for node in nodes], ordered))
+        return graph
+
+    block = Block()
+    forward = partial(checkpoint, block, use_reentrant=False) if recomputed else block
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(look))
+    compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=True)
+    rank = dist.get_rank()
+    attention = case.attention(rank)
+    compiled(torch.randn(len(case.rows(rank)), 32).requires_grad_(), attention).square().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compilers_cannot_move_exchanges(workers: Workers, recomputed: bool) -> None:
+    """Ranks whose exchanges have another order wait for each other. CASE has swapped rings, on rank 0 besides plain ones."""
+    ring = ["ring_attention_begin", "ring_attention"], ["ring_attention_backward", "ring_attention_finish"]
+    swapped = ["gather_tokens", *ring[0], "gather_heads"], ["gather_tokens", *ring[1], "gather_heads"]
+    mixed = [*swapped[0], *ring[0]], [*ring[1], *swapped[1]]
+    for case, kinds in ((CASE, (ring, ring)), (replace(CASE, ulysses_degree=2), (mixed, mixed))):
+        for found, (forward, backward) in zip(workers.run(run_traced, 2, case, recomputed), kinds, strict=True):
+            names, ordered = zip(*found, strict=True)
+            assert all(ordered)
+            assert list(names) == [forward, [*forward, *backward] if recomputed else backward]
 
 
 def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:

@@ -113,7 +113,7 @@ def run_kept() -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     attention = RingAttention(RING.layout(rank), keep_kv=True)
     q, k, v, _ = (tensor[RING.rows(rank)].requires_grad_() for tensor in RING.inputs())
     what = attention.number, NO_LAYER
-    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, *what), *what)
+    out, _, kept = operator.forward(q, k, v, None, operator.begin(k, v, None, *what), *what)
     total = out.sum()
     with Zeros() as zeros:
         total.backward()
@@ -149,7 +149,7 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     q, k, v = tensors
     what = attention.number, NO_LAYER
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.longctx.ring_attention_begin.default, (k, v, *what), test_utils=checks)
+    torch.library.opcheck(torch.ops.longctx.ring_attention_begin.default, (k, v, None, *what), test_utils=checks)
     attention.begun = Repeated(attention, k, v)
     begun = torch.empty(0)
     torch.library.opcheck(torch.ops.longctx.ring_attention.default, (q, k, v, None, begun, *what), test_utils=checks)
@@ -165,4 +165,4 @@ def test_an_attention_that_nobody_holds_is_named() -> None:
     number = RingAttention(ALONE.layout(0)).number
     q = torch.zeros(7, 4, 8)
     with pytest.raises(RuntimeError, match="keep a reference to it until backward is done"):
-        operator.begin(q, q, number, NO_LAYER)
+        operator.begin(q, q, None, number, NO_LAYER)
