@@ -173,9 +173,11 @@ def forward(
 @torch.library.custom_op("longctx::ring_attention_backward", mutates_args=())
 @_watched("backward")
 def backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, call: int, layer: int
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, frozen: bool, call: int, layer: int
 ) -> Tensor:
     """Returns dq. Runs the calls of the forward pass with the final out and log-sum-exp; `finish` returns dk and dv.
+
+    With `frozen` K and V, which need no gradient, it waits for the gradients of other ranks itself: `finish` is not called.
 
     Without a soft cap, P = exp(scale · q kᵀ - lse) and dS = P ∘ (dout vᵀ - Σ dout ∘ out) give dq = scale · dS k,
     dk = scale · dSᵀ q and dv = Pᵀ dout, summed over the calls in the dtype of lse. Gradients of remote rows return to their
@@ -204,7 +206,10 @@ def backward(
     if this.schedule.two_levels:
         returning = _advanced(returning)  # the last hop of the last stage is posted
     dq, dk, dv = sums or this.zeros(q, k, v)
-    _unfinished[call, layer] = Unfinished(this, dk, dv, returning)
+    while frozen and returning:
+        returning = _advanced(returning)
+    if not frozen:
+        _unfinished[call, layer] = Unfinished(this, dk, dv, returning)
     return dq.to(q.dtype)
 
 
@@ -257,7 +262,9 @@ def _(
 
 
 @backward.register_fake
-def _(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, call: int, layer: int) -> Tensor:
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor, frozen: bool, call: int, layer: int
+) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -289,14 +296,12 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _gradients(ctx: Any, dout: Tensor, dlse: None, dkept: None) -> tuple[Tensor | None, ...]:
     q, k, v, sink_logits, out, lse, kept = ctx.saved_tensors
     dout = dout.contiguous()
-    dq = backward(dout, q, k, v, out, lse, kept, ctx.number, ctx.layer)
+    dq = backward(dout, q, k, v, out, lse, kept, not ctx.needs_input_grad[4], ctx.number, ctx.layer)
     begun = dq[:0].flatten().to(k.dtype)  # of dq, so that no compiler moves `finish` before
-    if not ctx.needs_input_grad[4]:  # K and V need no gradient, but other ranks wait for messages
-        finish(begun, k, v, ctx.number, ctx.layer)
     dsink = None
     if sink_logits is not None:
         shares = (sink_logits.to(lse.dtype) - lse).exp()
-        dsink = -(shares * (dout.to(lse.dtype) * out).sum(-1)).sum(0).to(sink_logits.dtype)
+        dsink = -(shares * (dout * out).sum(-1, dtype=lse.dtype)).sum(0).to(sink_logits.dtype)
     return dq, None, None, dsink, begun, None, None
 
 

@@ -1,5 +1,6 @@
 """From a checkpoint and a file of conversations to a checkpoint, by the command, on two processes."""
 
+import argparse
 import json
 import os
 import shutil
@@ -263,16 +264,21 @@ def test_settings_can_be_made_without_training(checkpoint: Path, conversations: 
 
 
 @pytest.mark.parametrize("counted", [1 << 17, 8])
-@pytest.mark.parametrize(("epochs", "share"), [(0.3, 0.0), (1.0, 0.0), (2.5, 0.2)])
+@pytest.mark.parametrize(("epochs", "share", "per_rank"), [(0.3, 0.0, 200), (1.0, 0.0, 200), (2.5, 0.2, 200), (2, 0.2, 150)])
 def test_steps_read_the_documents_as_often_as_asked(
-    epochs: float, share: float, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    epochs: float, share: float, per_rank: int, counted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of whole documents have more than their tokens: here 1.4 times as many."""
+    """Steps of whole documents have more than their tokens: here 1.4 times as many. Some are dropped if ranks hold less."""
     monkeypatch.setattr(command, "COUNTED", counted)
     store = Store.open(make_store(tmp_path, tuple(range(200, 400, 7))))
-    given = Config.model_validate({"data": {"held_out": share}, "train": {"seed": 3}})
-    steps = command._steps(epochs, given, store, 400)
-    sampler = Sampler(store.lengths, global_tokens=400, seed=3, max_length=400, left_out=held_out(store.names, share))
+    data = {"held_out": share, "long_documents": "drop"}
+    batch = {"tokens_per_rank": per_rank, "global_tokens": 400}
+    given = Config.model_validate({"data": data, "train": {"seed": 3}, "batch": batch})
+    asked = argparse.Namespace(epochs=epochs, lora=None, model="m")
+    steps = command._defaults(asked, given, store, 2, tmp_path, on_gpu=False)["train"]["steps"]
+    cut = {"max_length": 2 * per_rank, "long_documents": "drop"}
+    sampler = Sampler(store.lengths, global_tokens=400, seed=3, left_out=held_out(store.names, share), **cut)
+    assert (sampler.dropped > 0) == (per_rank < 200)
     cursors = [0]
     for _ in range(steps):
         cursors.append(sampler.step(cursors[-1])[1])

@@ -14,7 +14,7 @@ from functorch.compile import make_boxed_compiler, make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from longctx.attention import OPERATORS, RingAttention
+from longctx.attention import OPERATORS, RingAttention, operator
 from longctx.attention.exchange import Exchange, Pending
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
@@ -167,6 +167,27 @@ def test_compilers_cannot_move_exchanges(workers: Workers, recomputed: bool) -> 
             names, ordered = zip(*found, strict=True)
             assert all(ordered)
             assert list(names) == [forward, [*forward, *backward] if recomputed else backward]
+
+
+def run_frozen(compiled: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Gradients of the queries alone, with and without those of K and V, and the number of passes that nobody finished."""
+    torch._dynamo.reset()
+    attention, rank = CASE.attention(dist.get_rank()), dist.get_rank()
+    found = []
+    for frozen in (True, False):
+        q, k, v, _ = (tensor[CASE.rows(rank)] for tensor in CASE.inputs())
+        q, k, v = q.requires_grad_(), k.requires_grad_(not frozen), v.requires_grad_(not frozen)
+        run = torch.compile(attention, backend="aot_eager", fullgraph=True) if compiled else attention
+        found.append(torch.autograd.grad(run(q, k, v).square().sum(), [q] if frozen else [q, k, v])[0])
+    return *found, len(operator._unfinished)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_frozen_keys_leave_nothing_behind(workers: Workers, compiled: bool) -> None:
+    """As with adapters of the queries alone, whose first layer has K and V that need no gradient."""
+    for alone, together, unfinished in workers.run(run_frozen, 2, compiled):
+        torch.testing.assert_close(alone, together)
+        assert unfinished == 0
 
 
 def run_recomputed(keep_kv: bool, policy: str) -> tuple[list[torch.Tensor], int]:

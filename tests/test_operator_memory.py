@@ -156,7 +156,7 @@ def test_sizes_and_strides_are_those_told_to_the_compiler(case: Case, heads_firs
     out, lse, kept = operator.forward(q, k, v, None, begun, *what)
     dout = torch.randn_like(out)
     torch.library.opcheck(
-        torch.ops.longctx.ring_attention_backward.default, (dout, q, k, v, out, lse, kept, *what), test_utils=checks
+        torch.ops.longctx.ring_attention_backward.default, (dout, q, k, v, out, lse, kept, False, *what), test_utils=checks
     )
     assert [x.dtype for x in operator.finish(begun, k, v, *what)] == [k.dtype, v.dtype]
 

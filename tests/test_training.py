@@ -3,7 +3,6 @@
 import errno
 import importlib.util
 import json
-import math
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from longctx.training.run_folder import RunFolderError, only_run_in, open_run_fo
 from longctx.training.setup import choose_max_length
 from longctx.training.spikes import Spikes
 from tests import training_cases
-from tests.training_cases import SMALL, make_store, train, train_and_save, validate
+from tests.training_cases import SMALL, make_store, train, train_and_save
 from tests.workers import Workers
 
 
@@ -159,14 +158,13 @@ def test_resume(workers: Workers, store: Path, tmp_path: Path) -> None:
 def test_resume_on_fewer_ranks_that_hold_every_document(workers: Workers, store: Path, tmp_path: Path) -> None:
     """Without data.max_length, which by default is what all ranks hold together: no document is that long."""
     settings = ["data.max_length=null", f"batch.tokens_per_rank={Store.open(store).lengths.max()}"]
-    settings += ["eval.every=4", f"eval.store={make_store(tmp_path, (200, 2500))}"]
     workers.run(train_and_save, 2, store, tmp_path, [*settings, "train.steps=4"])
     both = workers.run(train, 2, store, tmp_path, settings, 2, True)[0]
     alone = workers.run(train, 1, store, tmp_path, settings, 2, True)[0]
     assert [m.loss for m in alone] == pytest.approx([m.loss for m in both], rel=1e-5)
-    assert math.isfinite(workers.run(validate, 1, store, tmp_path, settings)[0]), (
-        "documents apart are cut to what one rank holds"
-    )
+    apart = [*settings, "eval.every=4", f"eval.store={make_store(tmp_path, (200, 2500))}"]
+    with pytest.raises(AssertionError, match=r"can hold only \d+: set it to 2501, or start more processes"):
+        workers.run(train, 1, store, tmp_path, apart, 2, True)
 
 
 def test_resume_takes_the_settings_of_the_optimizer_from_the_config(workers: Workers, store: Path, tmp_path: Path) -> None:
@@ -375,21 +373,26 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_said(
     assert "step-000001 cannot be deleted: [Errno 39] Directory not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("longest", [None, 20001])
 @pytest.mark.parametrize(("world_size", "context"), [(3, {}), (4, {"mode": "static", "degree": 2}), (5, {"mode": "auto"})])
-def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(world_size: int, context: dict[str, Any]) -> None:
-    config = Config.model_validate({"batch": {"tokens_per_rank": 2000}, "context": context})
+def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(
+    world_size: int, context: dict[str, Any], longest: int | None
+) -> None:
+    config = Config.model_validate({"batch": {"tokens_per_rank": 2000, "pad_to_multiple_of": 4}, "context": context})
     found = Checkpoint(Path("step-000001"), {"data": {"max_length": 32768}}, {})
+    wanted = longest or 32768
+
+    def capacity(tokens: int) -> int:
+        batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
+        return config.model_copy(update={"batch": batch}).capacity(world_size)
+
     with pytest.raises(ConfigError, match="can hold only") as caught:
-        choose_max_length(config, world_size, found)
+        choose_max_length(config, world_size, found, longest)
     least = int(re.search(r"set it to (\d+), or", str(caught.value))[1])
-    capacities = [
-        config.model_copy(update={"batch": config.batch.model_copy(update={"tokens_per_rank": tokens})}).capacity(world_size)
-        for tokens in (least - 1, least)
-    ]
-    assert capacities[0] < 32768 <= capacities[1]
+    assert capacity(least - 4) < wanted <= capacity(least) and least % 4 == 0
     bins = config.model_copy(update={"context": config.context.model_copy(update={"mode": "bins", "bins": {4000: 2}})})
-    with pytest.raises(ConfigError, match=r"give context\.bins an entry of 32768 tokens or more, or start more processes"):
-        choose_max_length(bins, world_size, found)
+    with pytest.raises(ConfigError, match=rf"give context\.bins an entry of {wanted} tokens or more, or start more processes"):
+        choose_max_length(bins, world_size, found, longest)
 
 
 def test_a_corrupt_checkpoint(workers: Workers, store: Path, tmp_path: Path) -> None:

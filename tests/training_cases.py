@@ -100,15 +100,6 @@ def train_and_save(store: Path, run: Path, settings: list[str]) -> bool:
     return start(store, run, settings).train()
 
 
-def validate(store: Path, run: Path, settings: list[str]) -> float:
-    """The validation loss of a resumed run."""
-    trainer = start(store, run, settings, resume=True)
-    with trainer.loader:
-        loss = trainer.validate().validation_loss
-    assert loss is not None
-    return loss
-
-
 def train_then_save(store: Path, run: Path, settings: list[str], steps: int) -> None:
     """Steps, and a checkpoint behind the last one."""
     trainer = start(store, run, settings)

@@ -24,9 +24,9 @@ FULL_RATE, LORA_RATE = 1e-5, 2e-4
 DPO_RATE, DPO_LORA_RATE, DPO_BETA = 1e-6, 5e-5, 0.1
 """Default peak learning rates and beta of DPO."""
 FEWEST_STEPS = 20
+"""Steps are made smaller than 64 Ki tokens to reach about this number."""
 COUNTED = 1 << 17
 """Documents from which on steps are estimated, as counting them takes long."""
-"""Minimum number of steps; steps are made smaller than 64 Ki tokens to reach it."""
 WARMUP = 0.03
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit statuses of training that was stopped by a signal."""
@@ -157,17 +157,23 @@ def _check_data(given: Config) -> None:
 def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
     """Returns default settings for fine-tuning on this store, by section.
 
-    Every document fits, and an epoch has at least FEWEST_STEPS steps where possible. Tokens per step and steps are taken from
+    Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and steps are taken from
     `given` if set there.
     """
     tokens, longest = int(store.lengths.sum()), int(store.lengths.max())
     step = max(longest, min(65536, math.ceil(arguments.epochs * tokens) // FEWEST_STEPS))
     if "global_tokens" in given.batch.model_fields_set:
         step = given.batch.global_tokens
-    steps = given.train.steps if "steps" in given.train.model_fields_set else _steps(arguments.epochs, given, store, step)
-    per_rank = max(2048, math.ceil(longest / ranks))
-    while longest_document(ranks, per_rank) < longest:
+    domain = given.domain(ranks) or 1  # 0 is refused with the other settings
+    per_rank = max(2048, math.ceil(longest / domain))
+    while longest_document(domain, per_rank) < longest:
         per_rank += 1
+    fields = given.batch.model_fields_set
+    batch = given.batch if "tokens_per_rank" in fields else given.batch.model_copy(update={"tokens_per_rank": per_rank})
+    capacity = given.model_copy(update={"batch": batch}).capacity(ranks) or longest
+    steps = given.train.steps
+    if "steps" not in given.train.model_fields_set:
+        steps = _steps(arguments.epochs, given, store, step, min(longest, capacity))
     values: dict[str, dict[str, Any]] = {
         "model": {"from_pretrained": arguments.model},
         "data": {"store": str(store.path)},
@@ -195,10 +201,10 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
     return values
 
 
-def _steps(epochs: float, given: Config, store: "Store", global_tokens: int) -> int:
+def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, longest: int) -> int:
     """Returns the fewest steps that read the documents `epochs` times; of many documents, by the steps of the first ones.
 
-    A step has more than its tokens: it takes whole documents.
+    A step has more than its tokens: it takes whole documents. Documents above `longest` tokens are split or dropped.
     """
     from longctx.data.mixture import make_steps
     from longctx.data.sampler import Sampler
@@ -208,7 +214,7 @@ def _steps(epochs: float, given: Config, store: "Store", global_tokens: int) -> 
         store,
         global_tokens=global_tokens,
         seed=given.train.seed,
-        max_length=data.max_length or int(store.lengths.max()),
+        max_length=data.max_length or longest,
         long_documents=data.long_documents,
         held_out_share=data.held_out,
     )

@@ -113,7 +113,9 @@ class Target:
         if self.found is None:
             return trainer, self
         different = trainer.model.differences(self.found.state["model"])
-        rope = [sentence for sentence in different if sentence.startswith(("rope_", "max_position_embeddings is"))]
+        rope = [sentence for sentence in different if sentence.startswith("rope_")]
+        if rope:  # transformers writes the scaled limit of positions into the config
+            rope += [sentence for sentence in different if sentence.startswith("max_position_embeddings is")]
         if len(rope) < len(different):
             raise TargetError(f"{self.found.folder} contains another model: {'; '.join(different)}; override only rope_*")
         if problem := self.found.damage(mesh.control):

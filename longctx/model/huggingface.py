@@ -260,8 +260,10 @@ class TransformersModel(Model):
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a described config, those of its text model by their own names."""
-    return {key: value for key, value in config.items() if key != "text_config"} | (config.get("text_config") or {})
+    """Returns the settings of a described config, those of its text model by their own names where the config has none."""
+    text = config.get("text_config") or {}
+    own = {f"text_config.{key}" if key in config else key: value for key, value in text.items()}
+    return {key: value for key, value in config.items() if key != "text_config"} | own
 
 
 class _Given(nn.Module):

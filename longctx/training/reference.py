@@ -76,8 +76,8 @@ class Reference:
             "model": self.model.describe(),
             "weights": norm_over_mesh(self.weights, mesh),
         }
-        read = _read(path) or (_read(path.with_name(FILE)) if self.resumes else None)  # the weights of the run are in either
-        kept = mesh.gather_objects(read if mesh.world_rank == 0 else None)[0]
+        files = [path, path.with_name(FILE)][: 1 + self.resumes]  # either has the norm of the initial weights
+        kept = mesh.gather_objects(next(filter(None, map(_read, files)), None) if mesh.world_rank == 0 else None)[0]
         sums = np.full(len(store), np.nan)
         if kept is not None:
             same_store = kept[0]["store"] == about["store"]
@@ -86,7 +86,9 @@ class Reference:
             if not same_store and not store_may_change:
                 problems.append("it was computed for another store: use the store that the run started with")
             if problems and self.resumes:
-                raise ReferenceError(f"{path} belongs to another run: {'; '.join(problems)}; or start a new run")
+                raise ReferenceError(
+                    f"{path.parent} has reference log-probabilities of another run: {'; '.join(problems)}; or start a new run"
+                )
             if same_store and not problems:
                 sums = kept[1]
         missing = np.flatnonzero(wanted & np.isnan(sums)).tolist()

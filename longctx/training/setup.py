@@ -212,10 +212,11 @@ def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint |
     if config.data.max_length is not None or resume_from is None:
         return config.max_length(world_size)
     previous = int(resume_from.state["data"]["max_length"])
-    if capacity < min(previous, longest or previous):
+    wanted = min(previous, longest or previous)
+    if wanted > capacity:
         count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
-        least = _budget_for(config, previous, world_size)
-        way_out = f"set it to {least}" if least else f"give context.bins an entry of {previous} tokens or more"
+        least = _budget_for(config, wanted, world_size)
+        way_out = f"set it to {least}" if least else f"give context.bins an entry of {wanted} tokens or more"
         raise ConfigError(
             f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
             f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: {way_out}, or start more "
@@ -231,7 +232,9 @@ def _budget_for(config: Config, length: int, world_size: int) -> int | None:
         batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
         return config.model_copy(update={"batch": batch}).capacity(world_size) >= length
 
-    return bisect_left(range(length + 1), True, key=holds) if holds(length) else None
+    step = padding(config)
+    budgets = range(0, length + step, step)
+    return budgets[bisect_left(budgets, True, key=holds)] if holds(budgets[-1]) else None
 
 
 def padding(config: Config) -> int:
@@ -284,10 +287,15 @@ def check_model(config: Config, store: Store, ranks: int) -> None:
     if config.model.from_pretrained is not None:
         _check_tokenizer(config, store, source, config.model.from_pretrained)
         make_masking(config, store, config.train.seed)
+    source.check_length(min(config.max_length(ranks), longest_of(config, store)))
+
+
+def longest_of(config: Config, store: Store) -> int:
+    """Returns the tokens of the longest document of the stores for training and for validation."""
     longest = int(store.lengths.max())
     if config.eval.every is not None and config.eval.store is not None:
         longest = max(longest, int(Store.open(config.eval.store).lengths.max()))
-    source.check_length(min(config.max_length(ranks), longest))
+    return longest
 
 
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:

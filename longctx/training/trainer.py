@@ -50,6 +50,7 @@ from longctx.training.setup import (
     build_model,
     check_pairs,
     choose_max_length,
+    longest_of,
     make_attention,
     make_planner,
 )
@@ -144,11 +145,11 @@ class Trainer:
         trainer = cls.build(config, mesh, source)
         trainer.stage, trainer.until = stage, run.stage_ends[stage]
         same_stage = resume_from is not None and resume_from.stage == stage
-        longest = int(store.lengths.max())
-        max_length = choose_max_length(config, mesh.world_size, resume_from if same_stage else None, longest)
+        found = resume_from if same_stage else None
+        max_length = choose_max_length(config, mesh.world_size, found, longest_of(config, store))
         trainer.loader = build_loader(store, config, mesh, max_length)
         if config.eval.every is not None:
-            trainer.documents = documents_apart(config, store, min(max_length, config.capacity(mesh.world_size)))
+            trainer.documents = documents_apart(config, store, max_length)
         trainer.stop = stop or StopSignal()
         if config.context.recalibrate:
             profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
