@@ -122,7 +122,7 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
 
     kernel = choose_kernel(name, sizes.request(device))
     with torch.no_grad():
-        begun = begin(k, v, ring.number, NO_LAYER)
+        begun = begin(k, v, None, ring.number, NO_LAYER)
         final, lse, _ = ring_forward(q, k, v, None, begun, ring.number, NO_LAYER)
         calls: list[tuple[torch.Tensor, torch.Tensor, Segments]] = [(k, v, call.segments) for call in ring.schedule.local]
         for call in (call for stage in ring.schedule.stages for call in stage.calls):
