@@ -324,7 +324,8 @@ def test_the_figures_of_32_ranks_are_those_of_the_benchmark() -> None:
     names = {"static:8": "fixed static (degree 8)", "megatron-dev": "Megatron dev"}
     names |= {"best static of every step": "the best static degree of every step"}
     found: dict[str, list[float]] = {name: [] for name in names}
-    results = [json.loads(path.read_text("utf-8")) for path in (ROOT / "bench" / "results").glob("modelled-4x8-*.json")]
+    folder = ROOT / "bench" / "results"
+    results = [json.loads(path.read_text("utf-8")) for path in folder.glob("modelled-4x8-*.json")]
     settings = [f"{result['cluster']['mix']}, {result['cluster']['documents_a_rank']}" for result in results]
     assert sorted(settings) == sorted(head[1:])
     for result, setting in zip(results, settings, strict=True):
@@ -345,3 +346,12 @@ def test_the_figures_of_32_ranks_are_those_of_the_benchmark() -> None:
                 found[mode].append(float(median.partition("×")[0]))
     for mode in ("static:8", "best static of every step"):
         assert f"| {min(found[mode]):.2f} to {max(found[mode]):.2f}× |" in readme
+    within = [abs(mode["prediction_error"]) <= 0.1 for result in results for mode in result["measured"]["modes"]]
+    assert f"{sum(within)} of {len(within)} predictions are within 10 %" in section
+    first, again = (
+        {mode["mode"]: mode for mode in json.loads((folder / name).read_text("utf-8"))["measured"]["modes"]}
+        for name in ("modelled-4x8-magi_192k-4.json", "again-modelled-4x8-magi_192k-4.json")
+    )
+    for mode in ("static:8", "best static of every step"):
+        figures = [harness.speedups(modes[mode], modes["auto"])[0].partition(" ")[0] for modes in (first, again)]
+        assert all(figure in section.partition("repeated on the next day")[2] for figure in figures)
