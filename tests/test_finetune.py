@@ -284,3 +284,14 @@ def test_steps_read_the_documents_as_often_as_asked(
         cursors.append(sampler.step(cursors[-1])[1])
     wanted = epochs * sampler.pieces
     assert cursors[-1] >= wanted - (2 if counted == 8 else 0) and cursors[-2 if counted > 8 else -3] < wanted
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 4}])
+def test_every_document_fits_by_default(sizes: dict[str, int], tmp_path: Path) -> None:
+    """On the ranks of a domain: those that tensor parallelism and pipelines take hold no other tokens."""
+    store = Store.open(make_store(tmp_path, (10001, 300)))
+    given = Config.model_validate({"parallel": sizes})
+    asked = argparse.Namespace(epochs=1.0, lora=None, model="m")
+    values = command._defaults(asked, given, store, 4, tmp_path, on_gpu=False)
+    batch = given.batch.model_copy(update=values["batch"])
+    assert given.model_copy(update={"batch": batch}).capacity(4) >= store.lengths.max()
