@@ -20,11 +20,11 @@ from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.training.checkpoint import steps
 from tests.template_cases import FAMILIES
+from tests.training_cases import make_store
 
 transformers = pytest.importorskip("transformers")
 
 from tests.huggingface_cases import build_model  # noqa: E402
-from tests.training_cases import make_store  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
 SIZES = [

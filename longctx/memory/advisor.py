@@ -28,7 +28,6 @@ from longctx.units import format_bytes
 PLANNED_STEPS = 2
 ROOM = 0.85
 """Share of the available memory that `train.fit_memory` fills by estimate, which does not count everything."""
-ABSENT = object()
 Settings = dict[str, Any]
 """New values by dotted name."""
 Choice = tuple[Settings, Memory]
@@ -139,7 +138,7 @@ def changes_said(before: Config, after: Config) -> str:
     for number, (stage, earlier) in enumerate(zip(new["stages"], old["stages"], strict=True), start=1):
         own = [(s, key, value) for s in ("context", "parallel", "train") for key, value in stage[s].items()]
         parts += [
-            f"stage {number}: {s}.{key}={yaml_text(value)}" for s, key, value in own if earlier[s].get(key, ABSENT) != value
+            f"stage {number}: {s}.{key}={yaml_text(value)}" for s, key, value in own if (key, value) not in earlier[s].items()
         ]
     return f"train.fit_memory: {', '.join(parts)}" if parts else ""
 
