@@ -15,7 +15,7 @@ from longctx.planning.cost.model import score
 from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.planners.static import longest_ns, pack_static, static_bounds_ns
+from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
 from longctx.planning.planners.step import Step
 from longctx.planning.validation import check_plan
 
@@ -116,7 +116,10 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(request: dict[str, Any], 
         if found is not None:
             bounds = static_bounds_ns(step, degree)
             on_all_ranks = max(on_all_ranks, bounds[0])
-            assert max(on_all_ranks, bounds[1], longest_ns(step, degree)) <= found.makespan_ns
+            bound = max(on_all_ranks, bounds[1], longest_ns(step, degree), computing_ns(step, found.assignment))
+            assert bound <= found.makespan_ns
+            again = pack_static(step, degree, below=found.makespan_ns + 1)
+            assert again is not None and again.makespan_ns == found.makespan_ns
 
 
 @settings(max_examples=60, deadline=None)

@@ -100,21 +100,29 @@ def spread(values: Integers, rows: Integers, start: Integers, stop: Integers, sh
 
 
 def tokens_on_ranks(lengths: Integers, assignment: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns the exact tokens on every rank in every micro-batch: an array of `shape` = [micro-batches, ranks]."""
+    """Returns the exact tokens on every rank in every micro-batch: an array of `shape` = [micro-batches, ranks].
+
+    A document of 2n·q + m tokens at degree n has 2q on every rank; ring index r holds f(r + 1) - f(r) of the other m, with
+    f(i) = ⌊i·m/2n⌋ + ⌈i·m/2n⌉.
+    """
     a = assignment
-    even = lengths % (2 * a.degree) == 0
-    even |= a.degree == 1
-    stop = a.first_rank + a.degree
-    total = spread((lengths // a.degree)[even], a.micro_batch[even], a.first_rank[even], stop[even], shape)
-    for part in _slices(np.flatnonzero(~even), a.degree):
-        document = np.repeat(part, a.degree[part])
-        ring_index = np.arange(len(document)) - np.repeat(np.cumsum(a.degree[part]) - a.degree[part], a.degree[part])
-        length, chunks = lengths[document], 2 * a.degree[document]
-        tail = chunks - 1 - ring_index
-        tokens = (ring_index + 1) * length // chunks - ring_index * length // chunks
-        tokens += (tail + 1) * length // chunks - tail * length // chunks
-        index = np.where(a.reversed[document], a.degree[document] - 1 - ring_index, ring_index)
-        cell = a.micro_batch[document] * shape[1] + a.first_rank[document] + index
+    quotient, rest = np.divmod(lengths, 2 * a.degree)
+    single = a.degree == 1
+    even = 2 * quotient + np.where(single, rest, 0)
+    total = spread(even, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
+    small = np.int32 if shape[1] < 1 << 15 else np.int64  # i·m is below 2n²
+    for part in _slices(np.flatnonzero(~single & (rest > 0)), a.degree):
+        degree, last = a.degree[part], np.cumsum(a.degree[part])
+        first = last - degree
+        ring_index = np.arange(last[-1]) - np.repeat(first, degree)
+        chunks, odd = np.repeat(np.stack([2 * degree, rest[part]]).astype(small), degree, axis=1)
+        low, above = np.divmod((ring_index.astype(small) + 1) * odd, chunks)
+        upto = 2 * low + (above > 0)
+        tokens = np.diff(upto, prepend=0)
+        tokens[first] = upto[first]
+        start, direction = a.micro_batch[part] * shape[1] + a.first_rank[part], np.where(a.reversed[part], -1, 1)
+        start += np.where(a.reversed[part], degree - 1, 0)
+        cell = np.repeat(start, degree) + np.repeat(direction, degree) * ring_index
         total += np.bincount(cell, tokens, shape[0] * shape[1]).astype(np.int64).reshape(shape)
     return total
 
