@@ -426,6 +426,12 @@ def test_the_gradient_is_clipped_and_the_rate_is_the_steps(workers: Workers, sto
     workers.run(training_cases.clipped_and_at_the_right_rate, 2, store, tmp_path)
 
 
+def test_collections_skip_what_lasts_for_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
+    """A full collection takes longer than many steps have to spare, and all ranks wait for the one that makes it."""
+    for first, second, third, after in workers.run(training_cases.skipped_by_collections, 2, store, tmp_path):
+        assert first < second and first < third and after == 0
+
+
 def test_gradients_are_reduced_in_float32(workers: Workers, store: Path, tmp_path: Path) -> None:
     """In bfloat16, gradients of two ranks that nearly cancel must keep their difference."""
     workers.run(training_cases.reduced_in_float32, 2, store, tmp_path)

@@ -1,6 +1,7 @@
 """A small store, small settings, and the code that the ranks of a training test run."""
 
 import errno
+import gc
 import itertools
 import os
 import sysconfig
@@ -223,6 +224,14 @@ def clipped_and_at_the_right_rate(store: Path, run: Path) -> None:
         assert abs(norm / greatest - 1) < 1e-3, f"the gradient has norm {norm} after clipping to {greatest}"
         assert metrics[step - 1].grad_norm > 10 * greatest, "the norm before clipping is reported"
         assert rate == metrics[step - 1].lr == learning_rate(step, 10, trainer.config.optimizer)
+
+
+def skipped_by_collections(store: Path, run: Path) -> list[int]:
+    """Objects that garbage collection skips before the optimizer of each of three steps, and after the run."""
+    trainer, counts = start(store, run, ["train.steps=3"]), list[int]()
+    trainer.optimizer.register_step_pre_hook(lambda *_: counts.append(gc.get_freeze_count()))
+    assert trainer.train()
+    return [*counts, gc.get_freeze_count()]
 
 
 def reduced_in_float32(store: Path, run: Path) -> None:

@@ -28,8 +28,8 @@ def _serve(connection: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported needs no look again
     while True:
+        gc.freeze()  # what was imported needs no look again
         try:
             job = connection.recv()
         except EOFError:

@@ -1,5 +1,6 @@
 """Trainer: the training loop, from plans to optimizer steps. `Trainer.step` shows one step on one screen."""
 
+import gc
 import math
 import resource
 import sys
@@ -177,13 +178,17 @@ class Trainer:
         """Runs to the last step. Returns False if a signal stopped the run before, after a checkpoint if the run writes any."""
         if self.mesh.peers is not None:
             self.mesh.peers.position = self.position
-        finished = self._train()
+        try:
+            finished = self._train()
+        finally:
+            gc.unfreeze()
         if self.mesh.peers is not None:
             self.mesh.peers.position = None  # otherwise it would keep the weights of this stage
         return finished
 
     def _train(self) -> bool:
         with self.loader, closing(self.log) if self.log else nullcontext(), self.tracer or nullcontext():
+            first = self.steps_done + 1
             while self.steps_done < self.until:
                 try:
                     if self.tracer is not None:
@@ -192,6 +197,9 @@ class Trainer:
                 except NonFiniteLoss:  # raised on every rank
                     self.saver.finish()
                     raise
+                if self.steps_done == first:  # later collections skip what exists now: while one rank collects, all wait
+                    gc.collect()
+                    gc.freeze()
                 if self.written:
                     self.saver.advance()
                 if self.tracer is not None:
