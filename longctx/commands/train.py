@@ -189,7 +189,7 @@ def _train(
 ) -> int:
     from longctx.memory.advisor import changes_said, fitted
     from longctx.model.source import lines_on
-    from longctx.parallel import mesh
+    from longctx.parallel.mesh import record_messages
     from longctx.training.agreement import RanksDiffer, require_same
     from longctx.training.checkpoint import NoCheckpoint
     from longctx.training.first_steps import mix_lines
@@ -198,6 +198,7 @@ def _train(
     from longctx.training.saving import NotWritten
     from longctx.training.setup import join_run
     from longctx.training.stages import stage_line, train_in_stages
+    from longctx.training.stop_signal import StopSignal
     from longctx.training.trace import Tracer
     from longctx.training.trainer import NonFiniteLoss
 
@@ -212,9 +213,9 @@ def _train(
             lines = [line] * bool(line), [first], [fit] * bool(fit), mix, of_model, _left_out(trainer, store), profile.lines
             print(*chain(*lines), sep="\n", flush=True)
 
-    stop = mesh.StopSignal.install(interrupts=True)
+    stop = StopSignal.install(interrupts=True)
     with only_run_in(config.train.run_dir) if launch.rank == 0 else nullcontext():
-        mesh.record_messages(device, config.train.run_dir / "nccl")
+        record_messages(device, config.train.run_dir / "nccl")
         try:
             groups = join_run(config, launch, device, partial(require_same, mine))
         except RanksDiffer as error:

@@ -20,9 +20,10 @@ from longctx.config import Config, ConfigError, check
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.advisor import changed
-from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.training.setup import build_loader
+from longctx.training.stop_signal import StopSignal
 from longctx.training.trainer import Trainer
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}

@@ -13,11 +13,12 @@ from longctx.config.problems import yaml_text
 from longctx.data.manifest import TOKENIZER
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.parallel.mesh import Mesh, StopSignal
+from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.setup import open_data
+from longctx.training.stop_signal import StopSignal
 from longctx.training.trainer import Trainer
 
 Began = Callable[[Trainer, Store, Checkpoint | None], None]

@@ -24,7 +24,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.model.source import ModelSource
-from longctx.parallel.mesh import Launch, Mesh, StopSignal
+from longctx.parallel.mesh import Launch, Mesh
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients, reshard
 from longctx.planning.calibration.online_fit import OnlineFit
@@ -55,6 +55,7 @@ from longctx.training.setup import (
     make_attention,
     make_planner,
 )
+from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer, micro_batch_name
 from longctx.training.utilisation import model_flops, peak_flops
 from longctx.training.validation import Documents, Score, Validation, documents_apart, mean_loss, mean_preference
