@@ -6,7 +6,8 @@ of ring distances: one stage gathers everything at once, and degree - 1 stages a
 derive its content from the same cut points, in the same order of documents, so no metadata is sent.
 
 With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
-stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows.
+stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows. They cover
+ranges of distances between nodes; if there are more stages than distances, each takes a part of every rank's rows.
 
 In cross-attention, queries and keys of a document have their own lengths, rings and degrees (`CrossLayout`). The ranks from the
 first to the last that may hold either are then the ring, and each has the chunks of its queries and those of its keys.
@@ -115,6 +116,12 @@ def stage_of(distance: int, degree: int, stages: int) -> int:
     return (distance - 1) * min(stages, degree - 1) // (degree - 1)
 
 
+def stages_between(distance: int, nodes: int, stages: int) -> list[int]:
+    """Returns the stages, from 1 on, of equal parts of all messages over `distance` nodes of a ring, 1 ≤ distance < nodes."""
+    parts = -(-stages // (nodes - 1))
+    return [1 + stage_of((distance - 1) * parts + part + 1, (nodes - 1) * parts + 1, stages) for part in range(parts)]
+
+
 @dataclass(frozen=True)
 class _Message:
     """Positions of one document that belong to seat `source` and are sent in a hop; `peer` is the other rank."""
@@ -179,12 +186,19 @@ class _Document:
 
     def stages(self, wanted: int) -> int:
         """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
-        return 1 + min(wanted, len(self.nodes) - 1) if self.nodes else min(wanted, len(self.ranks) - 1)
+        return 1 + wanted if self.nodes else min(wanted, len(self.ranks) - 1)
 
-    def needed(self, source: int, targets: Iterable[int]) -> list[Span]:
-        """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending."""
+    def needed(self, source: int, targets: Iterable[int], first: int = 0, stop: int = 1, parts: int = 1) -> list[Span]:
+        """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending.
+
+        Only those in parts [first, stop) of `parts` equal parts of every span of the seat.
+        """
         queries = _union(span for target in targets for span in self.query_spans[target])
-        return _union(area.seen(span, keys) for keys in self.key_spans[source] for span in queries for area in self.areas)
+        keys = [
+            (begin + (end - begin) * first // parts, begin + (end - begin) * stop // parts)
+            for begin, end in self.key_spans[source]
+        ]
+        return _union(area.seen(span, part) for part in keys for span in queries for area in self.areas)
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a stage."""
@@ -198,25 +212,27 @@ class _Document:
         for there in range(len(self.nodes) if stage else 0):
             for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
                 distance = (target_node - source_node) % len(self.nodes)
-                if distance and stage == 1 + stage_of(distance, len(self.nodes), stages):
-                    yield from self._relayed(source_node, target_node, incoming=incoming)
+                stage_of_part = stages_between(distance, len(self.nodes), stages) if distance else []
+                if parts := [part for part, number in enumerate(stage_of_part) if number == stage]:
+                    cut = parts[0], parts[-1] + 1, len(stage_of_part)
+                    yield from self._relayed(source_node, target_node, cut, incoming=incoming)
 
     def _node_of(self, seat: int) -> int:
         return next((i for i, members in enumerate(self.nodes) if seat in members), 0)
 
-    def _relayed(self, source_node: int, target_node: int, *, incoming: bool) -> Iterator[_Message]:
-        """Yields this rank's messages between two nodes; relays alternate by source."""
+    def _relayed(self, source_node: int, target_node: int, cut: tuple[int, int, int], *, incoming: bool) -> Iterator[_Message]:
+        """Yields this rank's messages of some parts between two nodes; relays alternate by source."""
         mine, ranks, targets = self.seat, self.ranks, self.nodes[target_node]
         for source in self.nodes[source_node] if incoming else [mine]:
             relay = targets[source % len(targets)]
             if not incoming:
-                yield _Message(0, False, ranks[relay], source, self.needed(source, targets))
+                yield _Message(0, False, ranks[relay], source, self.needed(source, targets, *cut))
             elif relay != mine:
-                yield _Message(1, True, ranks[relay], source, self.needed(source, [mine]))
+                yield _Message(1, True, ranks[relay], source, self.needed(source, [mine], *cut))
             else:
-                yield _Message(0, True, ranks[source], source, self.needed(source, targets))
+                yield _Message(0, True, ranks[source], source, self.needed(source, targets, *cut))
                 others = [target for target in targets if target != mine]
-                yield from (_Message(1, False, ranks[target], source, self.needed(source, [target])) for target in others)
+                yield from (_Message(1, False, ranks[target], source, self.needed(source, [target], *cut)) for target in others)
 
 
 def chunks(shard: Shard, ring_index: int) -> list[Span]:

@@ -29,6 +29,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers
 from longctx.planning.cost.bounds import plan_cost
+from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
 from longctx.training.utilisation import model_flops
@@ -191,8 +192,8 @@ def _static(machine: Machine, spec: ModelSpec, outcome: SearchResult, lengths: I
             continue
         assignment = place_fixed_static(profile, lengths, ranks, budget, degree)
         if memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes:
-            cost = plan_cost(profile, lengths, assignment, ranks, budget, split.pipeline)
-            found.append((cost.makespan_s, split, degree))
+            timed = score(profile, lengths, assignment, ranks, split.pipeline)
+            found.append((plan_cost(timed, profile, lengths, budget, split.pipeline).makespan_s, split, degree))
     return found
 
 

@@ -23,6 +23,7 @@ from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from tests.test_cluster import needs_namespaces
@@ -46,7 +47,7 @@ def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) ->
     here = cluster_modelled.dilated(h100, dilation, smaller, h100.kv_bytes_per_token / smaller)
     lengths = np.array(load_mix("wlb_128k").draw(64, 1))
     assignment = place_fixed_static(h100, lengths, 16, 16384, 16)
-    costs = [plan_cost(profile, lengths, assignment, 16, 16384) for profile in (h100, here)]
+    costs = [plan_cost(score(profile, lengths, assignment, 16), profile, lengths, 16384) for profile in (h100, here)]
     assert costs[0].exposed_share > 0
     for name in ("makespan_s", "lower_bound_s"):
         assert getattr(costs[1], name) == pytest.approx(dilation * getattr(costs[0], name), rel=1e-6)

@@ -230,9 +230,9 @@ class ContextSection(Section):
         None,
         ge=1,
         le=LARGEST,
-        description="split the exchange of K and V into stages of about this many remote tokens; fewer tokens need less memory "
-        "and more stages (null: one stage). Two stages are in memory at a time, three with two_level_exchange; a stage of a "
-        "ring that crosses nodes receives at least all tokens of one node",
+        description="split the exchange of K and V into stages of at most about this many remote tokens; fewer tokens need "
+        "less memory and more stages (null: as many stages as hide the exchange best). Two stages are in memory at a time, "
+        "three with two_level_exchange; a rank receives all tokens of its own node in one stage",
     )
     keep_kv: bool | None = Field(
         None,

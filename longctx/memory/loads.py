@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from longctx.attention.ring_schedule import stage_of
+from longctx.attention.ring_schedule import stage_of, stages_between
 from longctx.config import Config
 from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
@@ -109,11 +109,12 @@ def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple
     chunks = np.where(source < target, 1.0, 2.0) * (source != target)
     if nodes:
         node = np.repeat(np.arange(len(nodes)), nodes)
-        later = [1 + stage_of(distance, len(nodes), stages) for distance in range(1, len(nodes))]
-        stage = np.array([0, *later])[(node[target] - node[source]) % len(nodes)]
+        later = [stages_between(distance, len(nodes), stages) for distance in range(1, len(nodes))]
+        stages_of_parts = np.array([[0] * len(later[0]), *later])[(node[target] - node[source]) % len(nodes)]
     else:
-        later = [stage_of(distance, degree, stages) for distance in range(1, degree)]
-        stage = np.array([0, *later])[(target - source) % degree]
+        later = [[stage_of(distance, degree, stages)] for distance in range(1, degree)]
+        stages_of_parts = np.array([[0], *later])[(target - source) % degree]
     received = np.zeros((degree, stages + 1))
-    np.add.at(received, (target, stage), chunks)
+    parts = stages_of_parts.shape[-1]
+    np.add.at(received, (target[..., None], stages_of_parts), chunks[..., None] / parts)
     return received, chunks.sum(axis=0)

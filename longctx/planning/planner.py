@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, least_degrees, remote_tokens
+from longctx.planning.assignment import Assignment, Integers, least_degrees
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
@@ -20,6 +20,7 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step, fastest
+from longctx.planning.stages import exchange_stages
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
@@ -46,8 +47,8 @@ def make_plan(
         degree: degree for mode static; None chooses the best one.
         bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
             considers this table, unless a document does not fit it.
-        max_remote_tokens: about how many remote tokens a stage of the exchange has; sets the number of stages of every
-            micro-batch (at most its largest degree - 1). A rank holds K and V of two stages at once. None: one stage.
+        max_remote_tokens: about how many remote tokens a stage of the exchange has at most. A rank holds K and V of two stages
+            at once. None: as many stages as hide the exchange (see `stages`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
 
     Returns:
@@ -62,6 +63,7 @@ def make_plan(
     step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, pipeline=pipeline)
     best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
+    timed = score(profile, sizes, assignment, ranks, pipeline)
     plan = Plan(
         mode=mode,
         winner=best.winner,
@@ -69,10 +71,10 @@ def make_plan(
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
         micro_batches=assignment.placements(),
-        stages=_stages(sizes, assignment, ranks, max_remote_tokens),
+        stages=exchange_stages(profile, sizes, assignment, timed, max_remote_tokens),
         profile=profile,
         pipeline=pipeline,
-        cost=plan_cost(profile, sizes, assignment, ranks, tokens_per_rank, pipeline),
+        cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline),
         planning_ms=(time.perf_counter() - began) * 1e3,
     )
     check_plan(plan)
@@ -130,14 +132,3 @@ def _in_order(
     turn = np.empty(len(used), dtype=np.int64)
     turn[order] = np.arange(len(used))
     return Assignment(turn[row], assignment.first_rank, assignment.degree, assignment.reversed)
-
-
-def _stages(lengths: Integers, assignment: Assignment, ranks: int, max_remote_tokens: int | None) -> tuple[int, ...]:
-    """Returns the exchange stages of every micro-batch: enough that no rank holds more than `max_remote_tokens` at once."""
-    shape = (assignment.micro_batches, ranks)
-    if max_remote_tokens is None:
-        return (1,) * shape[0]
-    remote = remote_tokens(lengths, assignment, shape).max(axis=1)
-    most = np.ones(shape[0], dtype=np.int64)
-    np.maximum.at(most, assignment.micro_batch, assignment.degree - 1)
-    return tuple(np.clip(-(-remote // max_remote_tokens), 1, most).tolist())

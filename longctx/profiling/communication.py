@@ -108,7 +108,8 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
     """Measures overlap: ring attention as in training, compared with attention without messages and messages alone.
 
     Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange matters: where, by
-    the constants measured so far, it takes at least a quarter of the attention time; otherwise the shortest lengths.
+    the constants measured so far, it takes at least a quarter of the attention time; otherwise the shortest lengths. The
+    exchange has as many stages as hide most of it.
     """
     rank = profiled.mesh.rank
     tried, times = [], []
@@ -119,7 +120,7 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
         in_ring = place < among // degree * degree  # left-over ranks hold no document
         for rows in _rows(profiled, profile, degree) if degree > 1 else ():
             remote = profiled.config.context.max_remote_tokens
-            stages = 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
+            stages = degree - 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
             layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
             works = (
                 attention_passes(profiled, layout, Silent),

@@ -21,7 +21,9 @@ from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan, PlanError
+from longctx.planning.stages import exchange_stages
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
@@ -125,6 +127,7 @@ def _plan(
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
+    timed = score(profile, sizes, assignment, ranks)
     plan = Plan(
         mode=mode,
         winner=winner,
@@ -132,9 +135,9 @@ def _plan(
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
         micro_batches=assignment.placements(),
-        stages=(1,) * assignment.micro_batches,
+        stages=exchange_stages(profile, sizes, assignment, timed, None),
         profile=profile,
-        cost=plan_cost(profile, sizes, assignment, ranks, tokens_per_rank),
+        cost=plan_cost(timed, profile, sizes, tokens_per_rank),
         planning_ms=planning_ms,
     )
     check_plan(plan)

@@ -14,10 +14,11 @@ import math
 
 import numpy as np
 
-from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
+from longctx.planning.assignment import NEVER, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import (
     NANOSECONDS,
+    Score,
     attention_ns,
     exposed_ns,
     gather_ns,
@@ -25,7 +26,6 @@ from longctx.planning.cost.model import (
     mate_ns,
     nanoseconds,
     node_parts,
-    score,
     whole_ring_attention_ns,
 )
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
@@ -38,21 +38,16 @@ MOST = 512
 
 
 def plan_cost(
-    profile: HardwareProfile,
-    lengths: Integers,
-    assignment: Assignment,
-    ranks: int,
-    tokens_per_rank: int,
-    pipeline: Pipeline = NO_PIPELINE,
+    timed: Score, profile: HardwareProfile, lengths: Integers, tokens_per_rank: int, pipeline: Pipeline = NO_PIPELINE
 ) -> PlanCost:
-    """Returns the modelled cost of an assignment together with the lower bound."""
-    result = score(profile, lengths, assignment, ranks, pipeline)
+    """Returns the modelled cost of a scored assignment together with the lower bound."""
+    ranks = timed.time.shape[1]
     return PlanCost(
-        makespan_s=result.makespan_ns / NANOSECONDS,
+        makespan_s=timed.makespan_ns / NANOSECONDS,
         lower_bound_s=lower_bound_ns(profile, lengths, ranks, tokens_per_rank, pipeline) / NANOSECONDS,
-        exposed_share=result.exposed_share,
-        idle_share=result.idle_share,
-        bubble_share=result.bubble_ns / max(1, result.makespan_ns),
+        exposed_share=timed.exposed_share,
+        idle_share=timed.idle_share,
+        bubble_share=timed.bubble_ns / max(1, timed.makespan_ns),
     )
 
 

@@ -208,26 +208,31 @@ def score(
 
 
 def exchange_ns(profile: HardwareProfile, lengths: Integers, a: Assignment, shape: tuple[int, int]) -> Integers:
-    """Returns the exchange time of every rank in every micro-batch, an array of `shape` in nanoseconds.
-
-    Splits every ring at node boundaries into its first node, its full nodes and its last node.
-    """
+    """Returns the exchange time of every rank in every micro-batch, an array of `shape` in nanoseconds."""
     rings = np.flatnonzero(a.degree > 1)
     row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
     intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
-    node, stop = profile.ranks_per_node, first + degree
+    intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for start, end, here in ring_parts(profile, a, rings):
+        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
+        intra += spread(inside, row, start, end, shape)
+        inter += spread(across, row, start, end, shape)
+    in_ring = spread(np.ones_like(first), row, first, first + degree, shape) > 0
+    result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
+    return result
+
+
+def ring_parts(profile: HardwareProfile, a: Assignment, rings: Integers) -> tuple[tuple[Integers, Integers, Integers], ...]:
+    """Splits `rings`, documents of `a`, at node boundaries into their first node, full nodes and last node.
+
+    Returns first rank, last rank + 1 and the ring's ranks on each node of the three parts.
+    """
+    node, first = profile.ranks_per_node, a.first_rank[rings]
+    stop = first + a.degree[rings]
     head_stop = np.minimum(stop, (first // node + 1) * node)
     tail_start = np.maximum(head_stop, (stop - 1) // node * node)
-    intra, inter = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    parts = (
+    return (
         (first, head_stop, head_stop - first),
         (head_stop, tail_start, np.full_like(first, node)),
         (tail_start, stop, np.maximum(1, stop - tail_start)),
     )
-    for start, end, here in parts:
-        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
-        intra += spread(inside, row, start, end, shape)
-        inter += spread(across, row, start, end, shape)
-    in_ring = spread(np.ones_like(first), row, first, stop, shape) > 0
-    result: Integers = np.where(in_ring, nanoseconds(profile.latency_s) + np.maximum(intra, inter), 0)
-    return result

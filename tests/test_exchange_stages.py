@@ -1,0 +1,156 @@
+"""Stages of the exchange: waits are predicted as the runtime has them on a virtual clock, and stages hide them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.modelled import ModelledKernel, _Work, pairs
+from longctx.attention import Mask, RingAttention, inputs, ring_pass
+from longctx.planning.assignment import Assignment
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
+from longctx.planning.layout import Layout
+from longctx.planning.planner import make_plan
+from longctx.planning.stages import PRICE, _load, _waits, exchange_stages
+
+H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
+
+
+class VirtualClock:
+    """Runs one rank of ring attention in virtual nanoseconds: kernels and messages advance the time, nothing else does."""
+
+    def __init__(self, profile: HardwareProfile, rank: int) -> None:
+        self.profile, self.rank = profile, rank
+        self.now = self.worked = 0.0
+        self.free = [0.0, 0.0]  # links inside the node and across
+        self.s_per_pair = 0.0
+
+    def sleep(self, nanoseconds: float) -> None:
+        self.now += nanoseconds
+        self.worked += nanoseconds
+
+    def exchange(self, group: Any, where: str) -> Any:
+        return SimpleNamespace(start=self.start)
+
+    def start(self, outgoing: Any, incoming: torch.Tensor, rows: Sequence[tuple[int, int]]) -> Any:
+        profile, node = self.profile, self.profile.ranks_per_node
+        arrives = self.now
+        for across, rate in enumerate((profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s)):
+            tokens = sum(count for peer, count in rows if (peer // node != self.rank // node) == across)
+            if tokens:
+                time = tokens * profile.kv_bytes_per_token / 3 / rate * NANOSECONDS
+                self.free[across] = max(self.free[across], self.now) + time
+                arrives = max(arrives, self.free[across])
+
+        def wait() -> torch.Tensor:
+            self.now = max(self.now, arrives)
+            return incoming.zero_()
+
+        return SimpleNamespace(wait=wait)
+
+
+def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: int, stages: int) -> tuple[float, float]:
+    """Returns the times that `rank` waits for messages and computes in both passes, by the code of the runtime."""
+    clock = VirtualClock(profile, rank)
+    layout = Layout.of(a.placements()[0], lengths, 0, rank, stages)
+    seen = Mask(causal=False)
+    per_node = profile.ranks_per_node if profile.exchange_levels == 2 else None
+    with (
+        mock.patch.object(ring_pass, "choose_kernel", return_value=ModelledKernel(clock)),  # type: ignore[arg-type]
+        mock.patch.object(inputs.dist, "is_initialized", return_value=True),
+        mock.patch.object(inputs.dist, "get_rank", return_value=rank),
+    ):
+        attention = RingAttention(layout, exchange=clock.exchange, mask=seen, ranks_per_node=per_node)
+        lengths_here, degrees = (np.array([getattr(s, name) for s in layout.shards]) for name in ("length", "degree"))
+        total = attention_ns(profile, lengths_here, degrees).sum()
+        clock.s_per_pair = total / sum(pairs(call.segments) for call in attention.schedule.calls)
+        q, k, v = (torch.zeros(layout.tokens, 1, 2, requires_grad=True) for _ in range(3))
+        linear = profile.query_share * float(linear_ns(profile, np.array([layout.tokens]))[0])
+        out = attention(lambda sent: _Work.apply(sent(q), None, clock, linear), k, v)  # type: ignore[no-untyped-call]
+        out.sum().backward()
+    return clock.now - clock.worked, clock.worked
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int, int]:
+    """Draws a profile, documents in one micro-batch, a rank and a number of stages, with chunks that all parts divide."""
+    node, levels = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1, 2, 2]))
+    nodes = draw(st.integers(2, 4)) if levels == 2 else 1
+    node = node if levels == 2 else draw(st.sampled_from([3, 5, 7]))
+    ranks = node * nodes
+    distances = nodes - 1 if levels == 2 else node - 1
+    stages = distances * draw(st.integers(1, 3)) if levels == 2 else draw(st.sampled_from([1, 2, node - 1]))
+    stages = stages if levels == 2 or distances % stages == 0 else 1
+    # Whole documents, and rings over all ranks whose chunks can be cut into six parts.
+    unit = 12 * ranks
+    rings = [unit * draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 2)))]
+    whole = [draw(st.integers(1, 50)) for _ in range(draw(st.integers(0, ranks)))]
+    degree = np.array([ranks] * len(rings) + [1] * len(whole))
+    first = np.array([0] * len(rings) + list(range(len(whole))))
+    assignment = Assignment(np.zeros_like(degree), first, degree, np.zeros(len(degree), dtype=bool))
+    profile = replace(
+        H100,
+        overlap=1.0,
+        attention_efficiency=((64, 1.0),),
+        ranks_per_node=node,
+        exchange_levels=levels,
+        attention_s_per_token2=10 ** draw(st.floats(-9, -6)),
+        intra_node_bytes_per_s=H100.intra_node_bytes_per_s * draw(st.floats(0.3, 3)),
+        inter_node_bytes_per_s=H100.inter_node_bytes_per_s * draw(st.floats(0.3, 3)),
+        query_share=draw(st.sampled_from([0.0, 0.05, 0.3])),
+    )
+    return profile, rings + whole, assignment, draw(st.integers(0, ranks - 1)), stages
+
+
+@given(cases())
+@settings(max_examples=80, deadline=None)
+def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, list[int], Assignment, int, int]) -> None:
+    profile, lengths, assignment, rank, stages = case
+    sizes, ranks = np.array(lengths), int(assignment.degree.max())
+    timed = score(profile, sizes, assignment, ranks)
+    load = _load(profile, sizes, assignment, timed.time - timed.exposed)
+    predicted = float(_waits(load, stages, profile.exchange_levels == 2)[0, rank])
+    measured, computed = waited(profile, lengths, assignment, rank, stages)
+    assert predicted == pytest.approx(measured, rel=0.02, abs=0.002 * computed)
+
+
+def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
+    """A document over two nodes waits less in several stages, which cost more where they hide nothing."""
+    lengths = np.array([120_000])
+    over_two_nodes = Assignment(*(np.array([x]) for x in (0, 0, 16)), np.array([False]))
+
+    def chosen(profile: HardwareProfile, most: int | None = None, ring: Assignment = over_two_nodes) -> int:
+        (stages,) = exchange_stages(profile, lengths, ring, score(profile, lengths, ring, 16), most)
+        return stages
+
+    slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 5)
+    timed = score(slow, lengths, over_two_nodes, 16)
+    busy = timed.time - timed.exposed
+    waits = [_waits(_load(slow, lengths, over_two_nodes, busy), stages, True).max() for stages in (1, chosen(slow))]
+    assert waits[1] < waits[0] - (chosen(slow) - 1) * PRICE * busy.max()
+    assert chosen(replace(H100, inter_node_bytes_per_s=1e15, intra_node_bytes_per_s=1e15)) == 1  # nothing to hide
+    in_a_node = replace(over_two_nodes, degree=np.array([8]))
+    slow_inside = replace(H100, intra_node_bytes_per_s=H100.intra_node_bytes_per_s / 20)
+    assert chosen(slow_inside, ring=in_a_node) > chosen(replace(slow_inside, overlap=0.0), ring=in_a_node) == 1
+    remote = 15 * 7500
+    assert chosen(slow, remote // 12) == 12 > chosen(slow)
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from(["auto", "static"]))
+@settings(max_examples=40, deadline=None)
+def test_stages_leave_the_plan_alone(lengths: list[int], nodes: int, mode: str) -> None:
+    """`max_remote_tokens` only adds stages: rings and micro-batches, and the predicted time, are the same."""
+    plans = [
+        make_plan(lengths, ranks=8 * nodes, tokens_per_rank=16384, profile=H100, mode=mode, max_remote_tokens=most)
+        for most in (None, 30_000)
+    ]
+    assert plans[0].micro_batches == plans[1].micro_batches and plans[0].cost == plans[1].cost
+    assert all(few <= many for few, many in zip(plans[0].stages, plans[1].stages, strict=True))
