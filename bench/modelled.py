@@ -7,7 +7,8 @@ tiny, so that its own arithmetic costs next to nothing. Instead of it
 
 - the MLP and the projection of queries of every block sleep for the linear work of a rank's tokens, a third of it forward;
 - every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
-  rank's documents at their lengths and degrees, 1 / 3.5 of it forward; its results are zeros, so losses do not depend on plans;
+  rank's documents at their lengths and degrees, 1 / 3.5 of it forward, and of the price of exchange stages; its results are
+  zeros, so losses do not depend on plans;
 - the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
 - every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
 
@@ -51,6 +52,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
+from longctx.planning.stages import PRICE
 from longctx.training import optimizer, setup
 from longctx.training.trainer import Trainer
 
@@ -180,8 +182,10 @@ def _watch_passes(device: Device) -> None:
             known.clear()
             shards = schedule.layout.shards
             lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
-            seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS / device.layers if len(shards) else 0.0
-            known[id(schedule)] = seconds / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
+            seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
+            in_rings = sum(shard.tokens for shard in shards if shard.degree > 1)
+            seconds += (schedule.layout.stages - 1) * PRICE * device.profile.linear_s_per_token * in_rings
+            known[id(schedule)] = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
         device.s_per_pair = known[id(schedule)]
 
     ring_pass.RingPass.__init__ = begun  # type: ignore[method-assign]
@@ -292,12 +296,12 @@ def _static(step: Step, plain: Any) -> Candidate:
         found: Candidate = plain(step)
         return found
     assignment = place_fixed_static(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.degree)
-    return Candidate(step.score(assignment).makespan_ns, f"static:{step.degree}", assignment)
+    return step.candidate(f"static:{step.degree}", assignment)
 
 
 def _rival(step: Step, name: str) -> Candidate:
     assignment = BASELINES[name].place(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
-    return Candidate(step.score(assignment).makespan_ns, name, assignment)
+    return step.candidate(name, assignment)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
+from longctx.planning.stages import staged
 from longctx.training.utilisation import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -175,7 +176,7 @@ def _auto(machine: Machine, spec: ModelSpec, split: Split, lengths: Integers) ->
         tokens_per_rank=split.tokens_per_rank,
         profile=profile_of(machine, spec, split),
         pipeline=split.pipeline,
-        max_remote_tokens=split.tokens_per_rank,
+        max_remote_tokens=split.max_remote_tokens,
     )
     return plan.score
 
@@ -192,7 +193,8 @@ def _static(machine: Machine, spec: ModelSpec, outcome: SearchResult, lengths: I
             continue
         assignment = place_fixed_static(profile, lengths, ranks, budget, degree)
         if memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes:
-            timed = score(profile, lengths, assignment, ranks, split.pipeline)
+            plain = score(profile, lengths, assignment, ranks, split.pipeline)
+            _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
             found.append((plan_cost(timed, profile, lengths, budget, split.pipeline).makespan_s, split, degree))
     return found
 

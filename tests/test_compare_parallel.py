@@ -228,6 +228,7 @@ def test_the_best_splits_are_those_of_planning_every_split(found: SearchResult) 
 def mean_step_s(split: Split) -> float:
     """Of `STEPS`; infinite if the split does not fit."""
     request: dict[str, Any] = {"ranks": split.domain, "tokens_per_rank": split.tokens_per_rank, "pipeline": split.pipeline}
+    request["max_remote_tokens"] = split.max_remote_tokens
     plans = [make_plan(lengths, **request, profile=profile_of(H100, EIGHT_B.spec, split)) for lengths in STEPS]
     memory = memory_of(H100, EIGHT_B.spec, split, max(map(max, STEPS)), max(len(plan.micro_batches) for plan in plans))
     return sum(plan.makespan_s for plan in plans) / 2 if memory.total <= H100.memory_bytes else math.inf

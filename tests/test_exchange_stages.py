@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from bench.modelled import ModelledKernel, _Work, pairs
 from longctx.attention import Mask, RingAttention, inputs, ring_pass
-from longctx.planning.assignment import Assignment
+from longctx.planning.assignment import Assignment, remote_tokens
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import PRICE, _load, _waits, exchange_stages
+from longctx.planning.stages import PRICE, _load, _waits, plan_score, staged
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
 
@@ -128,14 +129,22 @@ def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
     over_two_nodes = Assignment(*(np.array([x]) for x in (0, 0, 16)), np.array([False]))
 
     def chosen(profile: HardwareProfile, most: int | None = None, ring: Assignment = over_two_nodes) -> int:
-        (stages,) = exchange_stages(profile, lengths, ring, score(profile, lengths, ring, 16), most)
+        plain = score(profile, lengths, ring, 16)
+        (stages,), timed = staged(profile, lengths, ring, plain, most)
+        busy = plain.time - plain.exposed
+        load = _load(profile, lengths, ring, busy)
+        prices = [
+            (count - 1) * PRICE * profile.linear_s_per_token * 120_000 / ring.degree[0] * NANOSECONDS for count in (1, stages)
+        ]
+        times = [
+            float((busy + _waits(load, count, True)).max()) + price for count, price in zip((1, stages), prices, strict=True)
+        ]
+        assert times[1] == pytest.approx(float(timed.time.max()), rel=1e-6)
+        assert most or (times[1] <= times[0] and (stages == 1 or times[1] < times[0]))
         return stages
 
     slow = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 5)
-    timed = score(slow, lengths, over_two_nodes, 16)
-    busy = timed.time - timed.exposed
-    waits = [_waits(_load(slow, lengths, over_two_nodes, busy), stages, True).max() for stages in (1, chosen(slow))]
-    assert waits[1] < waits[0] - (chosen(slow) - 1) * PRICE * busy.max()
+    assert chosen(slow) > chosen(H100) > 1
     assert chosen(replace(H100, inter_node_bytes_per_s=1e15, intra_node_bytes_per_s=1e15)) == 1  # nothing to hide
     in_a_node = replace(over_two_nodes, degree=np.array([8]))
     slow_inside = replace(H100, intra_node_bytes_per_s=H100.intra_node_bytes_per_s / 20)
@@ -144,13 +153,24 @@ def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
     assert chosen(slow, remote // 12) == 12 > chosen(slow)
 
 
-@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=12), st.integers(1, 3), st.sampled_from(["auto", "static"]))
+@given(
+    st.lists(st.integers(1, 100_000), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.sampled_from([None, 20_000, 100_000]),
+    st.sampled_from([NO_PIPELINE, Pipeline(3)]),
+)
 @settings(max_examples=40, deadline=None)
-def test_stages_leave_the_plan_alone(lengths: list[int], nodes: int, mode: str) -> None:
-    """`max_remote_tokens` only adds stages: rings and micro-batches, and the predicted time, are the same."""
-    plans = [
-        make_plan(lengths, ranks=8 * nodes, tokens_per_rank=16384, profile=H100, mode=mode, max_remote_tokens=most)
-        for most in (None, 30_000)
-    ]
-    assert plans[0].micro_batches == plans[1].micro_batches and plans[0].cost == plans[1].cost
-    assert all(few <= many for few, many in zip(plans[0].stages, plans[1].stages, strict=True))
+def test_plans_take_as_long_as_their_stages(lengths: list[int], nodes: int, most: int | None, pipeline: Pipeline) -> None:
+    """Waits and stages make no plan faster, and mode auto is never behind the others with them."""
+    request: dict[str, Any] = {"ranks": 8 * nodes, "tokens_per_rank": 16384, "profile": H100, "pipeline": pipeline}
+    plans = {mode: make_plan(lengths, mode=mode, max_remote_tokens=most, **request) for mode in ("auto", "static", "bins")}
+    for plan in plans.values():
+        assignment, sizes = Assignment.of(plan), np.array(lengths)
+        plain, timed = score(H100, sizes, assignment, plan.ranks, pipeline), plan_score(plan)
+        assert timed.makespan_ns == round(plan.makespan_s * NANOSECONDS) >= plain.makespan_ns
+        assert (timed.time >= plain.time).all() and (timed.time - timed.exposed == plain.time - plain.exposed).all()
+        remote = remote_tokens(sizes, assignment, timed.time.shape).max(axis=1)
+        widest = [max(p.degree for p in placements) for placements in plan.micro_batches]
+        for rows, stages, degree in zip(remote.tolist(), plan.stages, widest, strict=True):
+            assert most is None or rows <= most * stages or stages >= degree - 1
+    assert plans["auto"].makespan_s <= min(plan.makespan_s for plan in plans.values())

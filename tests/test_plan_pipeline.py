@@ -1,7 +1,7 @@
 """Plans for pipelines: more and smaller micro-batches, the bubble in the cost, and schedules that can run the plans."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from longctx.planning.stages import plan_score
 from longctx.plots.timeline import timeline
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -26,7 +27,7 @@ def plan(lengths: list[int], pipeline: Pipeline, mode: str = "auto") -> Plan:
 
 def test_the_bubble_is_that_of_the_longest_micro_batch() -> None:
     made = plan(MIXED, Pipeline(4, 2, "interleaved"))
-    result = score(H100, np.array(made.lengths), Assignment.of(made), 4)
+    result = replace(plan_score(made), pipeline=NO_PIPELINE)
     longest = int(result.micro_batch_ns.max()) + result.launch_ns
     runs = made.pipeline.runs(len(made.micro_batches))
     bubble = (runs - len(made.micro_batches)) * result.launch_ns + -(-3 * longest // 2)

@@ -103,7 +103,7 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
     lengths = load_mix(mix).draw(ranks, seed)
     auto = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
     flexsp = plan_baseline("flexsp", lengths, ranks=ranks, tokens_per_rank=16384, profile=H100)
-    assert auto.makespan_s <= 1.001 * flexsp.makespan_s
+    assert auto.makespan_s <= 1.003 * flexsp.makespan_s
 
 
 @settings(max_examples=100, deadline=None)
@@ -192,7 +192,7 @@ def test_groups_of_next_to_no_time_end() -> None:
 @pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
     step = Step(H100, np.array(load_mix("wlb_128k").draw(100, 0)), 16, 16384)
-    assert search(step, replace(DEFAULT, **changed))[1] > search(step)[1]
+    assert search(step, replace(DEFAULT, **changed)).makespan_ns > search(step).makespan_ns
 
 
 @pytest.mark.parametrize(("gap", "narrowest"), [(0.0, 1), (1.0, 2)])

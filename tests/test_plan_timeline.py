@@ -1,12 +1,10 @@
 """The timeline agrees with the cost model: blocks and waits fill each rank up to its modelled time and never overlap."""
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from longctx.planning.assignment import Assignment
-from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan
+from longctx.planning.stages import plan_score
 from longctx.plots.colours import by_class, class_name, degree_class
 from longctx.plots.timeline import timeline
 from tests.test_plan_properties import H100, plan_or_none, requests
@@ -30,7 +28,7 @@ def test_every_rank_is_busy_for_its_modelled_time(request: dict[str, object]) ->
     times = timeline(plan)
     assert times.makespan_s == plan.makespan_s
     assert sorted(block.document for block in times.blocks) == list(range(len(plan.lengths)))
-    result = score(plan.profile, np.array(plan.lengths), Assignment.of(plan), plan.ranks)
+    result = plan_score(plan)
     for k, (start_s, stop_s) in enumerate(times.micro_batches):
         for rank in range(plan.ranks):
             spans = busy_on(plan, k, rank)

@@ -21,7 +21,6 @@ from longctx import config
 from longctx.cli import main
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
-from longctx.planning.assignment import Assignment
 from longctx.planning.calibration.fit import (
     AttentionTime,
     OverlapTime,
@@ -33,10 +32,11 @@ from longctx.planning.calibration.fit import (
 from longctx.planning.calibration.least_squares import nonnegative_least_squares
 from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, OnlineFit, refine
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency, score
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from longctx.planning.stages import plan_score
 from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
@@ -173,7 +173,7 @@ def test_bytes_of_an_8b_model() -> None:
 
 def measured_seconds(plan: Plan, truth: HardwareProfile) -> float:
     """Returns the time of a plan on a machine with the constants `truth`."""
-    return score(truth, np.array(plan.lengths), Assignment.of(plan), plan.ranks).makespan_ns / NANOSECONDS
+    return plan_score(replace(plan, profile=truth)).makespan_ns / NANOSECONDS
 
 
 GIVEN = replace(H100, step_s=0.01)

@@ -18,9 +18,10 @@ from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
+from longctx.planning.stages import plan_score
 
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()
@@ -183,7 +184,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
     """Returns the values of a plan's row. `baselines`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
-    times = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
+    times = plan_score(plan)
     makespan, ranks = times.makespan_ns, plan.ranks
     exchange = int(times.exposed.sum()) / ranks / makespan
     busy = int(times.time.sum()) / ranks / makespan

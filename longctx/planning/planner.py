@@ -20,7 +20,7 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step, fastest
-from longctx.planning.stages import exchange_stages
+from longctx.planning.stages import staged
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
@@ -60,10 +60,11 @@ def make_plan(
     began = time.perf_counter()
     check_settings(ranks, tokens_per_rank, mode, degree, bins, max_remote_tokens, pipeline)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, pipeline=pipeline)
+    step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline)
     best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
     assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
     timed = score(profile, sizes, assignment, ranks, pipeline)
+    stages, timed = staged(profile, sizes, assignment, timed, max_remote_tokens)
     plan = Plan(
         mode=mode,
         winner=best.winner,
@@ -71,7 +72,7 @@ def make_plan(
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
         micro_batches=assignment.placements(),
-        stages=exchange_stages(profile, sizes, assignment, timed, max_remote_tokens),
+        stages=stages,
         profile=profile,
         pipeline=pipeline,
         cost=plan_cost(timed, profile, sizes, tokens_per_rank, pipeline),
@@ -101,7 +102,7 @@ def _best_budget(plan: Callable[[Step], Candidate], step: Step) -> Candidate:
 
     def planned(budget: int) -> Candidate:
         found = plan(replace(step, tokens_per_rank=budget))
-        return found._replace(makespan_ns=step.score(found.assignment).makespan_ns)
+        return step.candidate(found.winner, found.assignment)
 
     best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan

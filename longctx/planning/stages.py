@@ -1,23 +1,28 @@
-"""Exchange stages: into how many stages every micro-batch splits its exchange of K and V.
+"""Exchange stages: into how many stages every micro-batch splits its exchange of K and V, and what the exchange then costs.
 
 Messages of a stage travel while the stage before it is computed. In a single stage, a rank's own rows alone hide those of
 other ranks; with two exchange levels they hide the way to the relay, and rows of the rank's node hide the way on. Nothing but
-queries hides the gradients of the last stage. More stages hide more, but each reads and writes the outputs and the gradients of
-queries once more, and calls more kernels: a stage must save at least a share `PRICE` of the micro-batch's time. The waits are
-predicted from the order in which `ring_pass` posts messages and waits for them.
+queries hides the gradients of the last stage. The waits are predicted from the order in which `ring_pass` posts messages and
+waits for them. More stages hide more, but each reads and writes the outputs and the gradients of queries once more, and calls
+more kernels, which is their price.
+
+Planners search with `cost.model.score`, in which all of attention hides the exchange, and compare what they find by `staged`,
+which is never lower. Plans are predicted to take the latter.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import Floats, Score, attention_ns, gather_ns, mate_ns, ring_parts
+from longctx.planning.cost.model import Floats, Score, attention_ns, gather_ns, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.plan import Plan
 
-PRICE = 0.005
-"""Price of a stage as a share of its micro-batch's time: by the bytes that it moves, on an H100 and for an 8B model."""
+PRICE = 0.02
+"""Price of a stage as a share of the linear time of a rank's tokens in rings. For an 8B model on an H100: about 135 kB for each
+token and layer, with outputs added up in float32, at 2.4 of 3.35 TB/s."""
 CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of stages that are tried."""
 FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
@@ -34,6 +39,7 @@ class _Load:
         node: attention to rows of its node in rings that are exchanged in two levels, and receiving these rows.
         far: attention to rows of other nodes in these rings, and receiving them from their nodes and from relays.
         rest: attention to rows of other ranks in all other rings, and receiving them inside the node and across.
+        price: price of one more stage.
     """
 
     queries: Floats
@@ -46,46 +52,83 @@ class _Load:
     rest: Floats
     rest_inside: Floats
     rest_across: Floats
+    price: Floats
 
     def of(self, micro_batches: Integers) -> "_Load":
         return _Load(*(getattr(self, field.name)[micro_batches] for field in fields(self)))
 
 
-def exchange_stages(
-    profile: HardwareProfile, lengths: Integers, assignment: Assignment, timed: Score, max_remote_tokens: int | None
-) -> tuple[int, ...]:
-    """Returns the number of exchange stages of every micro-batch.
+def staged(
+    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score, max_remote_tokens: int | None = None
+) -> tuple[tuple[int, ...], Score]:
+    """Returns the number of exchange stages of every micro-batch, and the times of the assignment with them.
 
-    These are enough that no stage has more than about `max_remote_tokens` remote tokens on any rank (at most the largest degree
-    - 1), and more if that hides enough. `timed` is the score of the assignment.
+    `timed` is its score by `cost.model.score`. Stages are enough that none has more than about `max_remote_tokens` remote
+    tokens on any rank (at most the largest degree - 1), and more while that makes the micro-batch faster.
     """
-    shape = (assignment.micro_batches, timed.time.shape[1])
-    least = np.ones(shape[0], dtype=np.int64)
+    stages = np.ones(len(timed.time), dtype=np.int64)
+    if not (a.degree > 1).any():
+        return tuple(stages.tolist()), timed
     if max_remote_tokens is not None:
-        remote = remote_tokens(lengths, assignment, shape).max(axis=1)
-        most = np.ones(shape[0], dtype=np.int64)
-        np.maximum.at(most, assignment.micro_batch, assignment.degree - 1)
-        least = np.clip(-(-remote // max_remote_tokens), 1, most)
-    return tuple(np.maximum(least, _hiding(profile, lengths, assignment, timed)).tolist())
+        np.maximum.at(stages, a.micro_batch, a.degree - 1)
+        remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
+        stages = np.clip(-(-remote // max_remote_tokens), 1, stages)
+    exchange = _Exchange.of(profile, lengths, a, timed)
+    least, most, time = stages.copy(), exchange.most(a), exchange.time(stages)
+    better = time.max(axis=1) > exchange.busy.max(axis=1)  # where more stages may be faster
+    for count in CHOICES:
+        rows = np.flatnonzero(better & (least < count) & (count <= most))
+        if len(rows):
+            found = exchange.rows(rows).time(np.full(len(rows), count))
+            better[rows] = faster = found.max(axis=1) < time[rows].max(axis=1)
+            stages[rows[faster]], time[rows[faster]] = count, found[faster]
+    return tuple(stages.tolist()), exchange.score(timed, time)
 
 
-def _hiding(profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> Integers:
-    """Returns the number of stages of every micro-batch that hides its exchange best for their price."""
-    busy = timed.time - timed.exposed
-    load = _load(profile, lengths, a, busy)
-    two_levels = profile.exchange_levels == 2
-    time = (busy + _waits(load, 1, two_levels)).max(axis=1)
-    stages = np.ones(len(busy), dtype=np.int64)
-    (slow,) = np.nonzero(time > (1 + PRICE) * busy.max(axis=1))
-    if not len(slow):
-        return stages
-    load, busy, most = load.of(slow), busy[slow], _most(profile, a, len(busy))[slow]
-    times = [time[slow]]
-    for count in CHOICES[1:]:
-        staged = (busy + _waits(load, count, two_levels)).max(axis=1) + (count - 1) * PRICE * busy.max(axis=1)
-        times.append(np.where(count <= most, staged, np.inf))
-    stages[slow] = np.array(CHOICES)[np.argmin(times, axis=0)]
-    return stages
+def plan_score(plan: Plan) -> Score:
+    """Returns the predicted times of a plan."""
+    lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
+    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline)
+    exchange = _Exchange.of(plan.profile, lengths, a, timed)
+    return exchange.score(timed, exchange.time(np.array(plan.stages)))
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """The exchange of an assignment, and the times without it; arrays [micro-batches, ranks] in nanoseconds."""
+
+    profile: HardwareProfile
+    load: _Load
+    busy: Integers
+    exposed: Integers
+
+    @classmethod
+    def of(cls, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> "_Exchange":
+        busy = timed.time - timed.exposed
+        return cls(profile, _load(profile, lengths, a, busy), busy, timed.exposed)
+
+    def rows(self, micro_batches: Integers) -> "_Exchange":
+        return _Exchange(self.profile, self.load.of(micro_batches), self.busy[micro_batches], self.exposed[micro_batches])
+
+    def most(self, a: Assignment) -> Integers:
+        """Returns the largest number of stages that the exchange of every micro-batch can have."""
+        most = np.ones(len(self.busy), dtype=np.int64)
+        np.maximum.at(most, a.micro_batch, np.where(_two_level(self.profile, a), CHOICES[-1], a.degree - 1))
+        return most
+
+    def score(self, timed: Score, time: Integers) -> Score:
+        """Returns a score with other times."""
+        return replace(timed, time=time, exposed=time - self.busy)
+
+    def time(self, stages: Integers) -> Integers:
+        """Returns the times with so many stages in every micro-batch. They are never below those of `cost.model.score`."""
+        result = np.empty_like(self.busy)
+        for count in np.unique(stages).tolist():
+            (rows,) = np.nonzero(stages == count)
+            load = self.load.of(rows)
+            waits = np.maximum(self.exposed[rows], _waits(load, count, self.profile.exchange_levels == 2))
+            result[rows] = self.busy[rows] + np.rint(waits + (count - 1) * load.price).astype(np.int64)
+        return result
 
 
 def _two_level(profile: HardwareProfile, a: Assignment) -> NDArray[np.bool_]:
@@ -96,30 +139,23 @@ def _two_level(profile: HardwareProfile, a: Assignment) -> NDArray[np.bool_]:
     return crosses
 
 
-def _most(profile: HardwareProfile, a: Assignment, micro_batches: int) -> Integers:
-    """Returns the largest number of stages that the exchange of every micro-batch can have."""
-    most = np.ones(micro_batches, dtype=np.int64)
-    np.maximum.at(most, a.micro_batch, np.where(_two_level(profile, a), CHOICES[-1], a.degree - 1))
-    return most
-
-
 def _load(profile: HardwareProfile, lengths: Integers, a: Assignment, busy: Integers) -> _Load:
     """Returns the loads of all ranks, which compute for `busy` in all. Only what hides the exchange counts as attention."""
     shape = (a.micro_batches, busy.shape[1])
     attention = attention_ns(profile, lengths, a.degree)
     total = spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
     rings = np.flatnonzero(a.degree > 1)
-    degree, work, crosses = a.degree[rings], attention[rings], _two_level(profile, a)[rings]
+    row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+    work, crosses = attention[rings], _two_level(profile, a)[rings]
     intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
-    zeros = [np.zeros(shape, dtype=np.float64) for _ in range(8)]
-    node: Floats
+    zeros: list[Floats] = [np.zeros(shape, dtype=np.float64) for _ in range(8)]
     node, far, node_inside, far_inside, far_across, rest, rest_inside, rest_across = zeros
     for start, end, here in ring_parts(profile, a, rings):
         inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
         near = np.where(crosses, (here - 1) * intra_ns, 0)
 
         def add(total: Floats, values: Integers, start: Integers = start, end: Integers = end) -> None:
-            total += spread(values, a.micro_batch[rings], start, end, shape)
+            total += spread(values, row, start, end, shape)
 
         add(node, np.where(crosses, work * (here - 1) // degree, 0))
         add(far, np.where(crosses, work * (degree - here) // degree, 0))
@@ -130,11 +166,12 @@ def _load(profile: HardwareProfile, lengths: Integers, a: Assignment, busy: Inte
         add(rest_inside, np.where(crosses, 0, inside))
         add(rest_across, np.where(crosses, 0, across))
     hides = profile.overlap
-    queries = hides * profile.query_share * (busy - total).astype(np.float64)
-    own = hides * (total - node - far - rest)
-    return _Load(
-        queries, own, hides * node, node_inside, hides * far, far_across, far_inside, hides * rest, rest_inside, rest_across
-    )
+    queries: Floats = hides * profile.query_share * (busy - total).astype(np.float64)
+    own: Floats = hides * (total - node - far - rest)
+    tokens = spread(-(-lengths[rings] // degree), row, first, first + degree, shape)
+    price = np.multiply(linear_ns(profile, tokens), PRICE, dtype=np.float64)
+    hidden = (hides * node, node_inside, hides * far, far_across, far_inside, hides * rest, rest_inside, rest_across)
+    return _Load(queries, own, *hidden, price)
 
 
 class _Links:

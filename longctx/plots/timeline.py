@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.planning.assignment import Assignment
-from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns
 from longctx.planning.layout import shard_tokens
 from longctx.planning.plan import Plan
+from longctx.planning.stages import plan_score
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def timeline(plan: Plan) -> Timeline:
     """Returns the timeline of a plan, which ends at the makespan."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
-    result = score(plan.profile, lengths, assignment, plan.ranks, plan.pipeline)
+    result = plan_score(plan)
     attention = attention_ns(plan.profile, lengths, assignment.degree).tolist()
     blocks, waits, spans = [], [], []
     now = 0

@@ -23,7 +23,7 @@ from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.stages import exchange_stages
+from longctx.planning.stages import staged
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
@@ -127,7 +127,7 @@ def _plan(
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
-    timed = score(profile, sizes, assignment, ranks)
+    stages, timed = staged(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
     plan = Plan(
         mode=mode,
         winner=winner,
@@ -135,7 +135,7 @@ def _plan(
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
         micro_batches=assignment.placements(),
-        stages=exchange_stages(profile, sizes, assignment, timed, None),
+        stages=stages,
         profile=profile,
         cost=plan_cost(timed, profile, sizes, tokens_per_rank),
         planning_ms=planning_ms,

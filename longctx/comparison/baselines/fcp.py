@@ -9,10 +9,10 @@ time finds the same. A few numbers of micro-batches are tried, and the best is k
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, stand_in_rows, too_long
+from longctx.comparison.baselines.groups import Group, fastest, stand_in_rows, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import alone_ns, score
+from longctx.planning.cost.model import alone_ns
 
 NUMBERS_TRIED = 4
 """Number of feasible numbers of micro-batches that are tried."""
@@ -36,7 +36,7 @@ def place_fcp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_pe
             chosen = [[groups[i] for i in row] for row in rows if row]
             widened = [_widened(profile, lengths, row, ranks, tokens_per_rank) for row in chosen]
             plans.append(stand_in_rows(widened, lengths))
-    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
+    return fastest(profile, lengths, plans, ranks)
 
 
 def _even_rows(degrees: list[int], work: list[int], number: int, ranks: int) -> list[list[int]] | None:

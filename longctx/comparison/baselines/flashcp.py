@@ -13,10 +13,10 @@ import heapq
 import numpy as np
 
 from longctx.comparison.baselines.fixed_static import place_fixed_static
-from longctx.comparison.baselines.groups import powers_of_two, too_long
+from longctx.comparison.baselines.groups import fastest, powers_of_two, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import alone_ns, score
+from longctx.planning.cost.model import alone_ns
 
 
 def place_flashcp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -29,7 +29,7 @@ def place_flashcp(profile: HardwareProfile, lengths: Integers, ranks: int, token
         plans.append(_mixed(profile, lengths, plan, degree, tokens_per_rank))
     if not plans:
         raise too_long("FlashCP", int(lengths.argmax()), lengths, powers_of_two(ranks)[-1], tokens_per_rank)
-    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
+    return fastest(profile, lengths, plans, ranks)
 
 
 def _mixed(profile: HardwareProfile, lengths: Integers, plan: Assignment, degree: int, tokens_per_rank: int) -> Assignment:

@@ -13,10 +13,10 @@ import itertools
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, shards_by_degree, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import alone_ns, score
+from longctx.planning.cost.model import alone_ns
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.auto.shared_rings import Choice, place_within
 
@@ -46,7 +46,7 @@ def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens
         plans.append(stand_in_rows(rows, lengths))
     if not plans:
         raise PlanError("FlexSP-like packing found no micro-batches that hold these documents")
-    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
+    return fastest(profile, lengths, plans, ranks)
 
 
 def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:

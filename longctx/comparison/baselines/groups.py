@@ -1,12 +1,16 @@
 """Helpers of the baselines: powers of two, packing, and assignment of documents to neighboring groups of ranks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.static import best_fit
+from longctx.planning.stages import staged
 
 
 @dataclass(slots=True)
@@ -46,6 +50,11 @@ def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
     if (micro_batch < 0).any():
         raise PlanError(f"document {int(micro_batch.argmin())} was left out")
     return Assignment(micro_batch, first_rank, degree, np.zeros(len(lengths), dtype=bool))
+
+
+def fastest(profile: HardwareProfile, lengths: Integers, plans: Sequence[Assignment], ranks: int) -> Assignment:
+    """Returns the assignment with the smallest predicted makespan, the first of equals."""
+    return min(plans, key=lambda plan: staged(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns)
 
 
 def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:

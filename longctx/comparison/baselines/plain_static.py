@@ -7,10 +7,9 @@ for all steps and pack in the order drawn (`fixed_static.py`), so this is strong
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, packs, powers_of_two, stand_in_rows, too_long
+from longctx.comparison.baselines.groups import Group, fastest, packs, powers_of_two, stand_in_rows, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import score
 
 
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -26,4 +25,4 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         plans.append(stand_in_rows(rows, lengths))
     if not plans:
         raise too_long("Plain static", int(lengths.argmax()), lengths, powers_of_two(ranks)[-1], tokens_per_rank)
-    return min(plans, key=lambda plan: score(profile, lengths, plan, ranks).makespan_ns)
+    return fastest(profile, lengths, plans, ranks)

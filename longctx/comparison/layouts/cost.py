@@ -104,6 +104,11 @@ class Split:
         return self.tensor * self.pipeline.ranks * self.domain
 
     @property
+    def max_remote_tokens(self) -> int:
+        """Remote tokens of an exchange stage: few beside the weights, and so many that stages cost little."""
+        return 4 * self.tokens_per_rank
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Settings of a run with this split."""
         return {
@@ -117,7 +122,7 @@ class Split:
             "train.recompute": self.recompute,
             "train.dtype": DTYPE,
             "batch.tokens_per_rank": self.tokens_per_rank,
-            "context.max_remote_tokens": self.tokens_per_rank,
+            "context.max_remote_tokens": self.max_remote_tokens,
             "context.ulysses_degree": 1,
         }
 

@@ -230,7 +230,7 @@ def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Inte
                 tokens_per_rank=split.tokens_per_rank,
                 profile=profile,
                 pipeline=split.pipeline,
-                max_remote_tokens=split.tokens_per_rank,
+                max_remote_tokens=split.max_remote_tokens,
             )
         )
         bounds[number] = plans[-1].makespan_s

@@ -14,9 +14,10 @@ import numpy as np
 from longctx.planning.assignment import Assignment, spread, tokens_on_ranks
 from longctx.planning.calibration.least_squares import nonnegative_least_squares
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import NANOSECONDS, Floats, attention_ns, score
+from longctx.planning.cost.model import NANOSECONDS, Floats, attention_ns
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
+from longctx.planning.stages import plan_score
 
 STEPS = 32
 """Number of recent steps that the fit uses."""
@@ -65,7 +66,7 @@ class Observation:
             seconds,
             tokens=tokens_on_ranks(lengths, a, shape).astype(np.float64),
             attention=attention / (profile.attention_s_per_token2 * NANOSECONDS),
-            exposed_s=score(profile, lengths, a, plan.ranks).exposed / NANOSECONDS,
+            exposed_s=plan_score(plan).exposed / NANOSECONDS,
             step_s=profile.step_s,
             pipeline=plan.pipeline,
         )

@@ -40,8 +40,7 @@ def pack_bins(step: Step, degrees: Integers) -> Candidate:
         assignment = fill(rings) if rings else None
         if rings and assignment:
             assignment = even_out(rings, assignment, ROUNDS)
-            makespan = step.score(assignment).makespan_ns
-            return Candidate(makespan, "bins", assignment)
+            return step.candidate("bins", assignment)
         micro_batches += max(1, micro_batches // 8)
 
 

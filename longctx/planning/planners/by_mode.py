@@ -13,8 +13,7 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 
 def plan_auto(step: Step) -> Candidate:
     """Returns the fastest plan of the search, mode bins and mode static; lower bounds skip most static degrees."""
-    assignment, makespan = search(step)
-    best = Candidate(makespan, "search", assignment)
+    best = search(step)
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
         if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.step import Candidate, Step, fastest
@@ -27,7 +27,7 @@ def plan_static(step: Step) -> Candidate:
     return best
 
 
-def best_static(step: Step, degrees: range, below: int | None = None) -> Candidate | None:
+def best_static(step: Step, degrees: range, below: int = NEVER) -> Candidate | None:
     """Returns the best static plan, or None. Skips degrees with a lower bound no better than `below` or the best plan so far.
 
     Attention is never faster on smaller chunks, so if the work of one degree on all ranks is too much, so is that of higher
@@ -38,15 +38,15 @@ def best_static(step: Step, degrees: range, below: int | None = None) -> Candida
         if degree * step.tokens_per_rank < int(step.lengths.max()):
             continue
         on_all_ranks, on_groups = static_bounds_ns(step, degree)
-        if below is not None and on_all_ranks >= below:
+        if on_all_ranks >= below:
             break
         bounds.append((on_groups, degree))
     best: Candidate | None = None
     for bound, degree in sorted(bounds):
         limit = best.makespan_ns if best else below
-        if limit is not None and bound >= limit:
+        if bound >= limit:
             break
-        if limit is not None and longest_ns(step, degree) >= limit:
+        if longest_ns(step, degree) >= limit:
             continue
         if (found := pack_static(step, degree, below=limit)) is not None:
             best = fastest(best, found)
@@ -66,7 +66,7 @@ def _no_degree(step: Step) -> str:
     )
 
 
-def pack_static(step: Step, degree: int, below: int | None = None) -> Candidate | None:
+def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None:
     """Returns the better packing at one degree, or None if a document does not fit, or no packing can be below `below`."""
     profile, lengths, ranks, tokens_per_rank = step.profile, step.lengths, step.ranks, step.tokens_per_rank
     weights = largest_shards(lengths, np.full_like(lengths, degree))
@@ -80,8 +80,8 @@ def pack_static(step: Step, degree: int, below: int | None = None) -> Candidate 
     if (spread := _emptiest_first(weights, tokens_per_rank, micro_batches * groups)) is not None:
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
-    promising = [plan for plan in plans if below is None or computing_ns(step, plan) < below]
-    found = [Candidate(step.score(plan).makespan_ns, f"static:{degree}", plan) for plan in promising]
+    promising = [plan for plan in plans if computing_ns(step, plan) < below]
+    found = [step.candidate(f"static:{degree}", plan, below) for plan in promising]
     return fastest(*found) if found else None
 
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score, alone_ns, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.stages import staged
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Step:
 
     Attributes:
         ranks: number of places for a document of degree 1.
+        max_remote_tokens: see `make_plan`.
         block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
     """
 
@@ -28,6 +30,7 @@ class Step:
     tokens_per_rank: int
     degree: int | None = None
     bins: Mapping[int, int] | None = None
+    max_remote_tokens: int | None = None
     block: int = 1
     pipeline: Pipeline = NO_PIPELINE
 
@@ -56,8 +59,16 @@ class Step:
         return largest_shards(lengths, degrees * self.block)
 
     def score(self, assignment: Assignment) -> Score:
-        """Returns the modelled times of an assignment to ranks."""
+        """Returns the modelled times of an assignment to ranks, in which all of attention hides the exchange."""
         return score(self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline)
+
+    def candidate(self, winner: str, assignment: Assignment, below: int = NEVER) -> "Candidate":
+        """Returns an assignment to ranks with its predicted makespan, or with a lower bound if that is `below` or more."""
+        timed = self.score(assignment)
+        if timed.makespan_ns >= below:
+            return Candidate(timed.makespan_ns, winner, assignment)
+        _, timed = staged(self.profile, self.lengths, assignment, timed, self.max_remote_tokens)
+        return Candidate(timed.makespan_ns, winner, assignment)
 
     def on_ranks(self, places: Assignment) -> Assignment:
         """Returns the assignment to ranks of an assignment to places."""

@@ -29,30 +29,35 @@ from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_
 from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
-from longctx.planning.planners.step import Degrees, Step
+from longctx.planning.planners.step import Candidate, Degrees, Step
 
 Filled = tuple[Rings, Assignment]
 """A layout of rings, and its assignment of all documents."""
 
 
-def search(step: Step, settings: SearchSettings = DEFAULT) -> tuple[Assignment, int]:
-    """Returns the best assignment found and its makespan in nanoseconds. Every document must fit at some degree.
+def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
+    """Returns the best plan found. Every document must fit at some degree.
 
-    Plans in blocks of neighbouring ranks, coarse to fine. Skips blocks so coarse that splitting every document costs too much,
-    and stops once the plan is good; steps of many documents also stop when finer blocks are much worse.
+    Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the stages of their exchange. Skips blocks so
+    coarse that splitting every document costs too much, and stops once the plan is good; steps of many documents also stop when
+    finer blocks are much worse. Prefers finer blocks where times hardly differ.
     """
-    best: tuple[Assignment, int] | None = None
+    unstaged = replace(step, profile=replace(step.profile, overlap=settings.hidden * step.profile.overlap))
+    best: Candidate | None = None
+    quickest = lowest = NEVER  # with stages, and as the search sees them
     bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
     for block in settings.blocks:
         if block > 1 and not _worthwhile(step, block, (1 + settings.lost) * bound):
             continue
-        blocks = replace(step, ranks=step.ranks // block, block=block)
-        found = search_in_blocks(blocks, settings)
-        best = found if best is None or found[1] < best[1] else best
+        blocks = replace(unstaged, ranks=step.ranks // block, block=block)
+        assignment, makespan = search_in_blocks(blocks, settings)
+        found = step.candidate("search", assignment)
+        quickest, lowest = min(quickest, found.makespan_ns), min(lowest, makespan)
+        best = found if found.makespan_ns <= (1 + settings.finer) * quickest else best
         effort = len(step.lengths) * blocks.ranks
-        slower = effort >= settings.some and found[1] > (1 + settings.slower) * best[1]
+        slower = effort >= settings.some and makespan > (1 + settings.slower) * lowest
         enough = max(gap for least, gap in settings.enough if effort >= least)
-        if slower or best[1] <= (1 + enough) * bound:
+        if slower or lowest <= (1 + enough) * bound:
             break
     assert best is not None, "blocks of one rank are always tried"
     return best
@@ -68,7 +73,7 @@ def _worthwhile(step: Step, block: int, limit: float) -> bool:
 
 
 def search_in_blocks(step: Step, settings: SearchSettings) -> tuple[Assignment, int]:
-    """Returns the best assignment found with whole blocks for each document, and its makespan in nanoseconds."""
+    """Returns the best assignment found with whole blocks for each document, and its makespan by `Step.score`."""
     table = DegreeTable(step, settings)
     micro_batches = step.fewest_micro_batches
     uneven = int(table.quickest.max(initial=0)) * micro_batches * step.ranks > table.work
