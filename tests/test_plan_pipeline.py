@@ -68,7 +68,7 @@ def test_the_modelled_bubble_is_that_of_the_schedule(ranks: int, extra: int) -> 
 
 def test_the_order_suits_the_schedule() -> None:
     made = plan(MIXED, Pipeline(8))
-    times = (score(H100, np.array(made.lengths), Assignment.of(made), 4).micro_batch_ns / NANOSECONDS).tolist()
+    times = (plan_score(made).micro_batch_ns / NANOSECONDS).tolist()
     peak = times.index(max(times))
     assert times == sorted(times[:peak]) + sorted(times[peak:], reverse=True)
     assert len(times) > 4

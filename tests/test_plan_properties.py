@@ -9,14 +9,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longctx.planning.assignment import Assignment, largest_shards, least_degrees
+from longctx.planning.assignment import largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import score
 from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
 from longctx.planning.planners.step import Step
+from longctx.planning.stages import plan_score
 from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -177,5 +177,5 @@ def test_documents_on_one_ring_take_turns_in_direction() -> None:
 
 def test_micro_batches_run_longest_first() -> None:
     plan = make_plan([9000, 500, 8000, 4000, 16000, 100], ranks=2, tokens_per_rank=8192, profile=H100)
-    times = score(H100, np.array(plan.lengths), Assignment.of(plan), plan.ranks).micro_batch_ns.tolist()
+    times = plan_score(plan).micro_batch_ns.tolist()
     assert times == sorted(times, reverse=True)

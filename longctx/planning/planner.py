@@ -12,15 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from longctx.planning.assignment import Assignment, Integers, least_degrees
+from longctx.planning.assignment import Assignment, least_degrees
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import score
+from longctx.planning.cost.model import Score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step, fastest
-from longctx.planning.stages import staged
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
@@ -62,9 +61,7 @@ def make_plan(
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
     step = Step(profile, sizes, ranks, tokens_per_rank, degree, bins, max_remote_tokens, pipeline=pipeline)
     best = MODES[mode](step) if pipeline.ranks == 1 else _best_in_pipeline(mode, step)
-    assignment = _in_order(profile, sizes, best.assignment, ranks, pipeline)
-    timed = score(profile, sizes, assignment, ranks, pipeline)
-    stages, timed = staged(profile, sizes, assignment, timed, max_remote_tokens)
+    assignment, stages, timed = _in_order(step, best.assignment)
     plan = Plan(
         mode=mode,
         winner=best.winner,
@@ -115,21 +112,22 @@ def _best_budget(plan: Callable[[Step], Candidate], step: Step) -> Candidate:
     return best
 
 
-def _in_order(
-    profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline
-) -> Assignment:
+def _in_order(step: Step, assignment: Assignment) -> tuple[Assignment, tuple[int, ...], Score]:
     """Renumbers the non-empty micro-batches: longest first, or in a pipeline with rising, then falling times.
 
     The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.
     In simulations of torch's schedules, 1f1b and zero-bubble are 6 to 9 % faster than with the longest first, and 17 to 29 %
     faster than in random order (8 ranks, 32 micro-batches with times that vary by 40 %).
+
+    Returns also the exchange stages and the times of all micro-batches.
     """
     used, row = np.unique(assignment.micro_batch, return_inverse=True)
-    dense = Assignment(row, assignment.first_rank, assignment.degree, assignment.reversed)
-    times = score(profile, lengths, dense, ranks).micro_batch_ns
-    order = np.argsort(-times, kind="stable")
-    if pipeline.ranks > 1:
+    dense = replace(assignment, micro_batch=row)
+    stages, timed = step.staged(dense, step.score(dense))
+    order = np.argsort(-timed.micro_batch_ns, kind="stable")
+    if step.pipeline.ranks > 1:
         order = np.concatenate([order[::2][::-1], order[1::2]])
     turn = np.empty(len(used), dtype=np.int64)
     turn[order] = np.arange(len(used))
-    return Assignment(turn[row], assignment.first_rank, assignment.degree, assignment.reversed)
+    timed = replace(timed, time=timed.time[order], exposed=timed.exposed[order])
+    return replace(assignment, micro_batch=turn[row]), tuple(stages[number] for number in order.tolist()), timed

@@ -62,13 +62,16 @@ class Step:
         """Returns the modelled times of an assignment to ranks, in which all of attention hides the exchange."""
         return score(self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline)
 
+    def staged(self, assignment: Assignment, timed: Score) -> tuple[tuple[int, ...], Score]:
+        """Returns the exchange stages of a scored assignment to ranks, and its predicted times."""
+        return staged(self.profile, self.lengths, assignment, timed, self.max_remote_tokens)
+
     def candidate(self, winner: str, assignment: Assignment, below: int = NEVER) -> "Candidate":
         """Returns an assignment to ranks with its predicted makespan, or with a lower bound if that is `below` or more."""
         timed = self.score(assignment)
         if timed.makespan_ns >= below:
             return Candidate(timed.makespan_ns, winner, assignment)
-        _, timed = staged(self.profile, self.lengths, assignment, timed, self.max_remote_tokens)
-        return Candidate(timed.makespan_ns, winner, assignment)
+        return Candidate(self.staged(assignment, timed)[1].makespan_ns, winner, assignment)
 
     def on_ranks(self, places: Assignment) -> Assignment:
         """Returns the assignment to ranks of an assignment to places."""
