@@ -52,7 +52,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.stages import PRICE
+from longctx.planning.stages import PRICE, ring_stages
 from longctx.training import optimizer, setup
 from longctx.training.trainer import Trainer
 
@@ -183,8 +183,9 @@ def _watch_passes(device: Device) -> None:
             shards = schedule.layout.shards
             lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
             seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
-            in_rings = sum(shard.tokens for shard in shards if shard.degree > 1)
-            seconds += (schedule.layout.stages - 1) * PRICE * device.profile.linear_s_per_token * in_rings
+            first, tokens = (np.array([getattr(shard, name) for shard in shards]) for name in ("first_rank", "tokens"))
+            more = np.maximum(1, ring_stages(device.profile, first, degrees, schedule.layout.stages)) - 1
+            seconds += PRICE * device.profile.linear_s_per_token * float((more * tokens).sum())
             known[id(schedule)] = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
         device.s_per_pair = known[id(schedule)]
 

@@ -20,7 +20,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, sc
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import PRICE, _load, _waits, plan_score, staged
+from longctx.planning.stages import PRICE, _Exchange, _waits, plan_score, staged
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
 
@@ -117,8 +117,8 @@ def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, l
     profile, lengths, assignment, rank, stages = case
     sizes, ranks = np.array(lengths), int(assignment.degree.max())
     timed = score(profile, sizes, assignment, ranks)
-    load = _load(profile, sizes, assignment, timed.time - timed.exposed)
-    predicted = float(_waits(load, stages, profile.exchange_levels == 2)[0, rank])
+    load = _Exchange(profile, sizes, assignment, timed).load(np.array([0]), stages)
+    predicted = float(_waits(load, profile.exchange_levels == 2)[0, rank])
     measured, computed = waited(profile, lengths, assignment, rank, stages)
     assert predicted == pytest.approx(measured, rel=0.02, abs=0.002 * computed)
 
@@ -132,12 +132,13 @@ def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
         plain = score(profile, lengths, ring, 16)
         (stages,), timed = staged(profile, lengths, ring, plain, most)
         busy = plain.time - plain.exposed
-        load = _load(profile, lengths, ring, busy)
+        exchange = _Exchange(profile, lengths, ring, plain)
         prices = [
             (count - 1) * PRICE * profile.linear_s_per_token * 120_000 / ring.degree[0] * NANOSECONDS for count in (1, stages)
         ]
         times = [
-            float((busy + _waits(load, count, True)).max()) + price for count, price in zip((1, stages), prices, strict=True)
+            float((busy + _waits(exchange.load(np.array([0]), count), True)).max()) + price
+            for count, price in zip((1, stages), prices, strict=True)
         ]
         assert times[1] == pytest.approx(float(timed.time.max()), rel=1e-6)
         assert most or (times[1] <= times[0] and (stages == 1 or times[1] < times[0]))

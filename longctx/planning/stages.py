@@ -6,11 +6,12 @@ queries hides the gradients of the last stage. The waits are predicted from the 
 waits for them. More stages hide more, but each reads and writes the outputs and the gradients of queries once more, and calls
 more kernels, which is their price.
 
-Planners search with `cost.model.score`, in which all of attention hides the exchange, and compare what they find by `staged`,
-which is never lower. Plans are predicted to take the latter.
+Planners search with `cost.model.score`, which estimates what stages leave, and compare what they find by `staged`. Without that
+estimate `score` is a lower bound: all of attention hides the exchange. Plans are predicted to take what `staged` says.
 """
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,9 @@ FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
 
 @dataclass(frozen=True)
 class _Load:
-    """What a rank computes and receives in a micro-batch, in nanoseconds; arrays [micro-batches, ranks].
+    """What ranks compute and receive in micro-batches of as many stages as `rest` has, in nanoseconds.
+
+    Arrays [micro-batches, ranks]; of `rest`, one for every stage.
 
     Attributes:
         queries: computation of queries that hides the exchange.
@@ -39,7 +42,6 @@ class _Load:
         node: attention to rows of its node in rings that are exchanged in two levels, and receiving these rows.
         far: attention to rows of other nodes in these rings, and receiving them from their nodes and from relays.
         rest: attention to rows of other ranks in all other rings, and receiving them inside the node and across.
-        price: price of one more stage.
     """
 
     queries: Floats
@@ -49,13 +51,9 @@ class _Load:
     far: Floats
     far_across: Floats
     far_inside: Floats
-    rest: Floats
-    rest_inside: Floats
-    rest_across: Floats
-    price: Floats
-
-    def of(self, micro_batches: Integers) -> "_Load":
-        return _Load(*(getattr(self, field.name)[micro_batches] for field in fields(self)))
+    rest: Sequence[Floats]
+    rest_inside: Sequence[Floats]
+    rest_across: Sequence[Floats]
 
 
 def staged(
@@ -73,13 +71,13 @@ def staged(
         np.maximum.at(stages, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
         stages = np.clip(-(-remote // max_remote_tokens), 1, stages)
-    exchange = _Exchange.of(profile, lengths, a, timed)
-    least, most, time = stages.copy(), exchange.most(a), exchange.time(stages)
+    exchange = _Exchange(profile, lengths, a, timed)
+    least, most, time = stages.copy(), exchange.most(), exchange.time(stages)
     better = time.max(axis=1) > exchange.busy.max(axis=1)  # where more stages may be faster
     for count in CHOICES:
         rows = np.flatnonzero(better & (least < count) & (count <= most))
         if len(rows):
-            found = exchange.rows(rows).time(np.full(len(rows), count))
+            found = exchange.time_of(rows, count)
             better[rows] = faster = found.max(axis=1) < time[rows].max(axis=1)
             stages[rows[faster]], time[rows[faster]] = count, found[faster]
     return tuple(stages.tolist()), exchange.score(timed, time)
@@ -89,31 +87,61 @@ def plan_score(plan: Plan) -> Score:
     """Returns the predicted times of a plan."""
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
     timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline)
-    exchange = _Exchange.of(plan.profile, lengths, a, timed)
+    exchange = _Exchange(plan.profile, lengths, a, timed)
     return exchange.score(timed, exchange.time(np.array(plan.stages)))
 
 
-@dataclass(frozen=True)
+def ring_stages(profile: HardwareProfile, first_rank: Integers, degree: Integers, stages: Integers | int) -> Integers:
+    """Returns the stages of documents in a micro-batch of `stages`; as many stages of two-level rings are between nodes."""
+    result: Integers = np.where(_two_level(profile, first_rank, degree), stages, np.minimum(stages, degree - 1))
+    return result
+
+
+def _two_level(profile: HardwareProfile, first_rank: Integers, degree: Integers) -> NDArray[np.bool_]:
+    """Returns whether the ring of every document is exchanged in two levels."""
+    node = profile.ranks_per_node
+    nodes = (first_rank + degree - 1) // node - first_rank // node + 1
+    crosses: NDArray[np.bool_] = (nodes > 1) & (nodes < degree) & (profile.exchange_levels == 2)
+    return crosses
+
+
 class _Exchange:
-    """The exchange of an assignment, and the times without it; arrays [micro-batches, ranks] in nanoseconds."""
+    """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
-    profile: HardwareProfile
-    load: _Load
-    busy: Integers
-    exposed: Integers
+    `busy` is the time without the exchange, and `exposed` what is not hidden in `cost.model.score`.
+    """
 
-    @classmethod
-    def of(cls, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> "_Exchange":
-        busy = timed.time - timed.exposed
-        return cls(profile, _load(profile, lengths, a, busy), busy, timed.exposed)
+    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> None:
+        self.profile, self.shape = profile, timed.time.shape
+        self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
+        attention = attention_ns(profile, lengths, a.degree)
+        total = spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
+        rings = np.flatnonzero(a.degree > 1)
+        self.row, self.first, self.degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+        self.tokens = -(-lengths[rings] // self.degree)
+        crosses = _two_level(profile, self.first, self.degree)
+        work = attention[rings]
+        self.rest = np.where(crosses, 0, work * (self.degree - 1) // self.degree)
+        intra_ns, inter_ns = mate_ns(profile, lengths[rings], self.degree)
+        self.parts: list[tuple[Integers, Integers, Integers, Integers]] = []  # of rings in one level: ranks, and exchanges
+        sums = [np.zeros(self.shape, dtype=np.float64) for _ in range(5)]
+        for start, stop, here in ring_parts(profile, a, rings):
+            inside, across = gather_ns(profile, self.degree, here, intra_ns, inter_ns)
+            near = (here - 1) * intra_ns
+            loads = work * (here - 1) // self.degree, near, work * (self.degree - here) // self.degree, across, inside - near
+            for sum_, values in zip(sums, loads, strict=True):
+                sum_ += spread(np.where(crosses, values, 0), self.row, start, stop, self.shape)
+            self.parts.append((start, stop, np.where(crosses, 0, inside), np.where(crosses, 0, across)))
+        hides = profile.overlap
+        node, self.node_inside, far, self.far_across, self.far_inside = sums
+        self.node, self.far = hides * node, hides * far
+        self.queries: Floats = hides * profile.query_share * (self.busy - total).astype(np.float64)
+        self.own: Floats = hides * (total - node - far - self._on_ring(self.rest))
 
-    def rows(self, micro_batches: Integers) -> "_Exchange":
-        return _Exchange(self.profile, self.load.of(micro_batches), self.busy[micro_batches], self.exposed[micro_batches])
-
-    def most(self, a: Assignment) -> Integers:
+    def most(self) -> Integers:
         """Returns the largest number of stages that the exchange of every micro-batch can have."""
         most = np.ones(len(self.busy), dtype=np.int64)
-        np.maximum.at(most, a.micro_batch, np.where(_two_level(self.profile, a), CHOICES[-1], a.degree - 1))
+        np.maximum.at(most, self.row, ring_stages(self.profile, self.first, self.degree, CHOICES[-1]))
         return most
 
     def score(self, timed: Score, time: Integers) -> Score:
@@ -124,54 +152,43 @@ class _Exchange:
         """Returns the times with so many stages in every micro-batch. They are never below those of `cost.model.score`."""
         result = np.empty_like(self.busy)
         for count in np.unique(stages).tolist():
-            (rows,) = np.nonzero(stages == count)
-            load = self.load.of(rows)
-            waits = np.maximum(self.exposed[rows], _waits(load, count, self.profile.exchange_levels == 2))
-            result[rows] = self.busy[rows] + np.rint(waits + (count - 1) * load.price).astype(np.int64)
+            rows = np.flatnonzero(stages == count)
+            result[rows] = self.time_of(rows, count)
         return result
 
+    def time_of(self, rows: Integers, stages: int) -> Integers:
+        """Returns the times of some micro-batches with so many stages."""
+        waits = np.maximum(self.exposed[rows], _waits(self.load(rows, stages), self.profile.exchange_levels == 2))
+        more = ring_stages(self.profile, self.first, self.degree, stages) - 1
+        price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * more)[rows])
+        result: Integers = self.busy[rows] + np.rint(waits + price).astype(np.int64)
+        return result
 
-def _two_level(profile: HardwareProfile, a: Assignment) -> NDArray[np.bool_]:
-    """Returns whether the ring of every document is exchanged in two levels."""
-    node = profile.ranks_per_node
-    nodes = (a.first_rank + a.degree - 1) // node - a.first_rank // node + 1
-    crosses: NDArray[np.bool_] = (nodes > 1) & (nodes < a.degree) & (profile.exchange_levels == 2)
-    return crosses
+    def load(self, rows: Integers, stages: int) -> _Load:
+        """Returns the loads of some micro-batches with so many stages."""
+        own = ring_stages(self.profile, self.first, self.degree, stages)
+        work, inside, across = ([np.zeros(self.shape, dtype=np.float64) for _ in range(stages)] for _ in range(3))
+        for stage in range(stages if self.rest.any() else 0):
+            work[stage] += self.profile.overlap * self._on_ring((own > stage) * self.rest // own)
+            for start, stop, inside_ns, across_ns in self.parts:
+                inside[stage] += spread((own > stage) * inside_ns // own, self.row, start, stop, self.shape)
+                across[stage] += spread((own > stage) * across_ns // own, self.row, start, stop, self.shape)
+        return _Load(
+            queries=self.queries[rows],
+            own=self.own[rows],
+            node=self.node[rows],
+            node_inside=self.node_inside[rows],
+            far=self.far[rows],
+            far_across=self.far_across[rows],
+            far_inside=self.far_inside[rows],
+            rest=[of_stage[rows] for of_stage in work],
+            rest_inside=[of_stage[rows] for of_stage in inside],
+            rest_across=[of_stage[rows] for of_stage in across],
+        )
 
-
-def _load(profile: HardwareProfile, lengths: Integers, a: Assignment, busy: Integers) -> _Load:
-    """Returns the loads of all ranks, which compute for `busy` in all. Only what hides the exchange counts as attention."""
-    shape = (a.micro_batches, busy.shape[1])
-    attention = attention_ns(profile, lengths, a.degree)
-    total = spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, shape)
-    rings = np.flatnonzero(a.degree > 1)
-    row, first, degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
-    work, crosses = attention[rings], _two_level(profile, a)[rings]
-    intra_ns, inter_ns = mate_ns(profile, lengths[rings], degree)
-    zeros: list[Floats] = [np.zeros(shape, dtype=np.float64) for _ in range(8)]
-    node, far, node_inside, far_inside, far_across, rest, rest_inside, rest_across = zeros
-    for start, end, here in ring_parts(profile, a, rings):
-        inside, across = gather_ns(profile, degree, here, intra_ns, inter_ns)
-        near = np.where(crosses, (here - 1) * intra_ns, 0)
-
-        def add(total: Floats, values: Integers, start: Integers = start, end: Integers = end) -> None:
-            total += spread(values, row, start, end, shape)
-
-        add(node, np.where(crosses, work * (here - 1) // degree, 0))
-        add(far, np.where(crosses, work * (degree - here) // degree, 0))
-        add(rest, np.where(crosses, 0, work * (degree - 1) // degree))
-        add(node_inside, near)
-        add(far_inside, np.where(crosses, inside - near, 0))
-        add(far_across, np.where(crosses, across, 0))
-        add(rest_inside, np.where(crosses, 0, inside))
-        add(rest_across, np.where(crosses, 0, across))
-    hides = profile.overlap
-    queries: Floats = hides * profile.query_share * (busy - total).astype(np.float64)
-    own: Floats = hides * (total - node - far - rest)
-    tokens = spread(-(-lengths[rings] // degree), row, first, first + degree, shape)
-    price = np.multiply(linear_ns(profile, tokens), PRICE, dtype=np.float64)
-    hidden = (hides * node, node_inside, hides * far, far_across, far_inside, hides * rest, rest_inside, rest_across)
-    return _Load(queries, own, *hidden, price)
+    def _on_ring(self, values: Integers) -> Integers:
+        """Adds the values of all rings on each of their ranks."""
+        return spread(values, self.row, self.first, self.first + self.degree, self.shape)
 
 
 class _Links:
@@ -189,23 +206,23 @@ class _Links:
         return result
 
 
-def _waits(load: _Load, stages: int, two_levels: bool) -> Floats:
+def _waits(load: _Load, two_levels: bool) -> Floats:
     """Returns the time that every rank waits for messages, of all passes."""
-    forward = _pass_ns(load, stages, two_levels, FORWARD_ATTENTION, forward=True)
-    return forward + _pass_ns(load, stages, two_levels, 1 - FORWARD_ATTENTION, forward=False)
+    forward = _pass_ns(load, two_levels, FORWARD_ATTENTION, forward=True)
+    return forward + _pass_ns(load, two_levels, 1 - FORWARD_ATTENTION, forward=False)
 
 
-def _pass_ns(load: _Load, stages: int, two_levels: bool, share: float, *, forward: bool) -> Floats:
+def _pass_ns(load: _Load, two_levels: bool, share: float, *, forward: bool) -> Floats:
     """Returns the waits of all layers in one direction: `RingPass.steps`, and `give_back` in backward.
 
-    A stage has first hops, attention and second hops. Rings in one level have their rows in all stages but the last, rings in
-    two levels those of the own node in the first stage, and the others in the stages after it.
+    A stage has first hops, attention and second hops. Rings in one level have their rows in the first stages, rings in two
+    levels those of the own node in the first stage, and the others in all stages after it.
     """
-    zero, parts = np.zeros_like(load.own), PASSES * stages
-    crossing = bool(load.far_across.any())
-    inside = [load.rest_inside / parts] * stages + [zero] * crossing
-    across = [load.rest_across / parts] * stages + [zero] * crossing
-    work = [load.rest / stages] * stages + [zero] * crossing
+    zero, stages = np.zeros_like(load.own), len(load.rest)
+    parts, crossing = PASSES * stages, bool(load.far_across.any())
+    inside = [rest / PASSES for rest in load.rest_inside] + [zero] * crossing
+    across = [rest / PASSES for rest in load.rest_across] + [zero] * crossing
+    work = [*load.rest, *[zero] * crossing]
     relayed = [zero] * (stages + crossing)
     if crossing:
         inside[0], work[0] = inside[0] + load.node_inside / PASSES, work[0] + load.node

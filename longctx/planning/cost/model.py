@@ -90,11 +90,18 @@ def mate_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers) -> t
     return intra, np.ceil(size / profile.inter_node_bytes_per_s).astype(np.int64)
 
 
-def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, offset: Integers | None = None) -> Integers:
+def alone_ns(
+    profile: HardwareProfile,
+    lengths: Integers,
+    degrees: Integers,
+    offset: Integers | None = None,
+    *,
+    stage_price: float = 0.0,
+) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
     The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
-    several documents takes at most the sum of their times.
+    several documents takes at most the sum of their times. `stage_price`: see `exposed_ns`.
     """
     attention = attention_ns(profile, lengths, degrees)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
@@ -103,7 +110,7 @@ def alone_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, off
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
     linear = linear_ns(profile, largest_shards(lengths, degrees))
-    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange), 0)
+    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange, stage_price=stage_price), 0)
     result: Integers = linear + attention + exposed
     return result
 
@@ -133,16 +140,26 @@ def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[I
     return np.minimum(first, last), np.where(rest > last, node, np.maximum(first, last))
 
 
-def exposed_ns(profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers) -> Integers:
+def exposed_ns(
+    profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers, *, stage_price: float = 0.0
+) -> Integers:
     """Returns the part of a rank's exchange that its attention and its queries do not hide, all in nanoseconds.
 
     K and V are fetched while the queries are computed, and their gradients return during the queries' own backward; but nothing
     of it hides the fetch in between, so queries hide at most two of the three passes. Neither attention nor linear work hides
     more than it takes: with more of either, a rank is never faster.
+
+    An exchange in few stages leaves more: nothing hides the gradients that the last of n stages returns, a third of the
+    exchange / n. Where a stage costs a share `stage_price` of the linear time, this and the price of n - 1 stages are at least
+    2·√(price · exchange / 3) - price. `stages` has the waits; this is their estimate for searches.
     """
     queries = np.floor(profile.overlap * profile.query_share * linear).astype(np.int64)
     hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(queries, 2 * exchange // 3)
     result: Integers = np.maximum(0, exchange - hidden)
+    if stage_price:
+        price, returned = stage_price * linear, exchange / 3
+        least = np.where(returned > price, 2 * np.sqrt(price * returned) - price, returned)
+        result = np.maximum(result, least.astype(np.int64))
     return result
 
 
@@ -193,16 +210,22 @@ class Score:
 
 
 def score(
-    profile: HardwareProfile, lengths: Integers, assignment: Assignment, ranks: int, pipeline: Pipeline = NO_PIPELINE
+    profile: HardwareProfile,
+    lengths: Integers,
+    assignment: Assignment,
+    ranks: int,
+    pipeline: Pipeline = NO_PIPELINE,
+    *,
+    stage_price: float = 0.0,
 ) -> Score:
-    """Returns the modelled times of an assignment of documents of `lengths`."""
+    """Returns the modelled times of an assignment of documents of `lengths`. `stage_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
     attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
-    exposed = exposed_ns(profile, attention, linear, exchange)
+    exposed = exposed_ns(profile, attention, linear, exchange, stage_price=stage_price)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
     return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
 

@@ -21,6 +21,7 @@ class Step:
     Attributes:
         ranks: number of places for a document of degree 1.
         max_remote_tokens: see `make_plan`.
+        stage_price: what `score` and `alone_ns` count for a stage of the exchange; see `cost.model.exposed_ns`.
         block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
     """
 
@@ -31,6 +32,7 @@ class Step:
     degree: int | None = None
     bins: Mapping[int, int] | None = None
     max_remote_tokens: int | None = None
+    stage_price: float = 0.0
     block: int = 1
     pipeline: Pipeline = NO_PIPELINE
 
@@ -52,15 +54,16 @@ class Step:
     def alone_ns(self, lengths: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
         offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        return alone_ns(self.profile, lengths, degrees * self.block, offset)
+        return alone_ns(self.profile, lengths, degrees * self.block, offset, stage_price=self.stage_price)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         """Returns the tokens on the fullest rank of each ring."""
         return largest_shards(lengths, degrees * self.block)
 
     def score(self, assignment: Assignment) -> Score:
-        """Returns the modelled times of an assignment to ranks, in which all of attention hides the exchange."""
-        return score(self.profile, self.lengths, assignment, self.ranks * self.block, self.pipeline)
+        """Returns the times of an assignment to ranks by `cost.model.score`."""
+        ranks, price = self.ranks * self.block, self.stage_price
+        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, stage_price=price)
 
     def staged(self, assignment: Assignment, timed: Score) -> tuple[tuple[int, ...], Score]:
         """Returns the exchange stages of a scored assignment to ranks, and its predicted times."""

@@ -30,6 +30,7 @@ from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
+from longctx.planning.stages import PRICE
 
 Filled = tuple[Rings, Assignment]
 """A layout of rings, and its assignment of all documents."""
@@ -39,25 +40,26 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
     """Returns the best plan found. Every document must fit at some degree.
 
     Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the stages of their exchange. Skips blocks so
-    coarse that splitting every document costs too much, and stops once the plan is good; steps of many documents also stop when
-    finer blocks are much worse. Prefers finer blocks where times hardly differ.
+    coarse that splitting every document costs too much, and stops once the plan is good or finer blocks take too long. Prefers
+    finer blocks where times hardly differ.
     """
-    unstaged = replace(step, profile=replace(step.profile, overlap=settings.hidden * step.profile.overlap))
+    priced = replace(step, stage_price=PRICE)
     best: Candidate | None = None
-    quickest = lowest = NEVER  # with stages, and as the search sees them
+    quickest = NEVER
     bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
+    few = len(step.lengths) <= settings.few * step.ranks
     for block in settings.blocks:
-        if block > 1 and not _worthwhile(step, block, (1 + settings.lost) * bound):
+        blocks = replace(priced, ranks=step.ranks // block, block=block)
+        effort = len(step.lengths) * blocks.ranks
+        if block > 1 and ((block > settings.coarse and not few) or not _worthwhile(step, block, (1 + settings.lost) * bound)):
             continue
-        blocks = replace(unstaged, ranks=step.ranks // block, block=block)
+        if best is not None and effort > settings.most:
+            break
         assignment, makespan = search_in_blocks(blocks, settings)
         found = step.candidate("search", assignment)
-        quickest, lowest = min(quickest, found.makespan_ns), min(lowest, makespan)
+        quickest = min(quickest, found.makespan_ns)
         best = found if found.makespan_ns <= (1 + settings.finer) * quickest else best
-        effort = len(step.lengths) * blocks.ranks
-        slower = effort >= settings.some and makespan > (1 + settings.slower) * lowest
-        enough = max(gap for least, gap in settings.enough if effort >= least)
-        if slower or lowest <= (1 + enough) * bound:
+        if makespan <= (1 + max(gap for least, gap in settings.enough if effort >= least)) * bound:
             break
     assert best is not None, "blocks of one rank are always tried"
     return best

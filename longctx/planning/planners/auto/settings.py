@@ -11,21 +11,18 @@ class SearchSettings:
 
     blocks: Sequence[int] = (32, 16, 8, 4, 2, 1)
     """Ranks of a block, coarse to fine. Coarse blocks are quick; fine ones lose least by splitting."""
-    hidden: float = 0.35
-    """Factor of `overlap` while layouts are compared, by a cost model that knows neither the price of exchange stages nor waits
-    that they leave. With 0.1 or 1, plans for an 8B model on 32 to 256 H100s are up to 5 % slower; from 0.25 to 0.75 they hardly
-    differ."""
     finer: float = 0.002
     """Gap from the fastest plan up to which that of finer blocks is preferred: it splits fewer documents, and the cost model
     counts neither messages nor kernel calls."""
     lost: float = 0.01
     """Maximum share of time that splitting every document over the ranks of a block may cost."""
-    enough: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.003), (1 << 20, 0.015))
+    coarse: int = 4
+    """Maximum ranks of a block where documents are more than `few` per rank."""
+    enough: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.015))
     """Documents times blocks, and the gap to the lower bound from which no finer blocks are tried. Of the gaps that a
     step reaches, the widest counts."""
-    some: int = 1 << 17
-    """Documents times blocks from which finer blocks are not tried if the last ones were slower by `slower`."""
-    slower: float = 0.02
+    most: int = 1 << 22
+    """Maximum of documents times blocks, unless coarser blocks were not possible."""
     shares: Sequence[int] = range(44, 10, -2)
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
@@ -35,7 +32,7 @@ class SearchSettings:
     """Maximum work of a document over all its ranks, as a multiple of its minimum over all degrees. Each value is combined with
     each of `shares`."""
     few: int = 4
-    """Maximum number of documents per rank for which layouts with shared groups of ranks are tried."""
+    """Maximum number of documents per rank for which layouts with shared groups of ranks, and coarse blocks, are tried."""
     narrowest: Sequence[int] = (1, 2, 4)
     """Minimum number of ranks of each shared group; one layout per value."""
     short: float = 0.3
