@@ -90,12 +90,13 @@ def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int,
     distances = nodes - 1 if levels == 2 else node - 1
     stages = distances * draw(st.integers(1, 3)) if levels == 2 else draw(st.sampled_from([1, 2, node - 1]))
     stages = stages if levels == 2 or distances % stages == 0 else 1
-    # Whole documents, and rings over all ranks whose chunks can be cut into six parts.
+    # Whole documents, rings of two ranks, and rings over all ranks whose chunks can be cut into six parts.
     unit = 12 * ranks
     rings = [unit * draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 2)))]
     whole = [draw(st.integers(1, 50)) for _ in range(draw(st.integers(0, ranks)))]
-    degree = np.array([ranks] * len(rings) + [1] * len(whole))
-    first = np.array([0] * len(rings) + list(range(len(whole))))
+    twos = [4 * draw(st.integers(1, 200)) for _ in range(draw(st.integers(0, 2)))]
+    degree = np.array([ranks] * len(rings) + [2] * len(twos) + [1] * len(whole))
+    first = np.array([0] * (len(rings) + len(twos)) + list(range(len(whole))))
     assignment = Assignment(np.zeros_like(degree), first, degree, np.zeros(len(degree), dtype=bool))
     profile = replace(
         H100,
@@ -108,7 +109,7 @@ def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int,
         inter_node_bytes_per_s=H100.inter_node_bytes_per_s * draw(st.floats(0.3, 3)),
         query_share=draw(st.sampled_from([0.0, 0.05, 0.3])),
     )
-    return profile, rings + whole, assignment, draw(st.integers(0, ranks - 1)), stages
+    return profile, rings + twos + whole, assignment, draw(st.integers(0, ranks - 1)), stages
 
 
 @given(cases())
