@@ -64,7 +64,8 @@ def test_a_run_changes_only_as_much_as_it_must(store: Path, ranks: int) -> None:
 
 
 def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
-    config = load(None, [word for word in settings(store) if "keep_kv" not in word], world_size=3)
+    rings = ["context.mode=static", "context.degree=3"]
+    config = load(None, [word for word in settings(store, *rings) if "keep_kv" not in word], world_size=3)
     keeping = changed(config, [("context.keep_kv", True)])
     more, less = (needs(each, store, 3) for each in (keeping, config))
     assert more > less
@@ -72,7 +73,7 @@ def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
     assert fitted(config, 3, int(less / ROOM) + 2, fused=False) == config
     written = Config.model_validate(yaml.safe_load(config.to_yaml()))  # as finetune does
     assert fitted(written, 3, int(more / ROOM) + 2, fused=False).context.keep_kv
-    explicit = load(None, settings(store), world_size=3)
+    explicit = load(None, settings(store, *rings), world_size=3)
     assert fitted(explicit, 3, 1 << 40, fused=False) == explicit
 
 
