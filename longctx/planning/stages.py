@@ -167,12 +167,18 @@ class _Exchange:
     def load(self, rows: Integers, stages: int) -> _Load:
         """Returns the loads of some micro-batches with so many stages."""
         own = ring_stages(self.profile, self.first, self.degree, stages)
-        work, inside, across = ([np.zeros(self.shape, dtype=np.float64) for _ in range(stages)] for _ in range(3))
+        zero: Floats = np.zeros((len(rows), self.shape[1]))
+        rest, rest_inside, rest_across = [zero] * stages, [zero] * stages, [zero] * stages
         for stage in range(stages if self.rest.any() else 0):
-            work[stage] += self.profile.overlap * self._on_ring((own > stage) * self.rest // own)
-            for start, stop, inside_ns, across_ns in self.parts:
-                inside[stage] += spread((own > stage) * inside_ns // own, self.row, start, stop, self.shape)
-                across[stage] += spread((own > stage) * across_ns // own, self.row, start, stop, self.shape)
+            here = own > stage
+            if stage and not (own == stage).any():  # no ring had its last stage before this one
+                for sums in (rest, rest_inside, rest_across):
+                    sums[stage] = sums[stage - 1]
+                continue
+            rest[stage] = self.profile.overlap * self._on_ring(here * self.rest // own)[rows]
+            for start, stop, inside, across in self.parts:
+                for sums, values in ((rest_inside, inside), (rest_across, across)):
+                    sums[stage] = sums[stage] + spread(here * values // own, self.row, start, stop, self.shape)[rows]
         return _Load(
             queries=self.queries[rows],
             own=self.own[rows],
@@ -181,9 +187,9 @@ class _Exchange:
             far=self.far[rows],
             far_across=self.far_across[rows],
             far_inside=self.far_inside[rows],
-            rest=[of_stage[rows] for of_stage in work],
-            rest_inside=[of_stage[rows] for of_stage in inside],
-            rest_across=[of_stage[rows] for of_stage in across],
+            rest=rest,
+            rest_inside=rest_inside,
+            rest_across=rest_across,
         )
 
     def _on_ring(self, values: Integers) -> Integers:
