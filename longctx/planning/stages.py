@@ -175,7 +175,7 @@ class _Exchange:
                 for sums in (rest, rest_inside, rest_across):
                     sums[stage] = sums[stage - 1]
                 continue
-            rest[stage] = self.profile.overlap * self._on_ring(here * self.rest // own)[rows]
+            rest[stage] = np.multiply(self._on_ring(here * self.rest // own)[rows], self.profile.overlap, dtype=np.float64)
             for start, stop, inside, across in self.parts:
                 for sums, values in ((rest_inside, inside), (rest_across, across)):
                     sums[stage] = sums[stage] + spread(here * values // own, self.row, start, stop, self.shape)[rows]
