@@ -169,7 +169,7 @@ class Score:
 
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
-        exposed: part of `time` in which the rank waits for K and V.
+        exposed: part of `time` that the exchange costs: waits for K and V, and the price of its stages.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
         pipeline: the pipeline that runs the micro-batches.
     """
@@ -198,7 +198,7 @@ class Score:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the makespan in which the slowest rank of a micro-batch waits for K and V."""
+        """Share of the makespan that the exchange costs the slowest rank of every micro-batch."""
         slowest = self.time.argmax(axis=1)
         return int(self.exposed[np.arange(len(slowest)), slowest].sum()) / max(1, self.makespan_ns)
 
