@@ -4,10 +4,11 @@ A group of `expert_parallel_size` ranks of the domain, with all their tensor ran
 rank are sharded over the ranks at the same place in other groups. Every rank takes part in every exchange, also without tokens.
 Sizes differ by rank and are known after a small all-gather of counts, for which the host waits once per layer and pass.
 
-Experts compute at most `most_rows` rows at once. If any rank of a group has more, the whole group exchanges and computes in
-turns, each with an even share of the rows between any two ranks, and recomputes them in backward: no token is dropped.
+Experts compute at most `most_rows` rows at once. If any rank has more, all ranks of the domain exchange and compute in turns,
+each with an even share of the rows between any two ranks, which backward recomputes: no token is dropped.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +33,10 @@ def split_experts(model: Model, mesh: DeviceMesh) -> None:
 
     `mesh` has the ranks that hold each expert once as its first axis. Their number must divide the experts.
     """
-    group = mesh.get_group(0)
+    group, *others = mesh.get_all_groups()
     for layer in sparse_layers(model):
         layer.experts = Experts(layer.gate.shape, layer.gate.shape.num_experts // group.size())
-        layer.send = dispatch(group)
+        layer.send = dispatch(group, others)
 
 
 def shard_experts(layer: SparseMLP, mesh: DeviceMesh, **options: Any) -> None:
@@ -63,8 +64,11 @@ def describe_as_split(model: nn.Module, mesh: DeviceMesh) -> None:
             setattr(layer.experts, name, nn.Parameter(whole))
 
 
-def dispatch(group: dist.ProcessGroup) -> Send:
-    """Returns a function that sends tokens to experts that are split over the ranks of `group`."""
+def dispatch(group: dist.ProcessGroup, others: Sequence[dist.ProcessGroup] = ()) -> Send:
+    """Returns a function that sends tokens to experts that are split over the ranks of `group`.
+
+    The ranks of `others` share the weights of experts, so they must use them equally often.
+    """
     ranks, mine = group.size(), group.rank()
 
     def send(x: torch.Tensor, chosen: torch.Tensor, mlp: SparseMLP) -> torch.Tensor:
@@ -72,7 +76,7 @@ def dispatch(group: dist.ProcessGroup) -> Send:
         order, counts = by_expert(chosen.flatten(), ranks * held)
         known = _of_all_ranks(counts, group)
         rows = known.sum(2)
-        turns = 1 if mlp.most_rows is None else max(1, -(-int(rows.sum(0).max()) // mlp.most_rows))
+        turns = 1 if mlp.most_rows is None else _most(-(-int(rows.sum(0).max()) // mlp.most_rows), others, x.device)
         back = inverse(order)
         leaving = take(x, order // count, back).split(rows[mine].tolist())
 
@@ -93,6 +97,14 @@ def dispatch(group: dist.ProcessGroup) -> Send:
         return take(torch.cat([torch.cat(of_rank) for of_rank in zip(*split, strict=True)]), back, order)
 
     return send
+
+
+def _most(turns: int, groups: Sequence[dist.ProcessGroup], device: torch.device) -> int:
+    """Returns the largest number of turns on any rank that the groups connect, at least 1: each turn gathers weights."""
+    most = torch.tensor(max(1, turns), device=device)
+    for group in groups:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
 
 
 def _of_all_ranks(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
