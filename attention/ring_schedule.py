@@ -188,17 +188,29 @@ class _Document:
         """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
         return 1 + wanted if self.nodes else min(wanted, len(self.ranks) - 1)
 
-    def needed(self, source: int, targets: Iterable[int], first: int = 0, stop: int = 1, parts: int = 1) -> list[Span]:
+    def needed(self, source: int, targets: Sequence[int], first: int = 0, stop: int = 1, parts: int = 1) -> list[Span]:
         """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending.
 
         Only those in parts [first, stop) of `parts` equal parts of every span of the seat.
         """
-        queries = _union(span for target in targets for span in self.query_spans[target])
-        keys = [
+        cut = [
             (begin + (end - begin) * first // parts, begin + (end - begin) * stop // parts)
             for begin, end in self.key_spans[source]
         ]
-        return _union(area.seen(span, part) for part in keys for span in queries for area in self.areas)
+        seen = self._seen_by(tuple(targets))
+        return [(max(a, c), min(b, d)) for a, b in cut for c, d in seen if a < d and c < b and a < b]
+
+    def _seen_by(self, targets: tuple[int, ...]) -> list[Span]:
+        """Returns all positions that queries of `targets` see; many messages have the same targets."""
+        if targets not in self._seen:
+            queries = _union(span for target in targets for span in self.query_spans[target])
+            everything = 0, self.keys.length
+            self._seen[targets] = _union(area.seen(span, everything) for span in queries for area in self.areas)
+        return self._seen[targets]
+
+    @cached_property
+    def _seen(self) -> dict[tuple[int, ...], list[Span]]:
+        return {}
 
     def messages(self, stage: int, stages: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a stage."""

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from longctx.model.balance import Documents
@@ -73,24 +74,23 @@ def reference(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
 
 
 def split_over_ranks(
-    tokens: list[int], favourite: int | None, most_rows: int | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
-    """Output and gradients on this rank of an `expert` group of all ranks: of x, of the router, and of its own experts.
+    tokens: list[int], groups: int, favourite: int | None, most_rows: int | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Output and gradients on this rank, if each of `groups` of neighbouring ranks has all experts: of x, router, own experts.
 
-    `favourite`: an expert that every token chooses first. Also returns the most rows that experts computed at once.
+    `favourite`: an expert that every token chooses first. Also returns the rows of every call of the experts.
     """
-    shape, ranks, rank = shape_of(), dist.get_world_size(), dist.get_rank()
-    whole, group = sparse(shape), dist.group.WORLD
-    assert group is not None
+    shape, ranks, rank = shape_of(), dist.get_world_size() // groups, dist.get_rank()
+    mesh = init_device_mesh("cpu", (groups, ranks), mesh_dim_names=("other", "expert"))
+    whole = sparse(shape)
     mlp = sparse(shape)
-    held = shape.num_experts // ranks
-    mlp.experts = Experts(shape, held).double()
-    mlp.send, mlp.most_rows = expert.dispatch(group), most_rows
+    mlp.experts = Experts(shape, shape.num_experts // ranks).double()
+    mlp.send, mlp.most_rows = expert.dispatch(mesh.get_group("expert"), [mesh.get_group("other")]), most_rows
     for name, weight in mlp.experts.named_parameters():
         every = getattr(whole.experts, name)
-        weight.data = every.data.tensor_split(ranks)[rank].clone()
-    seen = [0]
-    mlp.experts.register_forward_pre_hook(lambda _, given: seen.append(len(given[0])))
+        weight.data = every.data.tensor_split(ranks)[rank % ranks].clone()
+    rows: list[int] = []
+    mlp.experts.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     x, gradient = inputs(sum(tokens))
     if favourite is not None:
         mlp.gate.weight.data[favourite] = 50 * x.detach().mean(0)
@@ -98,7 +98,7 @@ def split_over_ranks(
     out = mlp(mine)
     wanted = [mine, mlp.gate.weight, *mlp.experts.parameters()]
     found = torch.autograd.grad(out, wanted, gradient.split(tokens)[rank])
-    return [out.detach()], list(found), max(seen)
+    return [out.detach()], list(found), rows
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

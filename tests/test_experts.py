@@ -166,12 +166,21 @@ def test_statistics_of_a_step(workers: Workers) -> None:
 
 @pytest.mark.parametrize("most_rows", [None, 7, 1])
 @pytest.mark.parametrize(
-    ("tokens", "favourite"),
-    [([4, 5, 3], None), ([9, 0, 1], None), ([0, 0, 0], None), ([5, 4, 6], 3), ([1, 0, 0], 5)],
-    ids=["even", "a rank without tokens", "no tokens", "one favourite", "one token"],
+    ("tokens", "groups", "favourite"),
+    [
+        ([4, 5, 3], 1, None),
+        ([9, 0, 1], 1, None),
+        ([0, 0, 0], 1, None),
+        ([5, 4, 6], 1, 3),
+        ([1, 0, 0], 1, 5),
+        ([1, 0, 9, 4], 2, None),
+    ],
+    ids=["even", "a rank without tokens", "no tokens", "one favourite", "one token", "two groups"],
 )
-def test_experts_on_other_ranks(workers: Workers, tokens: list[int], favourite: int | None, most_rows: int | None) -> None:
-    found = workers.run(split_over_ranks, 3, tokens, favourite, most_rows)
+def test_experts_on_other_ranks(
+    workers: Workers, tokens: list[int], groups: int, favourite: int | None, most_rows: int | None
+) -> None:
+    found = workers.run(split_over_ranks, len(tokens), tokens, groups, favourite, most_rows)
     mlp, (x, gradient) = sparse(shape_of()), inputs(sum(tokens))
     if favourite is not None:
         mlp.gate.weight.data[favourite] = 50 * x.detach().mean(0)
@@ -183,9 +192,12 @@ def test_experts_on_other_ranks(workers: Workers, tokens: list[int], favourite: 
     torch.testing.assert_close(torch.cat([own[0] for own in gradients]), wanted[0])
     torch.testing.assert_close(sum(own[1] for own in gradients), wanted[1])
     for place in range(2, len(wanted)):
-        torch.testing.assert_close(torch.cat([own[place] for own in gradients]), wanted[place])
+        of_groups = torch.cat([own[place] for own in gradients]).chunk(groups)
+        torch.testing.assert_close(sum(of_groups), wanted[place])
+    calls = [rows for *_, rows in found]
+    assert len(set(map(len, calls))) == 1, "each call gathers weights from all ranks, so all call equally often"
     if most_rows is not None:
-        assert max(most for *_, most in found) <= most_rows + len(tokens)  # a row more from each rank by rounding
+        assert max(map(max, calls)) <= most_rows + len(tokens) // groups  # a row more from each rank by rounding
 
 
 ZERO_BUBBLE = [

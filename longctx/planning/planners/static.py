@@ -130,33 +130,33 @@ def computing_ns(step: Step, plan: Assignment) -> int:
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
     """Packs by best-fit decreasing, each document into the fullest group with room. Returns the group of every document."""
-    group = np.zeros(len(weights), dtype=np.int64)
-    room: list[tuple[int, int]] = []  # (tokens free, group), ascending
+    group, values, documents = [0] * len(weights), weights.tolist(), len(weights)
+    room: list[int] = []  # tokens free · documents + group, ascending: whole numbers compare faster than pairs
     groups = 0
-    values = weights.tolist()
     for document in np.argsort(-weights, kind="stable").tolist():
-        at = bisect.bisect_left(room, (values[document], -1))
+        value = values[document]
+        at = bisect.bisect_left(room, value * documents)
         if at < len(room):
-            free, chosen = room.pop(at)
+            free, chosen = divmod(room.pop(at), documents)
         else:
             free, chosen, groups = capacity, groups, groups + 1
-        bisect.insort(room, (free - values[document], chosen))
+        bisect.insort(room, (free - value) * documents + chosen)
         group[document] = chosen
-    return group
+    return np.array(group, dtype=np.int64)
 
 
 def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers | None:
     """Packs documents, longest first, into the group with the fewest tokens; returns None if one does not fit."""
-    group = np.zeros(len(weights), dtype=np.int64)
-    filled = [(0, g) for g in range(groups)]
-    values = weights.tolist()
+    group, values = [0] * len(weights), weights.tolist()
+    filled = list(range(groups))  # tokens · groups + group
     for document in np.argsort(-weights, kind="stable").tolist():
-        tokens, chosen = filled[0]
-        if tokens + values[document] > capacity:
+        tokens, chosen = divmod(filled[0], groups)
+        tokens += values[document]
+        if tokens > capacity:
             return None
-        heapq.heapreplace(filled, (tokens + values[document], chosen))
+        heapq.heapreplace(filled, tokens * groups + chosen)
         group[document] = chosen
-    return group
+    return np.array(group, dtype=np.int64)
 
 
 def _run_longest_first(group: Integers, work: Integers, groups: int, degree: int) -> Assignment:
