@@ -84,7 +84,17 @@ def place_rings(
     early = np.flatnonzero(placed)
     early = early[np.argsort(-step.lengths[early], kind="stable")]
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
-    for document, by_first_rank in zip(early.tolist(), _times_by_first_rank(step, split, early), strict=True):
+    times = _times_by_first_rank(step, split, early)
+    single = _singles_at_end(split.degree[early], times, starts[early], stops[early])
+    for number, (document, by_first_rank) in enumerate(zip(early.tolist(), times, strict=True)):
+        if number == single:
+            singles, rows = early[single:], slice(int(starts[document]), int(stops[document]))
+            slots = _emptiest_first(load[rows], free[rows], time[singles], split.tokens[singles])
+            if slots is not None:
+                micro_batch[singles], first_rank[singles] = np.divmod(slots + rows.start * step.ranks, step.ranks)
+                np.add.at(load, (micro_batch[singles], first_rank[singles]), time[singles])
+                np.subtract.at(free, (micro_batch[singles], first_rank[singles]), split.tokens[singles])
+                break
         degree, shard = int(split.degree[document]), int(split.tokens[document])
         extra = np.zeros_like(by_first_rank) if dense else by_first_rank
         run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
@@ -106,6 +116,15 @@ def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Int
     repeat = min(step.profile.ranks_per_node, step.ranks)
     times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
     return times[:, np.arange(step.ranks) % repeat]
+
+
+def _singles_at_end(degree: Integers, times: Integers, start: Integers, stop: Integers) -> int:
+    """Returns where documents begin of which all further ones take one rank, the same time on any, and the same micro-batches.
+
+    Each takes the emptiest rank: a heap finds it faster than `_best_run`.
+    """
+    alike = (degree == 1) & (times == times[:, :1]).all(axis=1) & (start == start[-1:]) & (stop == stop[-1:])
+    return int(np.flatnonzero(~alike).max(initial=-1)) + 1
 
 
 def _best_run(
@@ -157,10 +176,13 @@ def _fluid_targets(load: Integers, free: Integers, work: int, tokens: int) -> In
 def fill(rings: Rings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
-    slots = _most_room_first(rings, rest[np.argsort(-rings.time[rest], kind="stable")])
-    if slots is None:
+    rest = rest[np.argsort(-rings.time[rest], kind="stable")]
+    found = _emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
+    if found is None:
         return None
-    return _with_slots(rings, np.where(rings.placed, rings.micro_batch * ranks + rings.first_rank, slots), ranks)
+    slots = rings.micro_batch * ranks + rings.first_rank
+    slots[rest] = found
+    return _with_slots(rings, slots, ranks)
 
 
 def even_out(rings: Rings, plan: Assignment, rounds: int) -> Assignment:
@@ -179,30 +201,28 @@ def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
     return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 
 
-def _most_room_first(rings: Rings, documents: Integers) -> Integers | None:
-    """Returns slots for `documents`, in order: each document gets the slot with the most room and enough free tokens.
+def _emptiest_first(load: Integers, free: Integers, time: Integers, tokens: Integers) -> Integers | None:
+    """Returns slots for documents of these times and tokens, in order: each gets the least loaded slot with enough free tokens.
 
-    Slots without enough tokens wait until shorter documents fit them again.
+    Slots without enough tokens wait until shorter documents fit them again; returns None if a document fits nowhere.
     """
-    excess = (rings.load - rings.target[:, None]).ravel().tolist()  # negative room, as heaps return the smallest item
-    free = rings.free.ravel().tolist()
-    ready = [(value, slot) for slot, value in enumerate(excess)]
+    loads, room = load.ravel().tolist(), free.ravel().tolist()
+    ready = [(value, slot) for slot, value in enumerate(loads)]
     heapq.heapify(ready)
     waiting: list[tuple[int, int]] = []  # (-free tokens, slot)
-    slots = np.zeros(len(rings.time), dtype=np.int64)
-    todo = zip(documents.tolist(), rings.time[documents].tolist(), rings.tokens[documents].tolist(), strict=True)
-    for document, cost, need in todo:
+    slots = []
+    for cost, need in zip(time.tolist(), tokens.tolist(), strict=True):
         while waiting and -waiting[0][0] >= need:
             slot = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (excess[slot], slot))
-        while ready and free[ready[0][1]] < need:
+            heapq.heappush(ready, (loads[slot], slot))
+        while ready and room[ready[0][1]] < need:
             slot = heapq.heappop(ready)[1]
-            heapq.heappush(waiting, (-free[slot], slot))
+            heapq.heappush(waiting, (-room[slot], slot))
         if not ready:
             return None
         slot = ready[0][1]
-        excess[slot] += cost
-        free[slot] -= need
-        heapq.heapreplace(ready, (excess[slot], slot))
-        slots[document] = slot
-    return slots
+        loads[slot] += cost
+        room[slot] -= need
+        heapq.heapreplace(ready, (loads[slot], slot))
+        slots.append(slot)
+    return np.array(slots, dtype=np.int64)
