@@ -87,10 +87,10 @@ class Mixture:
                 )
 
     def lines(self, tokens: int) -> list[str]:
-        """Returns one line per store: its size, its share, and its number of epochs in `tokens` tokens of the mix."""
+        """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the mix, the fewest of its steps."""
         return [
             f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to train on, {share:.2%} of the "
-            f"mix: {share * tokens / sampler.tokens:.3g} epochs"
+            f"mix: at least {share * tokens / sampler.tokens:.3g} epochs"
             for source, sampler, share in zip(self.sources, self.samplers, self.shares, strict=True)
         ]
 

@@ -258,7 +258,7 @@ def test_the_command_prints_the_stage_and_its_changes(settings: Path, tmp_path: 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "stage 1 of 3, steps 1 to 3"
-    assert "short: 24 documents, 2,820 tokens to train on, 60.00% of the mix: 0.957 epochs" in done.stdout
+    assert "short: 24 documents, 2,820 tokens to train on, 60.00% of the mix: at least 0.957 epochs" in done.stdout
     (second,) = (line for line in lines if line.startswith("stage 2 of 3, steps 4 to 6: "))
     assert "model.rope_scaling null → yarn" in second and "data.max_length 200 → 700" in second
     assert [line.split()[1] for line in lines if line.startswith("step ")] == [str(step) for step in range(1, 9)]
