@@ -64,9 +64,8 @@ them](planning.md#how-far-to-trust-the-model), and [what the search does](parall
 
 Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of {mix}.
 Fixed static trains the same documents at one degree, packed in the order drawn, on the best for it of the ten splits that the
-search prints, with its own tokens per rank. *Exposed exchange*: share of the step in which the slowest ranks wait for K and V.
-*Bubble*: share in which a pipeline fills and drains. Where both are 0, no pipeline is best, and the degrees chosen hide all
-exchange of the slowest ranks behind their attention.
+search prints, with its own tokens per rank. *Exposed exchange*: share of the step that the slowest ranks wait for K and V, and
+that the stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
 
 {table}
 

@@ -87,7 +87,7 @@ class Mixture:
                 )
 
     def lines(self, tokens: int) -> list[str]:
-        """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the mix, the fewest of its steps."""
+        """Returns one line per store: its size, its share, and its epochs in `tokens` tokens of the mix, which steps exceed."""
         return [
             f"{source.path}: {len(source.documents):,} documents, {sampler.tokens:,} tokens to train on, {share:.2%} of the "
             f"mix: at least {share * tokens / sampler.tokens:.3g} epochs"
