@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from typing import TYPE_CHECKING
 
 from longctx.commands.output import given_options, progress_bar
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
 
 MOST_GPUS = 1 << 16
 DEFAULT_MODEL = "8b"
-FEW_GPUS = 32
-"""Up to this number of GPUs the search takes seconds: other processes would not have started before it ends."""
-MOST_PROCESSES = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,8 +76,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
         def progress(doing: str, done: int, of: int) -> None:
             show(doing, done / max(1, of))
 
-        processes = 1 if gpus <= FEW_GPUS else min(os.cpu_count() or 1, MOST_PROCESSES)
-        outcome = search(machine, spec, steps, gpus, budgets=budgets, processes=processes, progress=progress)
+        outcome = search(machine, spec, steps, gpus, budgets=budgets, progress=progress)
     common = {
         "model.preset": arguments.model or DEFAULT_MODEL,
         **dict(override.split("=", 1) for override in arguments.overrides),

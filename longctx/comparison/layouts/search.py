@@ -5,16 +5,13 @@ block and sharded over the whole domain, and tokens per rank in powers of two.
 
 Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
 those that fit in memory are planned as a run would plan its steps. The search ends when the next bound exceeds the time of the
-last split to return, so the result is that of planning all splits. Other processes may plan the next splits meanwhile.
+last split to return, so the result is that of planning all splits.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from multiprocessing import get_context
 from statistics import fmean
 
 import numpy as np
@@ -85,14 +82,6 @@ class SearchResult:
     refused: dict[str, int] = field(default_factory=lambda: {TOO_LONG: 0, TOO_LARGE: 0})
     least_bytes: int | None = None
 
-    def count(self, too_large: int | None) -> None:
-        """Counts a split: planned, or refused because it needs so much memory."""
-        if too_large is None:
-            self.planned += 1
-        else:
-            self.refused[TOO_LARGE] += 1
-            self.least_bytes = min(too_large, self.least_bytes or too_large)
-
     @property
     def slower(self) -> int:
         """Number of splits not visited, because their lower bounds exceed the times found."""
@@ -142,7 +131,6 @@ def search(
     *,
     budgets: Sequence[int] = BUDGETS,
     best: int = 10,
-    processes: int = 1,
     progress: Callable[[str, int, int], None] = lambda doing, done, of: None,
 ) -> SearchResult:
     """Searches for the `best` splits for the documents of the steps.
@@ -154,7 +142,6 @@ def search(
         gpus: number of GPUs, in nodes of the size in the machine's profile.
         budgets: values of tokens_per_rank to try.
         best: number of splits to return.
-        processes: number of processes that plan splits at the same time.
         progress: called with the current phase, the number of splits done and their total.
 
     Raises:
@@ -171,25 +158,22 @@ def search(
             queue.append((fmean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
-    queue.sort()
     fastest: dict[tuple[int, int, str], Found] = {}
-    with _Planned(partial(_plan, machine, spec, sizes), [splits[number] for _, number in queue], processes) as planned:
-        for done, (bound, number) in enumerate(queue):
-            progress("plans", done, len(queue))
-            times = sorted(found.step_s for found in fastest.values())
-            limit = times[best - 1] if len(times) >= best else math.inf
-            if bound >= limit:
-                break
-            split = splits[number]
-            key = split.tensor, split.pipeline.ranks, split.recompute
-            if key in fastest:
-                limit = min(limit, fastest[key].step_s)
-            if bound >= limit:
-                continue
-            found, too_large = planned.result(done, limit)
-            outcome.count(too_large)
-            if found is not None and found.step_s < limit:
-                fastest[key] = found
+    for done, (bound, number) in enumerate(sorted(queue)):
+        progress("plans", done, len(queue))
+        times = sorted(found.step_s for found in fastest.values())
+        limit = times[best - 1] if len(times) >= best else math.inf
+        if bound >= limit:
+            break
+        split = splits[number]
+        key = split.tensor, split.pipeline.ranks, split.recompute
+        if key in fastest:
+            limit = min(limit, fastest[key].step_s)
+        if bound >= limit:
+            continue
+        found = _plan(machine, spec, split, sizes, limit, outcome)
+        if found is not None and found.step_s < limit:
+            fastest[key] = found
     outcome.best = sorted(fastest.values(), key=lambda found: found.step_s)[:best]
     if not outcome.best:
         raise UserError(_nothing_fits(outcome, gpus, machine.memory_bytes))
@@ -202,43 +186,10 @@ def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers])
     return [bound / NANOSECONDS for bound in bounds]
 
 
-Planned = tuple[Found | None, int | None]
-"""The predictions of a split, or None if it exceeds the limit; and its bytes of memory if these are too many."""
-
-
-class _Planned:
-    """Plans splits in turn. With several processes, the next ones at the same time, before it is known which are needed.
-
-    `plan` is called with a split and the limit known when it begins, which later ones only lower.
-    """
-
-    def __init__(self, plan: Callable[[Split, float], Planned], splits: Sequence[Split], processes: int) -> None:
-        self.plan, self.splits, self.ahead = plan, splits, 2 * processes
-        self.begun: dict[int, Future[Planned]] = {}
-        self.pool: ProcessPoolExecutor | None = None
-        if processes > 1:
-            context = get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            self.pool = ProcessPoolExecutor(processes, context)
-
-    def __enter__(self) -> "_Planned":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(cancel_futures=True)
-
-    def result(self, number: int, limit_s: float) -> Planned:
-        """Returns the result of a split."""
-        if self.pool is None:
-            return self.plan(self.splits[number], limit_s)
-        for at in range(number, min(number + self.ahead, len(self.splits))):
-            if at not in self.begun:
-                self.begun[at] = self.pool.submit(self.plan, self.splits[at], limit_s)
-        return self.begun[number].result()
-
-
-def _plan(machine: Machine, spec: ModelSpec, steps: Sequence[Integers], split: Split, limit_s: float) -> Planned:
+def _plan(
+    machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
+) -> Found | None:
+    """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`) or exceeds the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
     fewest = -(-tokens // (split.domain * split.tokens_per_rank))
@@ -248,12 +199,15 @@ def _plan(machine: Machine, spec: ModelSpec, steps: Sequence[Integers], split: S
         plans = _plans(machine, spec, split, steps, limit_s)
         memory = memory_of(machine, spec, split, longest, max(len(plan.micro_batches) for plan in plans))
     if memory.total > machine.memory_bytes:
-        return None, memory.total
+        outcome.refused[TOO_LARGE] += 1
+        outcome.least_bytes = min(memory.total, outcome.least_bytes or memory.total)
+        return None
+    outcome.planned += 1
     if len(plans) < len(steps):
-        return None, None
+        return None
     step_s = fmean([plan.makespan_s for plan in plans])
     flops = fmean([model_flops(spec, lengths.tolist()) for lengths in steps])
-    found = Found(
+    return Found(
         split=split,
         step_s=step_s,
         tokens_per_s_per_gpu=fmean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,
@@ -261,7 +215,6 @@ def _plan(machine: Machine, spec: ModelSpec, steps: Sequence[Integers], split: S
         bubble_share=fmean([plan.bubble_share for plan in plans]),
         memory=memory,
     )
-    return found, None
 
 
 def _plans(machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float) -> list[Plan]:
