@@ -7,7 +7,6 @@ descending order of work, so groups of similar work share a micro-batch. The pac
 """
 
 import bisect
-import heapq
 import math
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
+from longctx.planning.planners.auto.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
 
 
@@ -147,16 +147,13 @@ def best_fit(weights: Integers, capacity: int) -> Integers:
 
 def _emptiest_first(weights: Integers, capacity: int, groups: int) -> Integers | None:
     """Packs documents, longest first, into the group with the fewest tokens; returns None if one does not fit."""
-    group, values = [0] * len(weights), weights.tolist()
-    filled = list(range(groups))  # tokens · groups + group
-    for document in np.argsort(-weights, kind="stable").tolist():
-        tokens, chosen = divmod(filled[0], groups)
-        tokens += values[document]
-        if tokens > capacity:
-            return None
-        heapq.heapreplace(filled, tokens * groups + chosen)
-        group[document] = chosen
-    return np.array(group, dtype=np.int64)
+    order = np.argsort(-weights, kind="stable")
+    tokens, group = np.zeros(groups, dtype=np.int64), np.zeros_like(weights)
+    found = emptiest_first(tokens, tokens + capacity, weights[order], weights[order])
+    if found is None:
+        return None
+    group[order] = found
+    return group
 
 
 def _run_longest_first(group: Integers, work: Integers, groups: int, degree: int) -> Assignment:

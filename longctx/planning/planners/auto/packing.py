@@ -86,25 +86,36 @@ def place_rings(
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
     times = _times_by_first_rank(step, split, early)
     single = _singles_at_end(split.degree[early], times, starts[early], stops[early])
-    for number, (document, by_first_rank) in enumerate(zip(early.tolist(), times, strict=True)):
-        if number == single:
-            singles, rows = early[single:], slice(int(starts[document]), int(stops[document]))
-            slots = _emptiest_first(load[rows], free[rows], time[singles], split.tokens[singles])
-            if slots is not None:
-                micro_batch[singles], first_rank[singles] = np.divmod(slots + rows.start * step.ranks, step.ranks)
-                np.add.at(load, (micro_batch[singles], first_rank[singles]), time[singles])
-                np.subtract.at(free, (micro_batch[singles], first_rank[singles]), split.tokens[singles])
-                break
-        degree, shard = int(split.degree[document]), int(split.tokens[document])
-        extra = np.zeros_like(by_first_rank) if dense else by_first_rank
-        run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
-        run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
-        if run is None:
-            return None
-        row, first = micro_batch[document], first_rank[document] = run
-        time[document] = by_first_rank[first]
-        load[row, first : first + degree] += time[document]
-        free[row, first : first + degree] -= shard
+
+    def in_turn(part: slice) -> bool:
+        for document, by_first_rank in zip(early[part].tolist(), times[part], strict=True):
+            degree, shard = int(split.degree[document]), int(split.tokens[document])
+            extra = np.zeros_like(by_first_rank) if dense else by_first_rank
+            run = _best_run(load, free, int(starts[document]), int(stops[document]), degree, shard, extra)
+            run = run or _best_run(load, free, 0, micro_batches, degree, shard, extra)
+            if run is None:
+                return False
+            row, first = micro_batch[document], first_rank[document] = run
+            time[document] = by_first_rank[first]
+            load[row, first : first + degree] += time[document]
+            free[row, first : first + degree] -= shard
+        return True
+
+    def at_once(singles: Integers) -> bool:
+        rows = slice(int(starts[singles[0]]), int(stops[singles[0]]))
+        slots = emptiest_first(load[rows], free[rows], time[singles], split.tokens[singles])
+        if slots is None:
+            return False
+        row, rank = np.divmod(slots + rows.start * step.ranks, step.ranks)
+        micro_batch[singles], first_rank[singles] = row, rank
+        np.add.at(load, (row, rank), time[singles])
+        np.subtract.at(free, (row, rank), split.tokens[singles])
+        return True
+
+    if not in_turn(slice(single)):
+        return None
+    if single < len(early) and not at_once(early[single:]) and not in_turn(slice(single, None)):
+        return None
     target = _fluid_targets(load, free, int(time[~placed].sum()), int(split.tokens[~placed].sum()))
     if target is None:
         return None
@@ -177,7 +188,7 @@ def fill(rings: Rings) -> Assignment | None:
     """Adds the documents that are not placed yet; returns None if their tokens do not fit."""
     rest, ranks = np.flatnonzero(~rings.placed), rings.load.shape[1]
     rest = rest[np.argsort(-rings.time[rest], kind="stable")]
-    found = _emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
+    found = emptiest_first(rings.load - rings.target[:, None], rings.free, rings.time[rest], rings.tokens[rest])
     if found is None:
         return None
     slots = rings.micro_batch * ranks + rings.first_rank
@@ -201,7 +212,7 @@ def _with_slots(rings: Rings, slots: Integers, ranks: int) -> Assignment:
     return Assignment.alternating(*np.divmod(slots, ranks), rings.degree)
 
 
-def _emptiest_first(load: Integers, free: Integers, time: Integers, tokens: Integers) -> Integers | None:
+def emptiest_first(load: Integers, free: Integers, time: Integers, tokens: Integers) -> Integers | None:
     """Returns slots for documents of these times and tokens, in order: each gets the least loaded slot with enough free tokens.
 
     Slots without enough tokens wait until shorter documents fit them again; returns None if a document fits nowhere.
