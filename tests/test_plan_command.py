@@ -155,6 +155,11 @@ def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, cap
     assert "plan.doc: the file name must end in one of .png" in capsys.readouterr().err
 
 
+def test_lengths_that_are_no_file_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(Path("5,200000")) == 2
+    assert "5,200000 not found: give a file with one length per line, or a store" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -175,6 +175,8 @@ def read_lengths(path: Path) -> list[int]:
     lengths: list[int] = []
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} not found: give a file with one length per line, or a store") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
     for number, line in enumerate(lines, start=1):
