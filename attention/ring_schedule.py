@@ -1,8 +1,9 @@
-"""Schedule: the kernel calls and messages of one rank in one micro-batch, a pure function of layout, mask and stages.
+"""Schedule: the kernel calls and messages of one rank in one micro-batch, a pure function of layout and mask.
 
 Only rows that some query of the receiver sees are sent: with a causal mask, ring index r receives the head chunks of lower ring
 indices (for all its queries) and the head and tail chunks of higher ones (for the queries of its tail). A stage covers a range
-of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Both ends of a message
+of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Documents have their own
+numbers of stages, and stage i of a rank holds that of all its documents. Both ends of a message
 derive its content from the same cut points, in the same order of documents, so no metadata is sent.
 
 With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
@@ -98,15 +99,13 @@ class Schedule:
 
         With `ranks_per_node`, rings that cross nodes of that many consecutive ranks exchange in two levels.
         """
-        if layout.stages < 1:
-            raise ValueError(f"stages is {layout.stages}: must be at least 1, which gathers everything at once")
         documents = [_Document.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
         local = local_calls((document.own_queries, document.own_keys, document.areas) for document in documents)
-        count = max((document.stages(layout.stages) for document in documents), default=0)
+        count = max((document.stages for document in documents), default=0)
         return cls(
             layout,
             local,
-            tuple(_stage(documents, stage, layout.stages, device) for stage in range(count)),
+            tuple(_stage(documents, stage, device) for stage in range(count)),
             bool(ranks_per_node),
         )
 
@@ -138,7 +137,8 @@ class _Document:
     """This rank's part of one document: shards of queries and keys, the mask's areas, and this rank's tokens.
 
     Seats number the ranks that hold the document: they are the ring indices, or in cross-attention the ranks from the first to
-    the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty.
+    the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty. Queries have
+    the number of stages.
     """
 
     queries: Shard
@@ -152,6 +152,8 @@ class _Document:
 
     @classmethod
     def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_Document":
+        if queries.stages < 1:
+            raise ValueError(f"stages is {queries.stages}: must be at least 1, which gathers everything at once")
         if queries is keys:
             ranks, seat = list(map(keys.rank_of, range(keys.degree))), keys.ring_index
             areas = mask.areas(keys.document, keys.length)
@@ -184,9 +186,10 @@ class _Document:
     def key_spans(self) -> list[list[Span]]:
         return self.query_spans if self.queries is self.keys else [_spans_on(self.keys, rank) for rank in self.ranks]
 
-    def stages(self, wanted: int) -> int:
-        """Returns the number of exchange stages of the document; with two levels one of them is for its own node."""
-        return 1 + wanted if self.nodes else min(wanted, len(self.ranks) - 1)
+    @property
+    def stages(self) -> int:
+        """Number of exchange stages of the document; with two levels one more is for its own node."""
+        return 1 + self.queries.stages if self.nodes else min(self.queries.stages, len(self.ranks) - 1)
 
     def needed(self, source: int, targets: Sequence[int], first: int = 0, stop: int = 1, parts: int = 1) -> list[Span]:
         """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending.
@@ -212,9 +215,9 @@ class _Document:
     def _seen(self) -> dict[tuple[int, ...], list[Span]]:
         return {}
 
-    def messages(self, stage: int, stages: int) -> Iterator[_Message]:
+    def messages(self, stage: int) -> Iterator[_Message]:
         """Yields all messages that this rank sends and receives in a stage."""
-        seats, mine = len(self.ranks), self.seat
+        seats, mine, stages = len(self.ranks), self.seat, self.queries.stages
         here = self._node_of(mine)
         for other in self.nodes[here] if self.nodes else range(seats):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
@@ -271,13 +274,13 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _stage(documents: Sequence[_Document], stage: int, stages: int, device: torch.device | str) -> ExchangeStage:
+def _stage(documents: Sequence[_Document], stage: int, device: torch.device | str) -> ExchangeStage:
     """Builds the hops of a stage and the calls on the received rows.
 
     Both ends of a message order its rows by document, source and position: if rank 0 sends positions [0, 4) of document 0 and
     [8, 10) of document 2 to rank 1, the message has these six rows in that order.
     """
-    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage, stages)]
+    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage)]
     messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
     keys: list[list[Run]] = [[] for _ in documents]  # received keys of each document
     hops: list[Hop] = []

@@ -49,7 +49,8 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
     """Yields a row for every result of a case."""
     kernel, mask_name, dtype, head_dim = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
-    rings = [Placement(0, 0, 4), Placement(1, 1, 3), Placement(2, 0, 2), Placement(3, 3, 1), Placement(4, 0, 2)]
+    places = (0, 4), (1, 3), (0, 2), (3, 1), (0, 2)
+    rings = [Placement(document, *place, stages=2) for document, place in enumerate(places)]
     alone = [Placement(document, 0, 1) for document in range(len(lengths))]
     generator = torch.Generator().manual_seed(head_dim)
     shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
@@ -83,7 +84,7 @@ def play(
     """Returns out, dq, dk, dv (float64) of ring attention, with this process as every rank in turn."""
     device = inputs[0].device
     # Every layout gets rank 0, the rank of this process, but keeps its ring indices.
-    layouts = [replace(Layout.of(placements, lengths, 0, rank, 2), rank=0) for rank in range(ranks)]
+    layouts = [replace(Layout.of(placements, lengths, 0, rank), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
     options: dict[str, Any] = {"mask": mask, "kernel": kernel, "keep_kv": True, "deterministic": True}
     rings = [RingAttention(layout, device=device, **options) for layout in layouts]

@@ -52,7 +52,7 @@ def main() -> None:
 def measure(tokens: int) -> dict[str, Any]:
     """Returns the CPU seconds of forward and backward, of all ranks and of a single process, and the bytes sent."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    layout = Layout.of([Placement(0, 0, ranks)], [tokens], 0, rank, 1)
+    layout = Layout.of([Placement(0, 0, ranks)], [tokens], 0, rank)
     attention = RingAttention(layout, exchange=Counting)
 
     def inputs(tokens: int) -> list[torch.Tensor]:

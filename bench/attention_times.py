@@ -93,9 +93,9 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
     name, tokens, degree, documents = cell.values()
     length, scale = tokens * degree // documents, sizes.head_dim**-0.5
     stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
-    placements = [Placement(document, 0, degree) for document in range(documents)]
+    placements = [Placement(document, 0, degree, stages=stages) for document in range(documents)]
     # The layout gets rank 0, the rank of this process, but keeps its ring index.
-    layout = replace(Layout.of(placements, [length] * documents, 0, degree // 2, stages), rank=0)
+    layout = replace(Layout.of(placements, [length] * documents, 0, degree // 2), rank=0)
     q, k, v, dout = random(layout.tokens, sizes, device)
     for x in (q, k, v):
         x.requires_grad_()

@@ -52,7 +52,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.stages import PRICE, ring_stages
+from longctx.planning.stages import PRICE
 from longctx.training import optimizer, setup
 from longctx.training.trainer import Trainer
 
@@ -183,9 +183,8 @@ def _watch_passes(device: Device) -> None:
             shards = schedule.layout.shards
             lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
             seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
-            first, tokens = (np.array([getattr(shard, name) for shard in shards]) for name in ("first_rank", "tokens"))
-            more = np.maximum(1, ring_stages(device.profile, first, degrees, schedule.layout.stages)) - 1
-            seconds += PRICE * device.profile.linear_s_per_token * float((more * tokens).sum())
+            rows = sum((shard.stages - 1) * shard.tokens for shard in shards)
+            seconds += PRICE * device.profile.linear_s_per_token * rows
             known[id(schedule)] = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
         device.s_per_pair = known[id(schedule)]
 

@@ -140,7 +140,7 @@ def pack(
 def empty_micro_batch(index: int, rank: int) -> MicroBatch:
     """Returns a micro-batch without tokens on any rank."""
     none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(index, Layout(index, rank, 1, ()), none, none, none)
+    return MicroBatch(index, Layout(index, rank, ()), none, none, none)
 
 
 def pack_documents(
@@ -231,9 +231,7 @@ def pack_seq2seq(
 
     micro_batches = []
     for index, placements in enumerate(plan.micro_batches):
-        cross = CrossLayout.of(
-            placements, list(map(len, written)), placements, list(map(len, read)), index, rank, plan.stages[index]
-        )
+        cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
         encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
         decoded = _fill(cross.targets, of(inputs, wanted), pad_to_multiple_of)
         micro_batches.append(replace(decoded, source=Source(cross.sources, cross, encoded.tokens, encoded.positions)))

@@ -1,6 +1,7 @@
 """Random packed micro-batches for the attention tests, and the code that their ranks run."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,9 +12,17 @@ from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Layout, Placement
 
 
+def in_stages(placements: Sequence[Placement], stages: int | tuple[int, ...]) -> list[Placement]:
+    """Returns the placements with these exchange stages, one number for all documents or one for each."""
+    return [replace(p, stages=stages if isinstance(stages, int) else stages[p.document]) for p in placements]
+
+
 @dataclass(frozen=True)
 class Case:
-    """One micro-batch: documents with their rings, head sizes, stages, and padding rows per rank."""
+    """One micro-batch: documents with their rings, head sizes, and padding rows per rank.
+
+    `exchange_stages` is for all documents, or one number for each.
+    """
 
     ranks: int
     lengths: tuple[int, ...]
@@ -21,7 +30,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 8
-    exchange_stages: int = 1
+    exchange_stages: int | tuple[int, ...] = 1
     padding: int = 0
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -35,7 +44,7 @@ class Case:
     ulysses_degree: int = 1
 
     def layout(self, rank: int) -> Layout:
-        return Layout.of(self.placements, self.lengths, 0, rank, self.exchange_stages)
+        return Layout.of(in_stages(self.placements, self.exchange_stages), self.lengths, 0, rank)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k, v and dout of all documents, concatenated, in `dtype`."""

@@ -63,7 +63,6 @@ def placed_plan(lengths: Sequence[int], ranks: int, micro_batches: Sequence[Sequ
         tokens_per_rank=sum(lengths),
         lengths=tuple(lengths),
         micro_batches=tuple(map(tuple, micro_batches)),
-        stages=(1,) * len(micro_batches),
         profile=PROFILE,
         cost=PlanCost(makespan_s=1.0, lower_bound_s=1.0, exposed_share=0.0, idle_share=0.0),
     )

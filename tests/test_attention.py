@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6) -> Case:
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([4, 8, 16])),
-        exchange_stages=draw(st.integers(1, 6)),
+        exchange_stages=tuple(draw(st.integers(1, 6)) for _ in lengths),
         padding=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 2**31)),
     )

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from longctx.attention import Mask, RingAttention, Schedule, ring_attention
 from longctx.attention.inputs import AttentionInputError
 from longctx.planning.layout import CrossLayout, Layout, Placement
+from tests.attention_cases import in_stages
 from tests.test_attention import relative_errors
 from tests.workers import Workers
 
@@ -29,7 +30,7 @@ class Case:
     targets: tuple[Placement, ...]
     source_lengths: tuple[int, ...]
     sources: tuple[Placement, ...]
-    exchange_stages: int = 1
+    exchange_stages: int | tuple[int, ...] = 1
     heads: int = 4
     kv_heads: int = 2
     padding: int = 2
@@ -41,9 +42,8 @@ class Case:
     seed: int = 0
 
     def layout(self, rank: int) -> CrossLayout:
-        return CrossLayout.of(
-            self.targets, self.target_lengths, self.sources, self.source_lengths, 0, rank, self.exchange_stages
-        )
+        targets, sources = (in_stages(rings, self.exchange_stages) for rings in (self.targets, self.sources))
+        return CrossLayout.of(targets, self.target_lengths, sources, self.source_lengths, 0, rank)
 
     def inputs(self) -> list[torch.Tensor]:
         """Returns q, k, v and dout of all documents, concatenated."""
@@ -149,7 +149,7 @@ def cases(draw: st.DrawFn) -> Case:
         targets,
         tuple(draw(st.lists(length, min_size=count, max_size=count))),
         targets if draw(st.booleans()) else placed(),
-        exchange_stages=draw(st.integers(1, 5)),
+        exchange_stages=tuple(draw(st.integers(1, 5)) for _ in range(count)),
         padding=draw(st.integers(0, 2)),
         keep_kv=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),

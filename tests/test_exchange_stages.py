@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from bench.modelled import ModelledKernel, _Work, pairs
 from longctx.attention import Mask, RingAttention, inputs, ring_pass
-from longctx.planning.assignment import Assignment, remote_tokens
+from longctx.planning.assignment import Assignment, Integers, remote_tokens
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import PRICE, _Exchange, _waits, plan_score, staged
+from longctx.planning.stages import CHOICES, PRICE, _Exchange, _waits, plan_score, staged
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
 
@@ -58,10 +58,10 @@ class VirtualClock:
         return SimpleNamespace(wait=wait)
 
 
-def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: int, stages: int) -> tuple[float, float]:
+def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: int, stages: Integers) -> tuple[float, float]:
     """Returns the times that `rank` waits for messages and computes in both passes, by the code of the runtime."""
     clock = VirtualClock(profile, rank)
-    layout = Layout.of(a.placements()[0], lengths, 0, rank, stages)
+    layout = Layout.of(a.placements(stages)[0], lengths, 0, rank)
     seen = Mask(causal=False)
     per_node = profile.ranks_per_node if profile.exchange_levels == 2 else None
     with (
@@ -81,23 +81,26 @@ def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: in
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int, int]:
-    """Draws a profile, documents in one micro-batch, a rank and a number of stages, with chunks that all parts divide."""
-    node, levels = draw(st.sampled_from([2, 4])), draw(st.sampled_from([1, 2, 2]))
+def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int, Integers]:
+    """Draws a profile, documents in one micro-batch, a rank and stages of documents, with chunks that all parts divide."""
+    levels = draw(st.sampled_from([1, 2, 2]))
+    node = draw(st.sampled_from([2, 4] if levels == 2 else [3, 5, 7]))
     nodes = draw(st.integers(2, 4)) if levels == 2 else 1
-    node = node if levels == 2 else draw(st.sampled_from([3, 5, 7]))
-    ranks = node * nodes
-    distances = nodes - 1 if levels == 2 else node - 1
-    stages = distances * draw(st.integers(1, 3)) if levels == 2 else draw(st.sampled_from([1, 2, node - 1]))
-    stages = stages if levels == 2 or distances % stages == 0 else 1
-    # Whole documents, rings of two ranks, and rings over all ranks whose chunks can be cut into six parts.
-    unit = 12 * ranks
-    rings = [unit * draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 2)))]
-    whole = [draw(st.integers(1, 50)) for _ in range(draw(st.integers(0, ranks)))]
-    twos = [4 * draw(st.integers(1, 200)) for _ in range(draw(st.integers(0, 2)))]
-    degree = np.array([ranks] * len(rings) + [2] * len(twos) + [1] * len(whole))
-    first = np.array([0] * (len(rings) + len(twos)) + list(range(len(whole))))
-    assignment = Assignment(np.zeros_like(degree), first, degree, np.zeros(len(degree), dtype=bool))
+    # The rank holds a document alone. Rings over whole nodes have chunks that can be cut into six parts.
+    rank = draw(st.integers(0, nodes * node - 1))
+    documents = [(draw(st.integers(1, 50)), rank, 1, 1)]
+    over = draw(st.integers(2, nodes)) if levels == 2 else 1
+    stages = (over - 1) * draw(st.integers(1, 3)) if levels == 2 else draw(st.sampled_from([1, 2, node - 1]))
+    for _ in range(draw(st.integers(1, 2))):
+        first_node = draw(st.integers(0, nodes - over))
+        documents.append((12 * over * node * draw(st.integers(1, 4)), node * first_node, node * over, stages))
+    for _ in range(draw(st.integers(0, 3))):
+        inside = draw(st.integers(2, node))
+        first = node * draw(st.integers(0, nodes - 1)) + draw(st.integers(0, node - inside))
+        own = draw(st.sampled_from([1, inside - 1]))
+        documents.append((2 * inside * draw(st.integers(1, 200)), first, inside, own if own <= stages else 1))
+    lengths, first_rank, degree, own_stages = (np.array(column) for column in zip(*documents, strict=True))
+    assignment = Assignment(np.zeros_like(degree), first_rank, degree, np.zeros(len(degree), dtype=bool))
     profile = replace(
         H100,
         overlap=1.0,
@@ -109,16 +112,17 @@ def cases(draw: st.DrawFn) -> tuple[HardwareProfile, list[int], Assignment, int,
         inter_node_bytes_per_s=H100.inter_node_bytes_per_s * draw(st.floats(0.3, 3)),
         query_share=draw(st.sampled_from([0.0, 0.05, 0.3])),
     )
-    return profile, rings + twos + whole, assignment, draw(st.integers(0, ranks - 1)), stages
+    return profile, lengths.tolist(), assignment, rank, own_stages
 
 
 @given(cases())
 @settings(max_examples=80, deadline=None)
-def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, list[int], Assignment, int, int]) -> None:
+def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, list[int], Assignment, int, Integers]) -> None:
     profile, lengths, assignment, rank, stages = case
-    sizes, ranks = np.array(lengths), int(assignment.degree.max())
+    sizes, ranks = np.array(lengths), max(rank + 1, int((assignment.first_rank + assignment.degree).max()))
     timed = score(profile, sizes, assignment, ranks)
-    load = _Exchange(profile, sizes, assignment, timed).load(np.array([0]), stages)
+    exchange = _Exchange(profile, sizes, assignment, timed)
+    load = exchange.load(np.array([0]), exchange.possible(stages[exchange.rings]), int(stages.max()))
     predicted = float(_waits(load, profile.exchange_levels == 2)[0, rank])
     measured, computed = waited(profile, lengths, assignment, rank, stages)
     assert predicted == pytest.approx(measured, rel=0.02, abs=0.002 * computed)
@@ -138,7 +142,7 @@ def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
             (count - 1) * PRICE * profile.linear_s_per_token * 120_000 / ring.degree[0] * NANOSECONDS for count in (1, stages)
         ]
         times = [
-            float((busy + _waits(exchange.load(np.array([0]), count), True)).max()) + price
+            float((busy + _waits(exchange.load(np.array([0]), exchange.possible(count), count), True)).max()) + price
             for count, price in zip((1, stages), prices, strict=True)
         ]
         assert times[1] == pytest.approx(float(timed.time.max()), rel=1e-6)
@@ -153,6 +157,27 @@ def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
     assert chosen(slow_inside, ring=in_a_node) > chosen(replace(slow_inside, overlap=0.0), ring=in_a_node) == 1
     remote = 15 * 7500
     assert chosen(slow, remote // 12) == 12 > chosen(slow)
+
+
+def test_rings_in_a_node_do_not_pay_for_stages_across_nodes() -> None:
+    """Their links are fast enough for one stage, unless memory allows fewer rows or the links are slow."""
+    lengths = np.array([120_000, 50_000, 2_000])
+    a = Assignment(*(np.array(x) for x in ([0] * 3, [0, 8, 3], [16, 8, 1])), np.zeros(3, dtype=bool))
+
+    def chosen(profile: HardwareProfile, most: int | None = None) -> list[int]:
+        stages, timed = staged(profile, lengths, a, plain := score(profile, lengths, a, 16), most)
+        exchange = _Exchange(profile, lengths, a, plain)
+        same = [exchange.time(exchange.possible(count)).max() for count in CHOICES]
+        assert most or timed.makespan_ns <= plain.makespan_ns - plain.time.max() + min(same)
+        return stages.tolist()
+
+    network = replace(H100, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 5)
+    across, inside, alone = chosen(network)
+    assert across > inside == alone == 1
+    across, inside, alone = chosen(network, most=50_000)
+    assert across >= inside == 4 and alone == 1  # 112,500 and 43,750 remote tokens
+    across, inside, alone = chosen(replace(network, intra_node_bytes_per_s=H100.intra_node_bytes_per_s / 20))
+    assert across >= inside > alone == 1
 
 
 @given(
@@ -172,7 +197,6 @@ def test_plans_take_as_long_as_their_stages(lengths: list[int], nodes: int, most
         assert timed.makespan_ns == round(plan.makespan_s * NANOSECONDS) >= plain.makespan_ns
         assert (timed.time >= plain.time).all() and (timed.time - timed.exposed == plain.time - plain.exposed).all()
         remote = remote_tokens(sizes, assignment, timed.time.shape).max(axis=1)
-        widest = [max(p.degree for p in placements) for placements in plan.micro_batches]
-        for rows, stages, degree in zip(remote.tolist(), plan.stages, widest, strict=True):
-            assert most is None or rows <= most * stages or stages >= degree - 1
+        for rows, placements in zip(remote.tolist(), plan.micro_batches, strict=True):
+            assert most is None or all(rows <= most * p.stages or p.stages >= p.degree - 1 for p in placements)
     assert plans["auto"].makespan_s <= min(plan.makespan_s for plan in plans.values())

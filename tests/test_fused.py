@@ -81,7 +81,7 @@ def run(fused: bool, options: dict[str, object], tokens: int, mode: str = "none"
         fuse(model)
     apply_recompute(model, mode)
     plan = make_plan([max(tokens, 1)], ranks=1, tokens_per_rank=64, profile=HardwareProfile.load("cpu-2core"))
-    attention = RingAttention(plan.layout(0, 0) if tokens else Layout(0, 0, 1, ()))
+    attention = RingAttention(plan.layout(0, 0) if tokens else Layout(0, 0, ()))
     hidden = model(torch.arange(tokens) % 50, torch.arange(tokens), attention, lambda hidden, _: hidden)
     hidden.sin().sum().backward()
     return [hidden.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]

@@ -133,7 +133,7 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     read = json.loads(json.dumps(plan.to_json()))
     assert read == plan.to_json()
     assert tuple(tuple(Placement(**p) for p in placements) for placements in read["micro_batches"]) == plan.micro_batches
-    assert (tuple(read["lengths"]), tuple(read["stages"]), read["hash"]) == (plan.lengths, plan.stages, plan.hash)
+    assert (tuple(read["lengths"]), read["hash"]) == (plan.lengths, plan.hash)
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,9 +145,9 @@ def test_stages_bound_the_remote_tokens(request: dict[str, object], most: int) -
     for k, micro_batch in enumerate(plan.micro_batches):
         layouts = [plan.layout(k, rank) for rank in range(plan.ranks)]
         remote = max(sum(s.length - s.tokens for s in layout.shards if s.degree > 1) for layout in layouts)
-        largest = max(p.degree for p in micro_batch)
-        assert plan.stages[k] <= max(1, largest - 1)
-        assert plan.stages[k] * most >= remote or plan.stages[k] == max(1, largest - 1)
+        for p in micro_batch:  # a ring in one level has at most degree - 1 stages
+            assert p.stages <= max(1, p.degree - 1)
+            assert p.stages * most >= remote or p.stages == max(1, p.degree - 1)
 
 
 @settings(max_examples=300, deadline=None)

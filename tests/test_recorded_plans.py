@@ -8,7 +8,7 @@ After an intended change of the cost model, the search or an error text, record 
 import hashlib
 import json
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def outcome(case: int) -> list[Any]:
         plan: Plan = make_plan(**draw(case))
     except PlanError as error:
         return ["refused", hashlib.sha256(str(error).encode()).hexdigest()[:16]]
-    placements = [[(p.document, p.first_rank, p.degree, p.reversed) for p in mb] for mb in plan.micro_batches]
-    digest = hashlib.sha256(json.dumps([placements, plan.stages]).encode()).hexdigest()[:16]
+    placements = [[astuple(p) for p in mb] for mb in plan.micro_batches]
+    digest = hashlib.sha256(json.dumps(placements).encode()).hexdigest()[:16]
     shares = [plan.exposed_share, plan.idle_share, plan.bubble_share]
     return [plan.winner, digest, plan.makespan_s, plan.lower_bound_s, *shares]
 

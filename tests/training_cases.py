@@ -240,7 +240,7 @@ def reduced_in_float32(store: Path, run: Path) -> None:
     trainer.loader.close()
     model, rank = trainer.model, dist.get_rank()
     zero = torch.zeros(0, dtype=torch.int64)
-    layout = Layout(0, rank, 1, ())
+    layout = Layout(0, rank, ())
     factors = [(256.0, 1.0), (-256.0, 2.0**-7)][rank]
     for number, factor in enumerate(factors):
         reduce_gradients(model, in_this_backward=number == len(factors) - 1)

@@ -39,14 +39,14 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
     if degree is None:
         degree = int(least_degrees(np.array([config.max_length(ranks)]), domain, budget)[0])
     remote, most = (degree - 1) * budget, context.max_remote_tokens
+    stages = 1 if most is None else max(1, min(degree - 1, -(-remote // most)))
     plan = Plan(
         mode="static",
         winner="static",
         ranks=domain,
         tokens_per_rank=budget,
         lengths=(longest_document(degree, budget),),
-        micro_batches=((Placement(0, 0, degree),),),
-        stages=(1 if most is None else max(1, min(degree - 1, -(-remote // most))),),
+        micro_batches=((Placement(0, 0, degree, stages=stages),),),
         profile=profile or run_profile(config, ranks).profile,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
@@ -59,7 +59,8 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
     swapping = ulysses_degree(config, config.model_source().spec, plan, number)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
-    sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, plan.stages[number] + 1))
+    most = max(placement.stages for placement in plan.micro_batches[number])
+    sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
     for placement in plan.micro_batches[number]:
         length, degree = plan.lengths[placement.document], placement.degree
         here = slice(placement.first_rank, placement.first_rank + degree)
@@ -70,8 +71,8 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             swapped[here] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
             members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
-            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), plan.stages[number])
-            received[members] += chunks[0] * length / (2 * degree)
+            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.stages)
+            received[members, : placement.stages + 1] += chunks[0] * length / (2 * degree)
             sent[members] += chunks[1] * length / (2 * degree)
     # One stage is computed while the next one is in flight; with two levels, so is the first hop of the stage after that.
     at_once = min(3 if per_node else 2, received.shape[1])

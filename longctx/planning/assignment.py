@@ -52,13 +52,13 @@ class Assignment:
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5)
         return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(bool))
 
-    def placements(self) -> tuple[tuple[Placement, ...], ...]:
-        """Returns the placements of each micro-batch, by ascending first rank, then document."""
+    def placements(self, stages: Integers) -> tuple[tuple[Placement, ...], ...]:
+        """Returns the placements of each micro-batch, by ascending first rank, then document; stages [documents]."""
         result: list[list[Placement]] = [[] for _ in range(self.micro_batches)]
         order = np.lexsort((self.first_rank, self.micro_batch))
-        columns = (order, self.micro_batch[order], self.first_rank[order], self.degree[order], self.reversed[order])
-        for document, micro_batch, first, degree, reverse in zip(*(column.tolist() for column in columns), strict=True):
-            result[micro_batch].append(Placement(document, first, degree, reverse))
+        columns = self.micro_batch, self.first_rank, self.degree, self.reversed, stages
+        for document, micro_batch, *place in zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True):
+            result[micro_batch].append(Placement(document, *place))
         return tuple(map(tuple, result))
 
 

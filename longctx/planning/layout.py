@@ -21,13 +21,16 @@ def divisors(number: int) -> list[int]:
 class Placement:
     """The place of a document in a micro-batch: ranks `first_rank … first_rank + degree - 1` of the domain.
 
-    `reversed` numbers the ring indices from the last rank.
+    Attributes:
+        reversed: whether ring indices are numbered from the last rank.
+        stages: number of exchange stages, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
     """
 
     document: int
     first_rank: int
     degree: int
     reversed: bool = False
+    stages: int = 1
 
     @property
     def ring(self) -> range:
@@ -87,6 +90,8 @@ class Shard:
     head: Span
     tail: Span
     offset: int
+    stages: int = 1
+    """Number of exchange stages; see `Placement`."""
     stride: int = 1
     """Distance between neighbouring ranks of the ring."""
 
@@ -134,13 +139,10 @@ class Layout:
 
     micro_batch: int
     rank: int
-    stages: int
     shards: tuple[Shard, ...]
 
     @classmethod
-    def of(
-        cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int, stages: int = 1
-    ) -> "Layout":
+    def of(cls, placements: Iterable[Placement], lengths: Sequence[int], micro_batch: int, rank: int) -> "Layout":
         """Builds the layout of `rank` from the placements of a micro-batch; `lengths` are tokens by document."""
         shards: list[Shard] = []
         offset = 0
@@ -149,7 +151,7 @@ class Layout:
             if shard.tokens:
                 shards.append(shard)
                 offset += shard.tokens
-        return cls(micro_batch, rank, stages, tuple(shards))
+        return cls(micro_batch, rank, tuple(shards))
 
     @property
     def tokens(self) -> int:
@@ -190,7 +192,6 @@ class CrossLayout:
         source_lengths: Sequence[int],
         micro_batch: int,
         rank: int,
-        stages: int = 1,
     ) -> "CrossLayout":
         """Builds the layout of `rank` from the placements of a micro-batch, of the same documents in any order.
 
@@ -203,8 +204,8 @@ class CrossLayout:
                 "place target and source of a document in one micro-batch"
             )
         layouts = (
-            Layout.of(targets, target_lengths, micro_batch, rank, stages),
-            Layout.of(sources, source_lengths, micro_batch, rank, stages),
+            Layout.of(targets, target_lengths, micro_batch, rank),
+            Layout.of(sources, source_lengths, micro_batch, rank),
         )
         held_targets, held_sources = ({shard.document: shard for shard in layout.shards} for layout in layouts)
         pairs = []
@@ -231,10 +232,6 @@ class CrossLayout:
         return self.targets.rank
 
     @property
-    def stages(self) -> int:
-        return self.targets.stages
-
-    @property
     def tokens(self) -> int:
         """Number of queries."""
         return self.targets.tokens
@@ -250,4 +247,4 @@ def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard:
     p = placement
     index = p.ring_index(rank)
     head, tail = ((span(length, p.degree, index) if rank in p.ring else (0, 0)) for span in (head_span, tail_span))
-    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset)
+    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.stages)

@@ -16,7 +16,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout, Placement
 
-VERSION = 1
+VERSION = 2
 
 
 class PlanError(UserError):
@@ -58,7 +58,6 @@ class Plan:
         tokens_per_rank: token budget: maximum number of tokens per rank in a micro-batch.
         lengths: tokens of every document of the step.
         micro_batches: placements of each micro-batch; every document is placed exactly once.
-        stages: number of exchange stages of each micro-batch, ≥ 1.
         profile: hardware profile of the cost model.
         pipeline: pipeline that runs the micro-batches.
         cost: modelled cost; None if the plan was not scored.
@@ -71,7 +70,6 @@ class Plan:
     tokens_per_rank: int
     lengths: tuple[int, ...]
     micro_batches: tuple[tuple[Placement, ...], ...]
-    stages: tuple[int, ...]
     profile: HardwareProfile
     pipeline: Pipeline = NO_PIPELINE
     cost: PlanCost | None = None
@@ -125,7 +123,7 @@ class Plan:
             raise ValueError(f"micro-batch {micro_batch} is not in this plan: it has {len(self.micro_batches)}, counted from 0")
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} is not in this plan's domain of {self.ranks} ranks, counted from 0")
-        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank, self.stages[micro_batch])
+        return Layout.of(self.micro_batches[micro_batch], self.lengths, micro_batch, rank)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data for `json.dump`."""
@@ -140,7 +138,6 @@ class Plan:
             "tokens_per_rank": self.tokens_per_rank,
             "lengths": list(self.lengths),
             "micro_batches": [[asdict(p) for p in mb] for mb in self.micro_batches],
-            "stages": list(self.stages),
             "profile": self.profile.to_dict(),
             **({} if self.cost is None else asdict(self.cost)),
             "pipeline": asdict(self.pipeline),

@@ -1,4 +1,4 @@
-"""Exchange stages: into how many stages every micro-batch splits its exchange of K and V, and what the exchange then costs.
+"""Exchange stages: into how many stages every document splits its exchange of K and V, and what the exchange then costs.
 
 Messages of a stage travel while the stage before it is computed. In a single stage, a rank's own rows alone hide those of
 other ranks; with two exchange levels they hide the way to the relay, and rows of the rank's node hide the way on. Nothing but
@@ -10,8 +10,7 @@ Planners search with `cost.model.score`, which estimates what stages leave, and 
 estimate `score` is a lower bound: all of attention hides the exchange. Plans are predicted to take what `staged` says.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +33,7 @@ FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
 class _Load:
     """What ranks compute and receive in micro-batches of as many stages as `rest` has, in nanoseconds.
 
-    Arrays [micro-batches, ranks]; of `rest`, one for every stage.
+    Arrays [micro-batches, ranks], of `rest` [stages, micro-batches, ranks]; or [ranks] and [stages, ranks].
 
     Attributes:
         queries: computation of queries that hides the exchange.
@@ -51,36 +50,58 @@ class _Load:
     far: Floats
     far_across: Floats
     far_inside: Floats
-    rest: Sequence[Floats]
-    rest_inside: Sequence[Floats]
-    rest_across: Sequence[Floats]
+    rest: Floats
+    rest_inside: Floats
+    rest_across: Floats
+
+    @property
+    def stages(self) -> Integers:
+        """Stages on every rank: those of its own rings, of which two-level rings have one more, for their own node."""
+        rest = (self.rest_inside > 0) | (self.rest_across > 0)
+        result: Integers = np.where(self.far_across > 0, len(rest) + 1, rest.sum(axis=0))
+        return result
+
+    def on(self, ranks: NDArray[np.bool_], stages: int) -> "_Load":
+        """Returns the load on some ranks, without stages that they do not have."""
+        parts = {each.name: getattr(self, each.name)[..., ranks] for each in fields(self)}
+        return _Load(**{name: part[:stages] if part.ndim > 1 else part for name, part in parts.items()})
 
 
 def staged(
     profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score, max_remote_tokens: int | None = None
-) -> tuple[tuple[int, ...], Score]:
-    """Returns the number of exchange stages of every micro-batch, and the times of the assignment with them.
+) -> tuple[Integers, Score]:
+    """Returns the number of exchange stages of every document, and the times of the assignment with them.
 
     `timed` is its score by `cost.model.score`. Stages are enough that none has more than about `max_remote_tokens` remote
-    tokens on any rank (at most the largest degree - 1), and more while that makes the micro-batch faster.
+    tokens on any rank (at most the largest degree - 1), and more while that makes the micro-batch faster: of its rings across
+    nodes, or else of all its rings.
     """
-    stages = np.ones(len(timed.time), dtype=np.int64)
+    stages = np.ones_like(lengths)
     if not (a.degree > 1).any():
-        return tuple(stages.tolist()), timed
+        return stages, timed
+    least = np.ones(len(timed.time), dtype=np.int64)
     if max_remote_tokens is not None:
-        np.maximum.at(stages, a.micro_batch, a.degree - 1)
+        np.maximum.at(least, a.micro_batch, a.degree - 1)
         remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
-        stages = np.clip(-(-remote // max_remote_tokens), 1, stages)
+        least = np.clip(-(-remote // max_remote_tokens), 1, least)
     exchange = _Exchange(profile, lengths, a, timed)
-    least, most, time = stages.copy(), exchange.most(), exchange.time(stages)
+    chosen = fewest = exchange.possible(least[exchange.row])
+    most, time = exchange.most(exchange.possible(CHOICES[-1])), exchange.time(fewest)
     better = time.max(axis=1) > exchange.busy.max(axis=1)  # where more stages may be faster
     for count in CHOICES:
-        rows = np.flatnonzero(better & (least < count) & (count <= most))
-        if len(rows):
-            found = exchange.time_of(rows, count)
-            better[rows] = faster = found.max(axis=1) < time[rows].max(axis=1)
-            stages[rows[faster]], time[rows[faster]] = count, found[faster]
-    return tuple(stages.tolist()), exchange.score(timed, time)
+        more = np.maximum(fewest, exchange.possible(count))
+        before, here = fewest, better & (least < count) & (count <= most)
+        better &= ~here
+        for own in (np.where(exchange.inside, fewest, more), more):
+            rows, before = np.flatnonzero(here & exchange.in_rows(own != before)), own
+            if len(rows):
+                found = exchange.time_of(rows, own, count)
+                faster = found.max(axis=1) < time[rows].max(axis=1)
+                rows, found = rows[faster], found[faster]
+                better[rows], here[rows], time[rows] = True, False, found
+                chosen = np.where(np.isin(exchange.row, rows), own, chosen)
+    stages[exchange.rings] = chosen
+    return stages, exchange.score(timed, time)
 
 
 def plan_score(plan: Plan) -> Score:
@@ -88,27 +109,17 @@ def plan_score(plan: Plan) -> Score:
     lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
     timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline)
     exchange = _Exchange(plan.profile, lengths, a, timed)
-    return exchange.score(timed, exchange.time(np.array(plan.stages)))
-
-
-def ring_stages(profile: HardwareProfile, first_rank: Integers, degree: Integers, stages: Integers | int) -> Integers:
-    """Returns the stages of documents in a micro-batch of `stages`; as many stages of two-level rings are between nodes."""
-    result: Integers = np.where(_two_level(profile, first_rank, degree), stages, np.minimum(stages, degree - 1))
-    return result
-
-
-def _two_level(profile: HardwareProfile, first_rank: Integers, degree: Integers) -> NDArray[np.bool_]:
-    """Returns whether the ring of every document is exchanged in two levels."""
-    node = profile.ranks_per_node
-    nodes = (first_rank + degree - 1) // node - first_rank // node + 1
-    crosses: NDArray[np.bool_] = (nodes > 1) & (nodes < degree) & (profile.exchange_levels == 2)
-    return crosses
+    stages = np.ones_like(lengths)
+    for p in (p for placements in plan.micro_batches for p in placements):
+        stages[p.document] = p.stages
+    return exchange.score(timed, exchange.time(exchange.possible(stages[exchange.rings])))
 
 
 class _Exchange:
     """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
 
-    `busy` is the time without the exchange, and `exposed` what is not hidden in `cost.model.score`.
+    `busy` is the time without the exchange, and `exposed` what is not hidden in `cost.model.score`. All two-level rings of a
+    micro-batch have the same number of stages, and no other ring has more.
     """
 
     def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> None:
@@ -116,10 +127,12 @@ class _Exchange:
         self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
         attention = attention_ns(profile, lengths, a.degree)
         total = spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
-        rings = np.flatnonzero(a.degree > 1)
+        self.rings = rings = np.flatnonzero(a.degree > 1)
         self.row, self.first, self.degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
         self.tokens = -(-lengths[rings] // self.degree)
-        crosses = _two_level(profile, self.first, self.degree)
+        nodes = (self.first + self.degree - 1) // profile.ranks_per_node - self.first // profile.ranks_per_node + 1
+        self.inside = nodes == 1
+        self.crosses = crosses = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
         work = attention[rings]
         self.rest = np.where(crosses, 0, work * (self.degree - 1) // self.degree)
         intra_ns, inter_ns = mate_ns(profile, lengths[rings], self.degree)
@@ -138,47 +151,53 @@ class _Exchange:
         self.queries: Floats = hides * profile.query_share * (self.busy - total).astype(np.float64)
         self.own: Floats = hides * (total - node - far - self._on_ring(self.rest))
 
-    def most(self) -> Integers:
-        """Returns the largest number of stages that the exchange of every micro-batch can have."""
+    def possible(self, stages: Integers | int) -> Integers:
+        """Returns the stages of every ring if so many are wanted; rings in two levels have as many between nodes."""
+        result: Integers = np.where(self.crosses, stages, np.minimum(stages, self.degree - 1))
+        return result
+
+    def most(self, own: Integers) -> Integers:
+        """Returns the largest of the numbers of stages in every micro-batch."""
         most = np.ones(len(self.busy), dtype=np.int64)
-        np.maximum.at(most, self.row, ring_stages(self.profile, self.first, self.degree, CHOICES[-1]))
+        np.maximum.at(most, self.row, own)
         return most
+
+    def in_rows(self, rings: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Returns whether every micro-batch has one of these rings."""
+        return np.bincount(self.row[rings], minlength=len(self.busy)) > 0
 
     def score(self, timed: Score, time: Integers) -> Score:
         """Returns a score with other times."""
         return replace(timed, time=time, exposed=time - self.busy)
 
-    def time(self, stages: Integers) -> Integers:
-        """Returns the times with so many stages in every micro-batch. They are never below those of `cost.model.score`."""
-        result = np.empty_like(self.busy)
-        for count in np.unique(stages).tolist():
-            rows = np.flatnonzero(stages == count)
-            result[rows] = self.time_of(rows, count)
+    def time(self, own: Integers) -> Integers:
+        """Returns the times with so many stages of every ring. They are never below those of `cost.model.score`."""
+        result, most = np.empty_like(self.busy), self.most(own)
+        for count in np.unique(most).tolist():
+            rows = np.flatnonzero(most == count)
+            result[rows] = self.time_of(rows, own, count)
         return result
 
-    def time_of(self, rows: Integers, stages: int) -> Integers:
-        """Returns the times of some micro-batches with so many stages."""
-        waits = np.maximum(self.exposed[rows], _waits(self.load(rows, stages), self.profile.exchange_levels == 2))
-        more = ring_stages(self.profile, self.first, self.degree, stages) - 1
-        price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * more)[rows])
+    def time_of(self, rows: Integers, own: Integers, most: int) -> Integers:
+        """Returns the times of some micro-batches with so many stages of every ring, `most` of those in two levels."""
+        waits = np.maximum(self.exposed[rows], _waits(self.load(rows, own, most), self.profile.exchange_levels == 2))
+        price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * (own - 1))[rows])
         result: Integers = self.busy[rows] + np.rint(waits + price).astype(np.int64)
         return result
 
-    def load(self, rows: Integers, stages: int) -> _Load:
-        """Returns the loads of some micro-batches with so many stages."""
-        own = ring_stages(self.profile, self.first, self.degree, stages)
-        zero: Floats = np.zeros((len(rows), self.shape[1]))
-        rest, rest_inside, rest_across = [zero] * stages, [zero] * stages, [zero] * stages
+    def load(self, rows: Integers, own: Integers, stages: int) -> _Load:
+        """Returns the loads of some micro-batches; see `time_of`."""
+        rest, rest_inside, rest_across = np.zeros((3, stages, len(rows), self.shape[1]))
         for stage in range(stages if self.rest.any() else 0):
             here = own > stage
             if stage and not (own == stage).any():  # no ring had its last stage before this one
                 for sums in (rest, rest_inside, rest_across):
                     sums[stage] = sums[stage - 1]
                 continue
-            rest[stage] = np.multiply(self._on_ring(here * self.rest // own)[rows], self.profile.overlap, dtype=np.float64)
+            rest[stage] = self.profile.overlap * self._on_ring(here * self.rest // own)[rows]
             for start, stop, inside, across in self.parts:
                 for sums, values in ((rest_inside, inside), (rest_across, across)):
-                    sums[stage] = sums[stage] + spread(here * values // own, self.row, start, stop, self.shape)[rows]
+                    sums[stage] += spread(here * values // own, self.row, start, stop, self.shape)[rows]
         return _Load(
             queries=self.queries[rows],
             own=self.own[rows],
@@ -214,12 +233,17 @@ class _Links:
 
 def _waits(load: _Load, two_levels: bool) -> Floats:
     """Returns the time that every rank waits for messages, of all passes."""
-    forward = _pass_ns(load, two_levels, FORWARD_ATTENTION, forward=True)
-    return forward + _pass_ns(load, two_levels, 1 - FORWARD_ATTENTION, forward=False)
+    waits, stages = np.zeros_like(load.own), load.stages
+    for count in range(1, len(load.rest) + 2):
+        if (ranks := stages == count).any():
+            part = load.on(ranks, count)
+            waits[ranks] = _pass_ns(part, two_levels, FORWARD_ATTENTION, forward=True)
+            waits[ranks] += _pass_ns(part, two_levels, 1 - FORWARD_ATTENTION, forward=False)
+    return waits
 
 
 def _pass_ns(load: _Load, two_levels: bool, share: float, *, forward: bool) -> Floats:
-    """Returns the waits of all layers in one direction: `RingPass.steps`, and `give_back` in backward.
+    """Returns the waits of ranks with equally many stages, of all layers in one direction: `RingPass.steps` and `give_back`.
 
     A stage has first hops, attention and second hops. Rings in one level have their rows in the first stages, rings in two
     levels those of the own node in the first stage, and the others in all stages after it.
@@ -267,4 +291,5 @@ def _pass_ns(load: _Load, two_levels: bool, share: float, *, forward: bool) -> F
         now = now + queries
         while returning:
             now, returning = advanced(now)
-    return now - queries - share * (load.own + sum(work))
+    result: Floats = now - queries - share * (load.own + sum(work))
+    return result

@@ -117,13 +117,6 @@ def _check_form(plan: Plan) -> None:
     for document, length in enumerate(plan.lengths):
         if not _is_whole(length):
             raise PlanError(f"document {document} has length {length!r}: must be a whole number ≥ 1")
-    if len(plan.stages) != len(plan.micro_batches):
-        raise PlanError(
-            f"the plan has {len(plan.stages)} stages for {len(plan.micro_batches)} micro-batches: must be one per micro-batch"
-        )
-    for micro_batch, stages in enumerate(plan.stages):
-        if not _is_whole(stages):
-            raise PlanError(f"micro-batch {micro_batch} has {stages!r} exchange stages: must be a whole number ≥ 1")
 
 
 def _check_documents(plan: Plan) -> None:
@@ -137,6 +130,8 @@ def _check_documents(plan: Plan) -> None:
                 raise PlanError(
                     f"{where} is malformed: degree {p.degree!r}, first rank {p.first_rank!r}, reversed {p.reversed!r}"
                 )
+            if not _is_whole(p.stages):
+                raise PlanError(f"{where} has {p.stages!r} exchange stages: must be a whole number ≥ 1")
             if p.first_rank + p.degree > plan.ranks:
                 raise PlanError(
                     f"{where} is on ranks {p.first_rank} to {p.first_rank + p.degree - 1}, but the domain has {plan.ranks}"

@@ -33,6 +33,7 @@ def draw_plan(plan: Plan, console: Console, source: str = "", baseline: Plan | N
 
 def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) -> None:
     tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
+    stages = [p.stages for placements in plan.micro_batches for p in placements if p.degree > 1] or [1]
     lines = [
         f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × {plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
@@ -41,7 +42,7 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
         f"no plan takes less than {tight_s:.4g} s: {unavoidable_gap(tight_s, plan.lower_bound_s):.1%} of gap is unavoidable",
         f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
-        f"exchange stages {_ranges(plan.stages)}   planned in {plan.planning_ms:.0f} ms",
+        f"exchange stages {'–'.join(map(str, sorted({min(stages), max(stages)})))}   planned in {plan.planning_ms:.0f} ms",
     ]
     if baseline is not None:
         lines.insert(
@@ -54,10 +55,6 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         lines.append(f"pipeline of {pipeline.ranks:,} ranks{chunks}, {pipeline.schedule}   bubble {plan.bubble_share:.1%}")
     for line in lines:
         console.print(line, highlight=False)
-
-
-def _ranges(stages: tuple[int, ...]) -> str:
-    return str(stages[0]) if len(set(stages)) == 1 else f"{min(stages)}–{max(stages)}"
 
 
 def _degrees(plan: Plan, console: Console) -> None:

@@ -61,7 +61,7 @@ class ProfiledRun:
         self.kv_heads = self.layer.num_key_value_heads // mesh.tensor.size()
         """Heads per tensor-parallel rank."""
         budget = config.batch.tokens_per_rank
-        self.no_plan = Plan("static", "none", mesh.ranks, budget, (), (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0))
+        self.no_plan = Plan("static", "none", mesh.ranks, budget, (), (), profile, cost=PlanCost(0.0, 0.0, 0.0, 0.0))
 
     def attention(self, layout: Layout, exchange: type[Exchange] = Exchange) -> RingAttention:
         """Returns the run's attention for `layout`, in a layer without a window."""
@@ -123,10 +123,10 @@ class ProfiledRun:
 
 def no_documents(rank: int) -> Layout:
     """Returns the layout of a rank that holds no tokens."""
-    return Layout(0, rank, 1, ())
+    return Layout(0, rank, ())
 
 
 def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, stages: int = 1) -> Layout:
     """Returns a layout that holds `ring_index` of several documents of one length, all on the same ring."""
-    placements = [Placement(document, rank - ring_index, degree) for document in range(documents)]
-    return Layout.of(placements, [length] * documents, 0, rank, stages)
+    placements = [Placement(document, rank - ring_index, degree, stages=stages) for document in range(documents)]
+    return Layout.of(placements, [length] * documents, 0, rank)

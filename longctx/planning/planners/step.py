@@ -65,8 +65,8 @@ class Step:
         ranks, price = self.ranks * self.block, self.stage_price
         return score(self.profile, self.lengths, assignment, ranks, self.pipeline, stage_price=price)
 
-    def staged(self, assignment: Assignment, timed: Score) -> tuple[tuple[int, ...], Score]:
-        """Returns the exchange stages of a scored assignment to ranks, and its predicted times."""
+    def staged(self, assignment: Assignment, timed: Score) -> tuple[Integers, Score]:
+        """Returns the exchange stages of every document in a scored assignment to ranks, and its predicted times."""
         return staged(self.profile, self.lengths, assignment, timed, self.max_remote_tokens)
 
     def candidate(self, winner: str, assignment: Assignment, below: int = NEVER) -> "Candidate":
