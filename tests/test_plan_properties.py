@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Placement, largest_shard
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
@@ -105,11 +106,13 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests(), profiles())
-@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES)
-def test_no_static_plan_beats_the_bounds_of_its_degree(request: dict[str, Any], profile: HardwareProfile) -> None:
+@given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]))
+@example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE)
+def test_no_static_plan_beats_the_bounds_of_its_degree(
+    request: dict[str, Any], profile: HardwareProfile, pipeline: Pipeline
+) -> None:
     """The first bound of a degree holds for higher degrees too."""
-    step = Step(profile, np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"])
+    step = Step(profile, np.array(request["lengths"]), request["ranks"], request["tokens_per_rank"], pipeline=pipeline)
     on_all_ranks = 0
     for degree in range(1, step.ranks + 1):
         found = pack_static(step, degree)

@@ -6,8 +6,9 @@ for `planning_ms`.
 """
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,9 @@ from longctx.planning.cost.model import Score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.by_mode import MODES
-from longctx.planning.planners.step import Candidate, Step, fastest
+from longctx.planning.planners.auto.search import search
+from longctx.planning.planners.by_mode import MODES, or_by_other_modes
+from longctx.planning.planners.step import Candidate, Step
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 
@@ -82,34 +84,37 @@ def make_plan(
 def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
-    Mode auto compares with the plans of the other modes, so it is never worse than they are.
+    Mode auto looks for plans of the other modes at all budgets, so it is never worse than they are.
     """
-    best = _best_budget(MODES[mode], step)
-    for other in ("bins", "static") if mode == "auto" else ():
-        with contextlib.suppress(PlanError):  # the other modes may not fit these documents
-            best = fastest(best, _best_budget(MODES[other], step))
+    if mode != "auto":
+        return _best_budget(MODES[mode], step)
+    best = _best_budget(search, step)
+    for smaller in _budgets(step):
+        best = or_by_other_modes(smaller, best)
     return best
 
 
 def _best_budget(plan: Callable[[Step], Candidate], step: Step) -> Candidate:
-    """Returns the best plan of one mode in a pipeline.
+    """Returns the best plan in a pipeline by one planner.
 
     More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do not help.
     """
-
-    def planned(budget: int) -> Candidate:
-        found = plan(replace(step, tokens_per_rank=budget))
-        return step.candidate(found.winner, found.assignment)
-
-    best, budget = planned(step.tokens_per_rank), step.tokens_per_rank // 2
+    best = plan(step)
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
-        while budget and least_degrees(step.lengths, step.ranks, budget).all():
-            found, budget = planned(budget), budget // 2
+        for smaller in itertools.islice(_budgets(step), 1, None):
+            found = plan(smaller)
             if found.makespan_ns < best.makespan_ns:
                 best = found
             elif found.assignment.micro_batches > best.assignment.micro_batches:
                 break
     return best
+
+
+def _budgets(step: Step) -> Iterator[Step]:
+    """Yields the step with its token budget and with half, a quarter, … of it, while every document fits some degree."""
+    while step.tokens_per_rank and least_degrees(step.lengths, step.ranks, step.tokens_per_rank).all():
+        yield step
+        step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
 
 
 def _in_order(step: Step, assignment: Assignment) -> tuple[tuple[tuple[Placement, ...], ...], Score]:

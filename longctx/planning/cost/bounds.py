@@ -61,15 +61,24 @@ def lower_bound_ns(
     """
     least = -(-lengths // tokens_per_rank)
     bound = bound_ns(profile, lengths, least, ranks, tokens_per_rank)
+    launches = -(-int(lengths.sum()) // (ranks * tokens_per_rank))
+    return bound + least_bubble_ns(profile, pipeline, bound, launches, len(lengths))
+
+
+def least_bubble_ns(profile: HardwareProfile, pipeline: Pipeline, bound: int, launches: int, most: int) -> int:
+    """Returns the least that a pipeline adds to a lower bound on step time, which has the launches of so many micro-batches.
+
+    A plan has at most `most` micro-batches; of K, the longest takes at least 1/K of the work.
+    """
     if pipeline.ranks == 1:
-        return bound
-    launch, launches = nanoseconds(profile.launch_s), -(-int(lengths.sum()) // (ranks * tokens_per_rank))
-    work = bound - nanoseconds(profile.step_s) - launches * launch
+        return 0
+    launch = nanoseconds(profile.launch_s)
+    work = max(0, bound - nanoseconds(profile.step_s) - launches * launch)
     # Launch time rises and the bubble shrinks with K: the best K is where the two slopes cancel, or the largest K.
-    even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else len(lengths)
-    choices = {min(max(k, launches), len(lengths)) for k in (even, even + 1)}
-    least_bubble = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
-    return bound + max(0, least_bubble - ROUNDING)
+    even = math.isqrt(max(0, pipeline.bubble_ns(work) // launch)) if launch else most
+    choices = {min(max(k, launches), most) for k in (even, even + 1)}
+    least = min((k - launches) * launch + pipeline.bubble_ns(launch + work // k) for k in choices)
+    return max(0, least - ROUNDING)
 
 
 def bound_ns(profile: HardwareProfile, lengths: Integers, degrees: Integers, ranks: int, tokens_per_rank: int) -> int:

@@ -12,8 +12,12 @@ from longctx.planning.planners.step import Candidate, Step, fastest
 
 
 def plan_auto(step: Step) -> Candidate:
-    """Returns the fastest plan of the search, mode bins and mode static; lower bounds skip most static degrees."""
-    best = search(step)
+    """Returns the fastest plan of the search, mode bins and mode static."""
+    return or_by_other_modes(step, search(step))
+
+
+def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
+    """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
         if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:

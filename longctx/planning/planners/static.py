@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards, least_degrees
+from longctx.planning.cost.bounds import least_bubble_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
 from longctx.planning.planners.auto.packing import emptiest_first
@@ -103,8 +104,13 @@ def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:
     exposed = max(0, exchange - math.ceil(profile.overlap * attention) - queries)
     work = max(0, linear + attention + exposed - rounding)
     total, launch, fixed = int(lengths.sum()), nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
-    on_all_ranks = fixed + -(-total // (ranks * tokens_per_rank)) * launch + work * degree // ranks
-    return on_all_ranks, fixed + -(-total // (groups * degree * tokens_per_rank)) * launch + work // groups
+
+    def bound(used: int, work: int) -> int:
+        launches = -(-total // (used * tokens_per_rank))
+        found = fixed + launches * launch + work
+        return found + least_bubble_ns(profile, step.pipeline, found, launches, len(lengths))
+
+    return bound(ranks, work * degree // ranks), bound(groups * degree, work // groups)
 
 
 def longest_ns(step: Step, degree: int) -> int:
@@ -114,8 +120,9 @@ def longest_ns(step: Step, degree: int) -> int:
     """
     profile, degrees = step.profile, np.full_like(step.lengths, degree)
     alone = attention_ns(profile, step.lengths, degrees) + linear_ns(profile, largest_shards(step.lengths, degrees))
-    fixed = nanoseconds(profile.step_s) + step.fewest_micro_batches * nanoseconds(profile.launch_s)
-    return fixed + int(alone.max())
+    launch, longest = nanoseconds(profile.launch_s), int(alone.max())
+    fixed = nanoseconds(profile.step_s) + step.fewest_micro_batches * launch
+    return fixed + longest + step.pipeline.bubble_ns(launch + longest)
 
 
 def computing_ns(step: Step, plan: Assignment) -> int:
@@ -124,8 +131,9 @@ def computing_ns(step: Step, plan: Assignment) -> int:
     computing = attention_ns(profile, lengths, plan.degree) + linear_ns(profile, lengths // plan.degree) - 1  # rounded up
     shape = (plan.micro_batches, step.ranks)
     on_first_ranks = np.bincount(plan.micro_batch * step.ranks + plan.first_rank, computing, math.prod(shape)).reshape(shape)
-    fixed = nanoseconds(profile.step_s) + plan.micro_batches * nanoseconds(profile.launch_s)
-    return fixed + int(on_first_ranks.max(axis=1).sum())
+    times, launch = on_first_ranks.max(axis=1), nanoseconds(profile.launch_s)
+    fixed = nanoseconds(profile.step_s) + plan.micro_batches * launch
+    return fixed + int(times.sum()) + step.pipeline.bubble_ns(launch + int(times.max()))
 
 
 def best_fit(weights: Integers, capacity: int) -> Integers:
