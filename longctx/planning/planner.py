@@ -20,10 +20,13 @@ from longctx.planning.cost.model import Score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.auto.search import search
+from longctx.planning.planners.auto.search import quick_search, search
 from longctx.planning.planners.by_mode import MODES, or_by_other_modes
-from longctx.planning.planners.step import Candidate, Step
+from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.validation import check_lengths, check_plan, check_settings
+
+CLOSE = 1.1
+"""Budgets of a pipeline are searched if a quick search is at most so many times slower with them than with the best."""
 
 
 def make_plan(
@@ -84,30 +87,35 @@ def make_plan(
 def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
-    Mode auto looks for plans of the other modes at all budgets, so it is never worse than they are.
+    Mode auto chooses the budget by quick searches. It looks for plans of the other modes at all budgets, so it is never worse
+    than they are.
     """
     if mode != "auto":
-        return _best_budget(MODES[mode], step)
-    best = _best_budget(search, step)
+        return fastest(*(found for found, _ in _by_budget(MODES[mode], step)))
+    quick = _by_budget(quick_search, step)
+    limit = CLOSE * min(found.makespan_ns for found, _ in quick)
+    best = fastest(*(search(smaller) for found, smaller in quick if found.makespan_ns <= limit))
     for smaller in _budgets(step):
         best = or_by_other_modes(smaller, best)
     return best
 
 
-def _best_budget(plan: Callable[[Step], Candidate], step: Step) -> Candidate:
-    """Returns the best plan in a pipeline by one planner.
+def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[tuple[Candidate, Step]]:
+    """Returns plans in a pipeline by one planner, and the steps with their budgets.
 
     More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do not help.
     """
     best = plan(step)
+    plans = [(best, step)]
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
         for smaller in itertools.islice(_budgets(step), 1, None):
-            found = plan(smaller)
-            if found.makespan_ns < best.makespan_ns:
-                best = found
-            elif found.assignment.micro_batches > best.assignment.micro_batches:
+            last = plan(smaller)
+            plans.append((last, smaller))
+            if last.makespan_ns < best.makespan_ns:
+                best = last
+            elif last.assignment.micro_batches > best.assignment.micro_batches:
                 break
-    return best
+    return plans
 
 
 def _budgets(step: Step) -> Iterator[Step]:

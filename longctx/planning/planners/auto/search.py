@@ -16,7 +16,7 @@ of degree 1; then fewer and fewer of them are balanced for more and more rounds 
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +37,17 @@ Filled = tuple[Rings, Assignment]
 
 
 def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
-    """Returns the best plan found. Every document must fit at some degree.
+    """Returns the best plan found. Every document must fit at some degree."""
+    return list(_finer_and_finer(step, settings))[-1]
+
+
+def quick_search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
+    """Returns a plan in the coarsest blocks that `search` tries, in a fraction of its time."""
+    return next(_finer_and_finer(step, settings))
+
+
+def _finer_and_finer(step: Step, settings: SearchSettings) -> Iterator[Candidate]:
+    """Yields the best plan so far.
 
     Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the stages of their exchange. Skips blocks so
     coarse that splitting every document costs too much, and stops once the plan is good or finer blocks take too long. Prefers
@@ -48,9 +58,10 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
     quickest = NEVER
     bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)
     few = len(step.lengths) <= settings.few * step.ranks
+    micro_batches = step.fewest_micro_batches if step.pipeline.ranks > 1 else 1  # pipelines are planned at several budgets
     for block in settings.blocks:
         blocks = replace(priced, ranks=step.ranks // block, block=block)
-        effort = len(step.lengths) * blocks.ranks
+        effort = len(step.lengths) * blocks.ranks * micro_batches
         if block > 1 and ((block > settings.coarse and not few) or not _worthwhile(step, block, (1 + settings.lost) * bound)):
             continue
         if best is not None and effort > settings.most:
@@ -58,11 +69,10 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
         assignment, makespan = search_in_blocks(blocks, settings)
         found = step.candidate("search", assignment)
         quickest = min(quickest, found.makespan_ns)
-        best = found if found.makespan_ns <= (1 + settings.finer) * quickest else best
+        best = found if best is None or found.makespan_ns <= (1 + settings.finer) * quickest else best
+        yield best
         if makespan <= (1 + max(gap for least, gap in settings.enough if effort >= least)) * bound:
             break
-    assert best is not None, "blocks of one rank are always tried"
-    return best
 
 
 def _worthwhile(step: Step, block: int, limit: float) -> bool:

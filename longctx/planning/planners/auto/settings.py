@@ -19,10 +19,10 @@ class SearchSettings:
     coarse: int = 4
     """Maximum ranks of a block where documents are more than `few` per rank."""
     enough: Sequence[tuple[int, float]] = ((0, 0.001), (1 << 18, 0.015))
-    """Documents times blocks, and the gap to the lower bound from which no finer blocks are tried. Of the gaps that a
-    step reaches, the widest counts."""
+    """Documents times blocks, in a pipeline also times micro-batches, and the gap to the lower bound from which no finer blocks
+    are tried. Of the gaps that a step reaches, the widest counts."""
     most: int = 1 << 22
-    """Maximum of documents times blocks, unless coarser blocks were not possible."""
+    """Maximum of this product, unless coarser blocks were not possible."""
     shares: Sequence[int] = range(44, 10, -2)
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
