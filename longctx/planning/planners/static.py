@@ -82,8 +82,8 @@ def pack_static(step: Step, degree: int, below: int = NEVER) -> Candidate | None
         candidates.append(spread)
     plans = [_run_longest_first(packing, work, groups, degree) for packing in candidates]
     promising = [plan for plan in plans if computing_ns(step, plan) < below]
-    found = [step.candidate(f"static:{degree}", plan, below) for plan in promising]
-    return fastest(*found) if found else None
+    found = [step.candidate_below(below, f"static:{degree}", plan) for plan in promising]
+    return fastest(*found) if any(found) else None
 
 
 def static_bounds_ns(step: Step, degree: int) -> tuple[int, int]:

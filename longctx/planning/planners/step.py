@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longctx.planning.assignment import NEVER, Assignment, Integers, largest_shards
+from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score, alone_ns, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
@@ -65,16 +65,18 @@ class Step:
         ranks, price = self.ranks * self.block, self.stage_price
         return score(self.profile, self.lengths, assignment, ranks, self.pipeline, stage_price=price)
 
-    def staged(self, assignment: Assignment, timed: Score) -> tuple[Integers, Score]:
-        """Returns the exchange stages of every document in a scored assignment to ranks, and its predicted times."""
-        return staged(self.profile, self.lengths, assignment, timed, self.max_remote_tokens)
+    def candidate(self, winner: str, assignment: Assignment) -> "Candidate":
+        """Returns an assignment to ranks with its exchange stages and predicted times."""
+        return self._candidate(winner, assignment, self.score(assignment))
 
-    def candidate(self, winner: str, assignment: Assignment, below: int = NEVER) -> "Candidate":
-        """Returns an assignment to ranks with its predicted makespan, or with a lower bound if that is `below` or more."""
+    def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
+        """Returns the same, or None if a lower bound of the makespan reaches the limit."""
         timed = self.score(assignment)
-        if timed.makespan_ns >= below:
-            return Candidate(timed.makespan_ns, winner, assignment)
-        return Candidate(self.staged(assignment, timed)[1].makespan_ns, winner, assignment)
+        return None if timed.makespan_ns >= limit else self._candidate(winner, assignment, timed)
+
+    def _candidate(self, winner: str, assignment: Assignment, scored: Score) -> "Candidate":
+        stages, timed = staged(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        return Candidate(timed.makespan_ns, winner, assignment, stages, timed)
 
     def on_ranks(self, places: Assignment) -> Assignment:
         """Returns the assignment to ranks of an assignment to places."""
@@ -106,11 +108,13 @@ class Degrees:
 
 
 class Candidate(NamedTuple):
-    """A possible plan; `winner` becomes `Plan.winner` if it is chosen."""
+    """A possible plan, with the exchange stages of every document; `winner` becomes `Plan.winner` if it is chosen."""
 
     makespan_ns: int
     winner: str
     assignment: Assignment
+    stages: Integers
+    timed: Score
 
 
 def fastest(*candidates: Candidate | None) -> Candidate:
