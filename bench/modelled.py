@@ -172,21 +172,20 @@ def _triangle(n: int) -> int:
 
 def _watch_passes(device: Device) -> None:
     """Sets the time per pair at the begin of every pass, from the documents of the rank."""
-    known: dict[int, float] = {}
+    known: Any = None  # the last schedule: by its id alone, a new one at the same address would be taken for it
     begin = ring_pass.RingPass.__init__
 
     def begun(this: Any, call: Any, *arguments: Any) -> None:
+        nonlocal known
         begin(this, call, *arguments)
-        schedule = call.schedule
-        if id(schedule) not in known:
-            known.clear()
+        if call.schedule is not known:
+            known = schedule = call.schedule
             shards = schedule.layout.shards
             lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
             seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
             rows = sum((shard.stages - 1) * shard.tokens for shard in shards)
             seconds += PRICE * device.profile.linear_s_per_token * rows
-            known[id(schedule)] = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
-        device.s_per_pair = known[id(schedule)]
+            device.s_per_pair = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
 
     ring_pass.RingPass.__init__ = begun  # type: ignore[method-assign]
 

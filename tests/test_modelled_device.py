@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from hypothesis import strategies as st
 
 import cluster_modelled
 import modelled
+from longctx.attention import Schedule, ring_pass
 from longctx.attention.segments import Segment, visible
 from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.model import score
+from longctx.planning.cost.model import NANOSECONDS, attention_ns, score
+from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from tests.test_cluster import needs_namespaces
@@ -52,6 +55,21 @@ def test_all_ratios_are_those_of_the_profile(dilation: float, smaller: float) ->
     for name in ("makespan_s", "lower_bound_s"):
         assert getattr(costs[1], name) == pytest.approx(dilation * getattr(costs[0], name), rel=1e-6)
     assert costs[1].exposed_share == pytest.approx(costs[0].exposed_share, rel=1e-3)
+
+
+def test_every_schedule_has_its_own_time_per_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it lies at the address of one that was freed."""
+    profile = HardwareProfile.load("h100-nvlink-ib")
+    device = SimpleNamespace(profile=profile, layers=2, s_per_pair=0.0)
+    monkeypatch.setattr(ring_pass.RingPass, "__init__", lambda *_: None)
+    modelled._watch_passes(device)  # type: ignore[arg-type]
+    begin: Any = ring_pass.RingPass.__init__
+    for length in range(100, 4000, 100):
+        schedule = Schedule.build(Layout.of([Placement(0, 0, 1)], [length], 0, 0))
+        begin(None, SimpleNamespace(schedule=schedule))
+        seconds = attention_ns(profile, np.array([length]), np.array([1])).sum() / NANOSECONDS
+        assert device.s_per_pair == pytest.approx(seconds / 2 / (length * (length + 1) / 2))
+        del schedule
 
 
 def test_one_process_plans_for_all(tmp_path: Path) -> None:
