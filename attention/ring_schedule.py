@@ -2,9 +2,9 @@
 
 Only rows that some query of the receiver sees are sent: with a causal mask, ring index r receives the head chunks of lower ring
 indices (for all its queries) and the head and tail chunks of higher ones (for the queries of its tail). A stage covers a range
-of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Documents have their own
-numbers of stages, and stage i of a rank holds that of all its documents. Both ends of a message
-derive its content from the same cut points, in the same order of documents, so no metadata is sent.
+of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Every document has its own
+number of stages, and stage i of a rank holds stage i of all its documents. Both ends of a message derive its content from the
+same cut points, in the same order of documents, so no metadata is sent.
 
 With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
 stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows. They cover
@@ -137,8 +137,8 @@ class _Document:
     """This rank's part of one document: shards of queries and keys, the mask's areas, and this rank's tokens.
 
     Seats number the ranks that hold the document: they are the ring indices, or in cross-attention the ranks from the first to
-    the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty. Queries have
-    the number of stages.
+    the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty. The shard
+    of the queries says in how many stages keys are exchanged.
     """
 
     queries: Shard

@@ -128,6 +128,23 @@ def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, l
     assert predicted == pytest.approx(measured, rel=0.02, abs=0.002 * computed)
 
 
+@given(cases())
+@settings(max_examples=80, deadline=None)
+def test_a_rank_waits_for_its_own_documents_alone(case: tuple[HardwareProfile, list[int], Assignment, int, Integers]) -> None:
+    """Whatever stages the documents of other ranks have."""
+    profile, lengths, a, rank, stages = case
+    ranks = max(rank + 1, int((a.first_rank + a.degree).max()))
+
+    def time(documents: Integers) -> int:
+        part = Assignment(*(x[documents] for x in (a.micro_batch, a.first_rank, a.degree, a.reversed)))
+        sizes = np.array(lengths)[documents]
+        exchange = _Exchange(profile, sizes, part, score(profile, sizes, part, ranks))
+        return int(exchange.time(exchange.possible(stages[documents][exchange.rings]))[0, rank])
+
+    here = np.flatnonzero((a.first_rank <= rank) & (rank < a.first_rank + a.degree))
+    assert time(here) == time(np.arange(len(lengths)))
+
+
 def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
     """A document over two nodes waits less in several stages, which cost more where they hide nothing."""
     lengths = np.array([120_000])

@@ -60,15 +60,18 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
     per_node=st.sampled_from([2, 3, 4]),
     ulysses_degree=st.sampled_from([1, 2]),
     two_levels=st.booleans(),
-    most=st.sampled_from([None, 500, 4000]),
+    stages=st.lists(st.integers(1, 5), min_size=6, max_size=6),
     mode=st.sampled_from(["auto", "static"]),
 )
 @settings(max_examples=30, deadline=None)
 def test_loads_are_those_of_the_schedules(
-    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, most: int | None, mode: str
+    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, stages: list[int], mode: str
 ) -> None:
+    """With any number of stages of every document."""
     profile = replace(H100, ranks_per_node=per_node)
-    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, max_remote_tokens=most, mode=mode)
+    plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, mode=mode)
+    staged = (tuple(replace(p, stages=stages[p.document]) for p in placements) for placements in plan.micro_batches)
+    plan = replace(plan, micro_batches=tuple(staged))
     config = load(None, [f"context.ulysses_degree={ulysses_degree}", f"context.two_level_exchange={str(two_levels).lower()}"])
     cut = len(lengths) * ranks  # chunks are whole tokens: up to one token of difference per rank
     for micro_batch in range(len(plan.micro_batches)):

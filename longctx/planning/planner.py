@@ -20,13 +20,13 @@ from longctx.planning.cost.model import Score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planners.auto.search import quick_search, search
+from longctx.planning.planners.auto.search import finer_and_finer
 from longctx.planning.planners.by_mode import MODES, or_by_other_modes
 from longctx.planning.planners.step import Candidate, Step, fastest
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 CLOSE = 1.1
-"""Budgets of a pipeline are searched if a quick search is at most so many times slower with them than with the best."""
+"""Budgets of a pipeline are searched on if the first plan is at most so many times slower with them than with the best."""
 
 
 def make_plan(
@@ -87,30 +87,36 @@ def make_plan(
 def _best_in_pipeline(mode: str, step: Step) -> Candidate:
     """Returns the best plan including the bubble of the pipeline.
 
-    Mode auto chooses the budget by quick searches. It looks for plans of the other modes at all budgets, so it is never worse
-    than they are.
+    Mode auto chooses budgets by the first, coarse plans of their searches. It looks for plans of the other modes at all
+    budgets, so it is never worse than they are.
     """
     if mode != "auto":
-        return fastest(*(found for found, _ in _by_budget(MODES[mode], step)))
-    quick = _by_budget(quick_search, step)
-    limit = CLOSE * min(found.makespan_ns for found, _ in quick)
-    best = fastest(*(search(smaller) for found, smaller in quick if found.makespan_ns <= limit))
+        return fastest(*_by_budget(MODES[mode], step))
+    searches: list[Iterator[Candidate]] = []
+
+    def begin(smaller: Step) -> Candidate:
+        searches.append(finer_and_finer(smaller))
+        return next(searches[-1])
+
+    quick = _by_budget(begin, step)
+    limit = CLOSE * min(found.makespan_ns for found in quick)
+    best = fastest(*([found, *rest][-1] for found, rest in zip(quick, searches, strict=True) if found.makespan_ns <= limit))
     for smaller in _budgets(step):
         best = or_by_other_modes(smaller, best)
     return best
 
 
-def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[tuple[Candidate, Step]]:
-    """Returns plans in a pipeline by one planner, and the steps with their budgets.
+def _by_budget(plan: Callable[[Step], Candidate], step: Step) -> list[Candidate]:
+    """Returns plans in a pipeline by one planner, with ever smaller token budgets.
 
     More micro-batches mean a smaller bubble: the token budget is halved until more micro-batches do not help.
     """
     best = plan(step)
-    plans = [(best, step)]
+    plans = [best]
     with contextlib.suppress(PlanError):  # a smaller budget may fit no plan
         for smaller in itertools.islice(_budgets(step), 1, None):
             last = plan(smaller)
-            plans.append((last, smaller))
+            plans.append(last)
             if last.makespan_ns < best.makespan_ns:
                 best = last
             elif last.assignment.micro_batches > best.assignment.micro_batches:

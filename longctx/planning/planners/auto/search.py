@@ -38,16 +38,11 @@ Filled = tuple[Rings, Assignment]
 
 def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
     """Returns the best plan found. Every document must fit at some degree."""
-    return list(_finer_and_finer(step, settings))[-1]
+    return list(finer_and_finer(step, settings))[-1]
 
 
-def quick_search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
-    """Returns a plan in the coarsest blocks that `search` tries, in a fraction of its time."""
-    return next(_finer_and_finer(step, settings))
-
-
-def _finer_and_finer(step: Step, settings: SearchSettings) -> Iterator[Candidate]:
-    """Yields the best plan so far.
+def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[Candidate]:
+    """Yields the best plan so far: the first is found in a fraction of the time, the last is that of `search`.
 
     Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the stages of their exchange. Skips blocks so
     coarse that splitting every document costs too much, and stops once the plan is good or finer blocks take too long. Prefers
