@@ -203,8 +203,8 @@ def backward(
             # Each computed stage advances the returns by one hop: this hides messages and bounds those in flight.
             returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
-    if this.schedule.two_levels:
-        returning = _advanced(returning)  # the last hop of the last stage is posted
+    if this.schedule.two_levels and len(this.schedule.stages) > 1:
+        returning = _advanced(returning)  # the last hop of the last stage is posted; the only stage has no other hop
     dq, dk, dv = sums or this.zeros(q, k, v)
     while frozen and returning:
         returning = _advanced(returning)

@@ -118,7 +118,7 @@ def why_not_run(command: list[str]) -> str:
         return "more devices than two cores"
     if re.search(r"smollm2|modernbert|runs/mine (OUT|--needle|--store)|generate", text):
         return "needs a checkpoint: tests/test_finetune.py, test_evaluation.py, test_encoders.py and test_generate.py run it"
-    if re.search(r"first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
+    if re.search(r"-m gpu|first_contact|attention_gpu|training_gpu|pretrain_128k|python-stdlib-bytes", text):
         return "needs a GPU or minutes"
     return "other tests run it" if text in ("longctx prepare", "longctx train --help") or "finetune" in text else ""
 

@@ -145,6 +145,34 @@ def test_a_rank_waits_for_its_own_documents_alone(case: tuple[HardwareProfile, l
     assert time(here) == time(np.arange(len(lengths)))
 
 
+@given(st.integers(2, 7), st.integers(100, 3000), st.floats(0.02, 1), st.floats(0, 0.3))
+@settings(max_examples=40, deadline=None)
+def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
+    degree: int, tokens: int, speed: float, query_share: float
+) -> None:
+    """Queries hide the return of its gradients, although those of rings across nodes take two hops."""
+    lengths, stages = [2 * degree * tokens], np.array([1])
+    a = Assignment(*(np.array([x]) for x in (0, 0, degree)), np.array([False]))
+    rate = H100.intra_node_bytes_per_s * speed
+    found = []
+    for levels in (1, 2):
+        profile = replace(
+            H100,
+            overlap=1.0,
+            attention_efficiency=((64, 1.0),),
+            query_share=query_share,
+            exchange_levels=levels,
+            intra_node_bytes_per_s=rate,
+        )
+        sizes = np.array(lengths)
+        exchange = _Exchange(profile, sizes, a, score(profile, sizes, a, degree))
+        predicted = _waits(exchange.load(np.array([0]), np.array([1]), 1), levels == 2)
+        measured, computed = waited(profile, lengths, a, degree // 2, stages)
+        assert float(predicted[0, degree // 2]) == pytest.approx(measured, rel=0.02, abs=0.002 * computed)
+        found.append(measured)
+    assert found[1] == pytest.approx(found[0], rel=1e-9)
+
+
 def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:
     """A document over two nodes waits less in several stages, which cost more where they hide nothing."""
     lengths = np.array([120_000])

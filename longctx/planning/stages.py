@@ -287,7 +287,7 @@ def _pass_ns(load: _Load, two_levels: bool, share: float, *, forward: bool) -> F
             now, left = advanced(now)
             returning = [(first, None if direct else stage), *left]
     if not forward:
-        now, returning = advanced(now) if two_levels else (now, returning)
+        now, returning = advanced(now) if two_levels and count > 1 else (now, returning)
         now = now + queries
         while returning:
             now, returning = advanced(now)

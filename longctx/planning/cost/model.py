@@ -149,16 +149,17 @@ def exposed_ns(
     of it hides the fetch in between, so queries hide at most two of the three passes. Neither attention nor linear work hides
     more than it takes: with more of either, a rank is never faster.
 
-    An exchange in few stages leaves more: nothing hides the gradients that the last of n stages returns, a third of the
-    exchange / n. Where a stage costs a share `stage_price` of the linear time, this and the price of n - 1 stages are at least
-    2·√(price · exchange / 3) - price. `stages` has the waits; this is their estimate for searches.
+    An exchange in few stages leaves more: the queries' backward alone, two thirds of their time, hides the gradients that the
+    last of n stages returns, a third of the exchange / n. Where a stage costs a share `stage_price` of the linear time, what is
+    left of that third without stages and the price of n - 1 stages are at least 2·√(price · left) - price. `stages` has the
+    waits; this is their estimate for searches.
     """
     queries = np.floor(profile.overlap * profile.query_share * linear).astype(np.int64)
     hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(queries, 2 * exchange // 3)
     result: Integers = np.maximum(0, exchange - hidden)
     if stage_price:
-        price, returned = stage_price * linear, exchange / 3
-        least = np.where(returned > price, 2 * np.sqrt(price * returned) - price, returned)
+        price, left = stage_price * linear, np.maximum(0, exchange / 3 - 2 * queries / 3)
+        least = np.where(left > price, 2 * np.sqrt(price * left) - price, left)
         result = np.maximum(result, least.astype(np.int64))
     return result
 
