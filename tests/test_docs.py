@@ -357,11 +357,6 @@ def test_the_figures_of_32_ranks_are_those_of_the_benchmark() -> None:
             assert all(figure in section.partition(f"{mix} with 4 documents: ")[2] for figure in figures)
     large = {mode["mode"]: mode for mode in _measured(folder / "short-modelled-8x8-magi_192k-1.json")}
     assert f"had {harness.speedups(large['static:8'], large['auto'])[0]} over fixed static" in section
-    staged = {mode["mode"]: mode for mode in _measured(folder / "stages-modelled-4x8-wlb_128k-4.json")}
-    told = section.partition("With the stages that the planner chooses")[2]
-    for name, mode in staged.items():
-        assert f"{mode['prediction_error']:.1%}".replace("%", " %").replace("-", "−") in told
-        assert name == "auto" or harness.speedups(mode, staged["auto"])[0] in told
 
 
 def _measured(file: Path) -> list[dict[str, Any]]:
