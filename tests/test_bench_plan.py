@@ -81,12 +81,12 @@ def test_documents_are_stretched_by_one_factor(bench: ModuleType) -> None:
     assert {setting.ranks for setting in stretched} == {256} and {setting.stretched_to for setting in stretched} == {2 << 20}
 
 
-@pytest.mark.parametrize(("documents", "most"), [(64, 0.035), (256, 0.03)])
+@pytest.mark.parametrize(("documents", "most"), [(64, 0.03), (256, 0.025)])
 def test_few_long_documents_are_near_the_bound(bench: ModuleType, documents: int, most: float) -> None:
-    """On 64 ranks. With blocks of one rank alone, plans are slower."""
-    steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(3)]
-    for step in steps:
-        assert make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100).gap < most
+    """On 64 ranks, mean of five steps. With blocks of one rank alone, plans are slower."""
+    steps = [Step(H100, np.array(bench.few_long(documents, seed)), 64, 16384) for seed in range(5)]
+    plans = [make_plan(step.lengths.tolist(), ranks=64, tokens_per_rank=16384, profile=H100) for step in steps]
+    assert sum(plan.gap for plan in plans) / len(plans) < most
     alone = sum(search(step, replace(DEFAULT, blocks=(1,))).makespan_ns for step in steps)
     assert sum(search(step).makespan_ns for step in steps) < alone
 
