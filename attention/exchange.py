@@ -5,8 +5,10 @@ in the same order, because the order is a function of the plan (invariant I3). M
 rounds; both ends of a message post it in the same round, so that no rank waits for a later round of another.
 """
 
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ class Exchange:
     `where` names micro-batch, layer and pass for error messages.
     """
 
+    held: list[torch.Tensor] | None = None
+    """Messages that the stream of `beside` may still read or write, so their memory must not be used again; None outside."""
+
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
         self.group = group
         self.where = where
@@ -55,11 +60,33 @@ class Exchange:
         for operation, tensor, peer in messages:
             rounds[self._round(peer)].append(dist.P2POp(operation, tensor, self._global(peer), self.group))
         peers = sorted({peer for _, _, peer in messages})
+        _Beside.end_others()
         try:
             works = [work for number in sorted(rounds) for work in dist.batch_isend_irecv(rounds[number])]
         except RuntimeError as error:
             raise self._failure(peers, error) from error
         return Pending(self, works, incoming, [tensor for _, tensor in outgoing], peers)
+
+    def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        """Runs `hops`, which waits for messages and posts others, beside the computation that follows.
+
+        On a GPU it runs in a stream of its own; elsewhere in a thread, and no other messages are posted before its end. Returns
+        a function that waits for the end, or on a GPU lets the current stream wait, and raises what `hops` raised.
+        """
+        if device.type == "cuda":
+            stream, self.held = _stream_beside(device), []
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                hops()
+
+            def end() -> None:
+                torch.cuda.current_stream(device).wait_stream(stream)
+                self.held = None
+
+            return end
+        thread = _Beside(hops)
+        thread.start()
+        return thread.end
 
     def _round(self, peer: int) -> int:
         """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
@@ -105,6 +132,42 @@ def warm_up(group: dist.ProcessGroup | None, device: torch.device | str) -> None
         raise ExchangeError(f"rank {rank} of the group received a message of rank {received} from rank {before} in the warm-up")
 
 
+class _Beside(threading.Thread):
+    """A thread of `Exchange.beside`. Messages that other threads post later come after its own, as on every rank."""
+
+    running: "_Beside | None" = None
+
+    def __init__(self, hops: Callable[[], None]) -> None:
+        self.end_others()
+        super().__init__(name="exchange", daemon=True)
+        self.hops = hops
+        self.error: BaseException | None = None
+        _Beside.running = self
+
+    def run(self) -> None:
+        try:
+            self.hops()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self.end_others()
+        if self.error is not None:
+            raise self.error
+
+    @classmethod
+    def end_others(cls) -> None:
+        """Waits until no thread runs but perhaps this one."""
+        if cls.running is not None and cls.running is not threading.current_thread():
+            cls.running.join()
+            cls.running = None
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Pending:
     """Messages in flight. Keeps the sent tensors alive until `wait` returns the buffer."""
 
@@ -124,5 +187,7 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             raise self.exchange._failure(self.peers, error) from error
+        if self.exchange.held is not None:
+            self.exchange.held += [self.incoming, *self.sent]
         self.sent = []
         return self.incoming

@@ -2,8 +2,8 @@
 
     begin     posts the first messages of K and V, which travel while the queries are computed
     forward   computes attention
-    backward  computes the gradients of the queries, and posts the last gradients of K and V
-    finish    waits for those that other ranks return, after the queries' own backward
+    backward  computes the gradients of the queries; those of K and V return beside the queries' own backward
+    finish    waits for them
 
 They are opaque to torch.compile, and selective recomputation can keep their outputs, so attention and its exchange never run
 twice. Schedule, communicator and kernel of a micro-batch are looked up by a number, because an integer passes through
@@ -44,12 +44,12 @@ class Begun(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A backward pass that waits for returning gradients: those of K and V so far, in the accumulation dtype."""
+    """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after `end`."""
 
     this: RingPass
     dk: Tensor
     dv: Tensor
-    returning: list[Iterator[None]]
+    end: Callable[[], None]
 
 
 _unfinished: dict[tuple[int, int], Unfinished] = {}
@@ -203,13 +203,12 @@ def backward(
             # Each computed stage advances the returns by one hop: this hides messages and bounds those in flight.
             returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
-    if this.schedule.two_levels and len(this.schedule.stages) > 1:
-        returning = _advanced(returning)  # the last hop of the last stage is posted; the only stage has no other hop
     dq, dk, dv = sums or this.zeros(q, k, v)
-    while frozen and returning:
-        returning = _advanced(returning)
-    if not frozen:
-        _unfinished[call, layer] = Unfinished(this, dk, dv, returning)
+    if frozen:
+        _finish_all(returning)
+    else:
+        end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else _nothing
+        _unfinished[call, layer] = Unfinished(this, dk, dv, end)
     return dq.to(q.dtype)
 
 
@@ -218,9 +217,7 @@ def backward(
 def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
     """Returns dk and dv once those of other ranks are added. `begun` is the gradient of that tensor."""
     left = _unfinished.pop((call, layer))
-    returning = left.returning
-    while returning:
-        returning = _advanced(returning)
+    left.end()
     return left.dk.to(k.dtype), left.dv.to(v.dtype)
 
 
@@ -241,6 +238,16 @@ def _add_call(sums: list[Tensor], remote: Tensor | None, part: Call, dq: Tensor,
 def _advanced(returning: list[Iterator[None]]) -> list[Iterator[None]]:
     """Advances each iterator by one step, in the same order on every rank, and returns those that are not finished."""
     return [hops for hops in returning if next(hops, DONE) is not DONE]
+
+
+def _finish_all(returning: list[Iterator[None]]) -> None:
+    """Posts the hops that are left, and adds the gradients that they return to those of K and V."""
+    while returning:
+        returning = _advanced(returning)
+
+
+def _nothing() -> None:
+    """The end of a pass without remote rows."""
 
 
 DONE = object()

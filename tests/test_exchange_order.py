@@ -4,6 +4,7 @@ Every rank runs forward and backward alone, with an exchange that only records i
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,10 @@ class Log:
         self.received += rows
         assert sum(count for _, count in rows) == len(incoming)
         return Arrived(incoming.zero_())
+
+    def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        hops()
+        return lambda: None
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Stages of the exchange: waits are predicted as the runtime has them on a virtual clock, and stages hide them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,17 @@ class VirtualClock:
         self.worked += nanoseconds
 
     def exchange(self, group: Any, where: str) -> Any:
-        return SimpleNamespace(start=self.start)
+        return SimpleNamespace(start=self.start, beside=self.beside)
+
+    def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        began = self.now
+        hops()
+        self.now, ended = began, self.now
+
+        def end() -> None:
+            self.now = max(self.now, ended)
+
+        return end
 
     def start(self, outgoing: Any, incoming: torch.Tensor, rows: Sequence[tuple[int, int]]) -> Any:
         profile, node = self.profile, self.profile.ranks_per_node
@@ -162,6 +172,21 @@ def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
         for levels in (1, 2)
     )
     assert two_levels == pytest.approx(one_level, rel=1e-9)
+
+
+@given(st.integers(2, 4), st.integers(1, 40), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_queries_hide_both_hops_of_returning_gradients(node: int, tokens: int, stages: int) -> None:
+    """They travel beside the queries' backward: first to the relay, which adds them up, and then across nodes."""
+    ring = Assignment(*(np.array([x]) for x in (0, 0, 2 * node)), np.array([False]))
+    profile = replace(HIDING, ranks_per_node=node, exchange_levels=2, attention_s_per_token2=1e-6)
+
+    def waits(query_share: float) -> float:
+        links = replace(profile, query_share=query_share)
+        return waits_as_predicted(links, [24 * node * tokens], ring, node // 2, np.array([stages]))
+
+    assert waits(0.0) > 0
+    assert waits(1.0) == pytest.approx(0, abs=1e-3)
 
 
 def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:

@@ -191,7 +191,7 @@ def test_groups_of_next_to_no_time_end() -> None:
 
 @pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
-    steps = [Step(H100, np.array(load_mix("wlb_128k").draw(100, seed)), 16, 16384) for seed in range(6)]
+    steps = [Step(H100, np.array(load_mix("magi_192k").draw(100, seed)), 16, 16384) for seed in range(6)]
     less = sum(search(step, replace(DEFAULT, **changed)).makespan_ns for step in steps)
     assert less > sum(search(step).makespan_ns for step in steps)
 

@@ -287,9 +287,9 @@ def _pass_ns(load: _Load, two_levels: bool, share: float, *, forward: bool) -> F
             now, left = advanced(now)
             returning = [(first, None if direct else stage), *left]
     if not forward:
-        now, returning = advanced(now) if two_levels and count > 1 else (now, returning)
-        now = now + queries
-        while returning:
-            now, returning = advanced(now)
+        end = now
+        while returning:  # beside the queries' own backward
+            end, returning = advanced(end)
+        now = np.maximum(now + queries, end)
     result: Floats = now - queries - share * (load.own + sum(work))
     return result

@@ -1,7 +1,7 @@
 """Clock: times attention, exchange and optimizer of a step on this rank."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,18 +31,30 @@ class StepClock(Clock):
 class _TimedExchange(Exchange):
     def __init__(self, clock: StepClock, group: dist.ProcessGroup | None, where: str) -> None:
         super().__init__(group, where)
-        self.clock = clock
+        self.clock, self.timed = clock, True
 
     def start(self, *arguments: Any) -> Pending:
         pending = super().start(*arguments)
-        return _TimedPending(self.clock, pending)
+        return _TimedPending(self, pending)
+
+    def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        """Times the wait for the end; nothing waits for the messages in between."""
+        self.timed = False
+        end = super().beside(hops, device)
+
+        def timed_end() -> None:
+            with self.clock.span(EXCHANGE):
+                end()
+            self.timed = True
+
+        return timed_end
 
 
 class _TimedPending(Pending):
-    def __init__(self, clock: StepClock, pending: Pending) -> None:
-        super().__init__(pending.exchange, pending.works, pending.incoming, pending.sent, pending.peers)
-        self.clock = clock
+    def __init__(self, exchange: _TimedExchange, pending: Pending) -> None:
+        super().__init__(exchange, pending.works, pending.incoming, pending.sent, pending.peers)
+        self.timed_exchange = exchange
 
     def wait(self) -> torch.Tensor:
-        with self.clock.span(EXCHANGE):
+        with self.timed_exchange.clock.span(EXCHANGE) if self.timed_exchange.timed else nullcontext():
             return super().wait()
