@@ -39,7 +39,7 @@ class Exchange:
     """
 
     held: list[torch.Tensor] | None = None
-    """Messages that the stream of `beside` may still read or write, so their memory must not be used again; None outside."""
+    """Messages of `beside` until its end: a GPU's stream may still read them, so their memory must not be used again."""
 
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
         self.group = group
@@ -73,20 +73,24 @@ class Exchange:
         On a GPU it runs in a stream of its own; elsewhere in a thread, and no other messages are posted before its end. Returns
         a function that waits for the end, or on a GPU lets the current stream wait, and raises what `hops` raised.
         """
+        self.held = []
         if device.type == "cuda":
-            stream, self.held = _stream_beside(device), []
+            stream = _stream_beside(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 hops()
+        else:
+            thread = _Beside(hops)
+            thread.start()
 
-            def end() -> None:
+        def end() -> None:
+            if device.type == "cuda":
                 torch.cuda.current_stream(device).wait_stream(stream)
-                self.held = None
+            else:
+                thread.end()
+            self.held = None
 
-            return end
-        thread = _Beside(hops)
-        thread.start()
-        return thread.end
+        return end
 
     def _round(self, peer: int) -> int:
         """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.

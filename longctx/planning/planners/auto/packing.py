@@ -9,6 +9,7 @@ The sum of the targets estimates the makespan without step 3, so many layouts ar
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,8 +124,9 @@ def place_rings(
 
 
 def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
-    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks]; they repeat on every node."""
-    repeat = min(step.profile.ranks_per_node, step.ranks)
+    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
+    node = step.profile.ranks_per_node
+    repeat = min(node // math.gcd(node, step.block), step.ranks)
     times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
     return times[:, np.arange(step.ranks) % repeat]
 
