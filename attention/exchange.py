@@ -74,20 +74,10 @@ class Exchange:
         a function that waits for the end, or on a GPU lets the current stream wait, and raises what `hops` raised.
         """
         self.held = []
-        if device.type == "cuda":
-            stream = _stream_beside(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                hops()
-        else:
-            thread = _Beside(hops)
-            thread.start()
+        wait = _in_stream(hops, device) if device.type == "cuda" else _Beside(hops).end
 
         def end() -> None:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).wait_stream(stream)
-            else:
-                thread.end()
+            wait()
             self.held = None
 
         return end
@@ -147,6 +137,7 @@ class _Beside(threading.Thread):
         self.hops = hops
         self.error: BaseException | None = None
         _Beside.running = self
+        self.start()
 
     def run(self) -> None:
         try:
@@ -165,6 +156,15 @@ class _Beside(threading.Thread):
         if cls.running is not None and cls.running is not threading.current_thread():
             cls.running.join()
             cls.running = None
+
+
+def _in_stream(hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Runs `hops` in a stream beside the current one. Returns a function that lets the current stream wait for it."""
+    stream = _stream_beside(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        hops()
+    return lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
 @cache

@@ -44,12 +44,12 @@ class Begun(NamedTuple):
 
 
 class Unfinished(NamedTuple):
-    """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after `end`."""
+    """A backward pass whose gradients of K and V, in the accumulation dtype, are complete after `end`; None: they are now."""
 
     this: RingPass
     dk: Tensor
     dv: Tensor
-    end: Callable[[], None]
+    end: Callable[[], None] | None
 
 
 _unfinished: dict[tuple[int, int], Unfinished] = {}
@@ -207,7 +207,7 @@ def backward(
     if frozen:
         _finish_all(returning)
     else:
-        end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else _nothing
+        end = this.exchange.beside(functools.partial(_finish_all, returning), k.device) if returning else None
         _unfinished[call, layer] = Unfinished(this, dk, dv, end)
     return dq.to(q.dtype)
 
@@ -217,7 +217,8 @@ def backward(
 def finish(begun: Tensor, k: Tensor, v: Tensor, call: int, layer: int) -> tuple[Tensor, Tensor]:
     """Returns dk and dv once those of other ranks are added. `begun` is the gradient of that tensor."""
     left = _unfinished.pop((call, layer))
-    left.end()
+    if left.end is not None:
+        left.end()
     return left.dk.to(k.dtype), left.dv.to(v.dtype)
 
 
@@ -244,10 +245,6 @@ def _finish_all(returning: list[Iterator[None]]) -> None:
     """Posts the hops that are left, and adds the gradients that they return to those of K and V."""
     while returning:
         returning = _advanced(returning)
-
-
-def _nothing() -> None:
-    """The end of a pass without remote rows."""
 
 
 DONE = object()

@@ -31,30 +31,28 @@ class StepClock(Clock):
 class _TimedExchange(Exchange):
     def __init__(self, clock: StepClock, group: dist.ProcessGroup | None, where: str) -> None:
         super().__init__(group, where)
-        self.clock, self.timed = clock, True
+        self.clock = clock
 
     def start(self, *arguments: Any) -> Pending:
         pending = super().start(*arguments)
-        return _TimedPending(self, pending)
+        return _TimedPending(self.clock, pending)
 
     def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
-        """Times the wait for the end; nothing waits for the messages in between."""
-        self.timed = False
         end = super().beside(hops, device)
 
         def timed_end() -> None:
             with self.clock.span(EXCHANGE):
                 end()
-            self.timed = True
 
         return timed_end
 
 
 class _TimedPending(Pending):
-    def __init__(self, exchange: _TimedExchange, pending: Pending) -> None:
-        super().__init__(exchange, pending.works, pending.incoming, pending.sent, pending.peers)
-        self.timed_exchange = exchange
+    def __init__(self, clock: StepClock, pending: Pending) -> None:
+        super().__init__(pending.exchange, pending.works, pending.incoming, pending.sent, pending.peers)
+        self.clock = clock
 
     def wait(self) -> torch.Tensor:
-        with self.timed_exchange.clock.span(EXCHANGE) if self.timed_exchange.timed else nullcontext():
+        beside = self.exchange.held is not None  # computation waits for the end alone
+        with nullcontext() if beside else self.clock.span(EXCHANGE):
             return super().wait()
