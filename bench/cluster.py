@@ -110,10 +110,8 @@ def main() -> int:
         signal.signal(number, interrupt)
     modelled = given.compute == "modelled"
     label = f"{given.mix}-{given.documents_a_rank}" if modelled else given.network
-    out = (
-        given.out
-        or harness.RESULTS / f"{'modelled' if modelled else 'cluster'}-{given.nodes}x{given.ranks_per_node}-{label}.json"
-    )
+    kind = "modelled" if modelled else "cluster"
+    out = given.out or harness.RESULTS / f"{kind}-{given.nodes}x{given.ranks_per_node}-{label}.json"
     try:
         with ExitStack() as stack:
             result = cluster_modelled.run(given, stack) if modelled else run(given, stack)
@@ -125,10 +123,10 @@ def main() -> int:
         return 130
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
-    table, files = out.parent / ("cluster-32.md" if modelled else "cluster.md"), f"{out.name.partition('-')[0]}-*.json"
-    results = [json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob(files))]
+    table = out.parent / ("cluster-32.md" if modelled else "cluster.md")
+    results = [json.loads(path.read_text("utf-8")) for path in sorted(out.parent.glob(f"{kind}-*.json"))]
     table.write_text(cluster_modelled.page(results) if modelled else page(results), "utf-8")
-    print(f"written to {out} and {table}")
+    print(f"written to {out}; {table} has those whose name starts with {kind}-")
     return 0
 
 

@@ -138,7 +138,9 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         "Measured steps of runs with a modelled device: everything is real but matrix work and attention kernels, which sleep "
         "(`bench/cluster_modelled.py` explains it). All modes trained the same documents, a step of each in turn. Speedups: "
         "medians over steps, measured (predicted); in total: ratios of the sums over steps, as are prediction errors. "
-        "Computing and waits: shares of the mode's time. static:8 packs documents in the order drawn (fixed static)."
+        "Computing and waits: shares of the mode's time. Host: processor time of all ranks, as a share of that of the cores; "
+        "idle: what of it asleep ranks take, in the same unit. static:8 packs documents in the order drawn (fixed static); "
+        "they are cut at what 8 ranks hold."
     )
     parts = [words]
     for result in results:
@@ -152,7 +154,7 @@ def page(results: Sequence[dict[str, Any]]) -> str:
         parts += [
             f"## {place}, {cluster['mix']}, {cluster['documents_a_rank']} documents per rank",
             "\n".join(harness.markdown(HEAD, lines)),
-            f"{len(auto['steps'])} steps of about {tokens:,} tokens, longest document {cluster['longest']:,}; dilation "
+            f"{len(auto['steps'])} steps of about {tokens:,} tokens, longest document drawn {cluster['longest']:,}; dilation "
             f"{cluster['dilation']:g}, link {rate:.2f} MB/s per rank; losses differ by {measured['loss_difference']:.0e}; "
             f"{versions}; load {about['load_average']:.1f} at the end: `{about['command']}`",
         ]

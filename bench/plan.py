@@ -4,13 +4,12 @@
     python bench/plan.py --only "speedups wlb_128k 64 ranks" --seeds 2 --out /tmp/plan
 
 Three tables: `speedups` has every planner on 8 to 1,024 ranks, over fixed static (one degree for the steps of all seeds, for
-their longest document), and auto also over the best static degree of every step; `gaps` has auto's gap to the lower bound, and
-the part that no plan can avoid, also for numbers of ranks other than powers of two, and with documents stretched until the
-longest of a step has 2M tokens, and for the synthetic mix `few_long`; `windows` has the most that moving documents between
-steps could gain, over windows of 2, 4 and 8 steps. Writes OUT.csv (one line per planner and setting, means over seeds) and
-OUT.md. Documents that do not fit (on few ranks) are split as in training. Planning times are wall clock in one process: compare
-them within one run,
-on an idle machine (its load before the run is recorded).
+their longest document), and auto also over the best static degree of every step; `gaps` has auto's gap to the lower bound,
+and the part that no plan of ours can avoid, also for numbers of ranks other than powers of two, and with documents stretched
+until the longest of a step has 2M tokens, and for the synthetic mix `few_long`; `windows` has the most that moving documents
+between steps could gain, over windows of 2, 4 and 8 steps. Writes OUT.csv (one line per planner and setting, means over
+seeds) and OUT.md. Documents that do not fit (on few ranks) are split as in training. Planning times are wall clock in one
+process: compare them within one run, on an idle machine (its load before the run is recorded).
 """
 
 import os
@@ -163,7 +162,8 @@ def page(results: Sequence[Result], gains: Mapping[Setting, Sequence[float]], ab
     lines += window_table(gains) if gains else []
     told = ", ".join(f"{name} {value}" for name, value in about.items())
     lines += [
-        f"{TOKENS_PER_RANK:,} tokens per rank; documents longer than all ranks hold are split. Means over seeds. {told}",
+        f"{TOKENS_PER_RANK:,} tokens per rank; documents longer than all ranks hold are split. Means over seeds, geometric "
+        f"ones of speedups. {told}",
         "",
     ]
     return "\n".join(lines)
@@ -192,8 +192,8 @@ def speedup_table(results: Sequence[Result]) -> list[str]:
         "document of all seeds, documents packed in the order drawn. `without barriers`: speedup of auto if the groups of "
         "fixed static synchronize only at the end of a step, as when every rank keeps all weights. `over best static`: speedup "
         "of auto over the best static degree of every step, an oracle that no trainer has. Brackets mark planners ahead of "
-        "auto. `upper bound`: bound on the speedup of any plan. Gap: of auto to the lower bound on time, and its unavoidable "
-        "part.",
+        "auto. `upper bound`: bound on the speedup of any plan of ours. Gap: of auto to the lower bound on time, and its "
+        "unavoidable part.",
         "",
         *markdown(head, lines, 1),
         "",
@@ -216,7 +216,7 @@ def gap_table(results: Sequence[Result]) -> list[str]:
         lines.append([mix, f"{ranks:,}", length, *(line.get(count, "") for count in counts)])
     head = ["mix", "ranks", "longest document", *(f"{count} per rank" for count in counts)]
     return [
-        "Gap of auto to the lower bound, by documents per rank; in brackets the part that no plan can avoid.",
+        "Gap of auto to the lower bound, by documents per rank; in brackets the part that no plan of ours can avoid.",
         "",
         *markdown(head, lines, 1),
         "",

@@ -62,17 +62,20 @@ TEXT = """# Scaling, on paper
 with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each. [How far to trust
 them](planning.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
 
-Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of {mix}.
-Fixed static trains the same documents at one degree, packed in the order drawn, on the best for it of the ten splits that the
-search prints, with its own tokens per rank. *Exposed exchange*: share of the step that the slowest ranks wait for K and V, and
-that the stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
+Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of
+{mix}. Fixed static trains the same documents at one degree, packed in the order drawn, on the best for it of the ten splits
+that the search prints, with its own tokens per rank. These ten are the best for dynamic degrees: splits that only fixed
+static would like are not tried. Each row is one step, of seed 0. *Exposed exchange*: share of the step that the slowest ranks
+wait for K and V, and that the stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no
+pipeline is best.
 
 {table}
 
 {left_out}
-All models are in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with 144 layers,
-and 1T has 140 layers of width 24,576. Megatron-LM published 76 % scaling efficiency for 8.3B on 512 V100s, and 502 PFLOP/s for
-a trillion parameters on 3,072 A100s, with which the model is compared [here](parallelism.md#which-split-of-the-gpus).
+All models are in the style of Llama 3.1, with 8 heads of K and V: 8B and 70B are its shapes, 462B is its 405B with 144
+layers, and 1T has 140 layers of width 24,576. Megatron-LM published 502 PFLOP/s for a trillion parameters on 3,072 A100s,
+with which the model is compared [here](parallelism.md#which-split-of-the-gpus), and 76 % scaling efficiency for 8.3B on 512
+V100s, with which it is not.
 
 {made}
 """

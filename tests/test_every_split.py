@@ -247,9 +247,9 @@ class Table:
         covered = sum(tuple(str(option) for option in astuple(split)) in ran for split in self.covering)
         return [
             f"Ten float32 steps of a tiny model ({self.model}) on the embedded corpus, split over processes, against "
-            f"one process: {len(rows)} of the {len(self.every)} combinations that eight processes can run, among them "
-            f"{covered} of a subset of {len(self.covering)} that has every pair of options. Errors are relative, the greatest "
-            "of ten steps.",
+            f"one process: {len(rows)} of the {len(self.every)} combinations of the options below that eight processes can "
+            f"run, among them {covered} of a subset of {len(self.covering)} that has every pair of options. Errors are "
+            "relative, the greatest of ten steps.",
             "",
             f"Failed: {failed}. Greatest error of the loss: {loss:.1e} ({LOSS:.0e} is allowed), of the gradient "
             f"norm: {norm:.1e} ({GRADIENT_NORM:.0e}). Seconds say little: more processes than cores, beside other work.",

@@ -161,7 +161,7 @@ def _prepare(
     found, damaged = open_run_folder(
         config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
     )
-    _check_export(config.at_stage(-1), store.tokenizer.vocab_size, found)
+    _check_export(config.at_stage(-1), found)
     if launch.rank == 0:
         for sentence in damaged + _notes(config, device):
             print(f"longctx train: {sentence}", file=sys.stderr)
@@ -295,17 +295,34 @@ def _finish(config: Config, step: int) -> None:
         print(f"  TensorBoard  tensorboard --logdir {run_dir / 'tensorboard'}")
     print(f"  pictures     longctx runs {run_dir}", flush=True)
     if saves and out is None:
-        print(f"  export       longctx export {run_dir} OUT")
+        print(f"  export       {_exportable(config)}")
     elif saves and out is not None and out.exists():  # no step was left to train, or another process wrote it meanwhile
         print(f"{out} exists and was not written again: longctx export {run_dir} {out} --overwrite")
     elif saves and out is not None:
         print(export(run_dir, out, step=step).said, how_to_load(out), sep="\n", flush=True)
 
 
-def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -> None:
-    """Raises UserError for settings with which the export at the end of the run would fail."""
+def _exportable(config: Config) -> str:
+    """Returns the command that exports the run, or why nothing can."""
+    from longctx.model.family import NoNativeModel
+
+    try:
+        _check_family(config.at_stage(-1))
+    except NoNativeModel as none:
+        return f"not possible: {none}"
+    return f"longctx export {config.train.run_dir} OUT"
+
+
+def _check_family(config: Config) -> None:
+    """Raises NoNativeModel if the model is new and no family of transformers has models of its shape."""
     from longctx.model.families import expressed
-    from longctx.model.source import NewDecoder
+
+    if config.model.from_pretrained is None:
+        expressed(config.model.sizes(), longest=1)
+
+
+def _check_export(config: Config, found: "Checkpoint | None") -> None:
+    """Raises UserError for settings with which the export at the end of the run would fail."""
     from longctx.training.export import check_place
 
     out = config.checkpoint.export
@@ -317,9 +334,7 @@ def _check_export(config: Config, vocab_size: int, found: "Checkpoint | None") -
             "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
             f"and merge them later (longctx export {config.train.run_dir} OUT --merge)"
         )
-    source = config.model_source(vocab_size)
-    if isinstance(source, NewDecoder):
-        expressed(source.shape, longest=1)
+    _check_family(config)
 
 
 def _left_out(trainer: "Trainer", store: "Store") -> list[str]:

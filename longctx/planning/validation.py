@@ -164,4 +164,4 @@ def _check_tokens(plan: Plan) -> None:
 
 
 def _is_whole(value: Any, least: int = 1) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= least
+    return (type(value) is int or isinstance(value, np.integer)) and bool(value >= least)  # a bool is an int by isinstance

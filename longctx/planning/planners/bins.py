@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from longctx.planning.assignment import Integers, largest_shards, least_degrees
+from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
 from longctx.planning.plan import PlanError
@@ -22,7 +22,7 @@ ROUNDS = 64
 
 def plan_bins(step: Step) -> Candidate:
     """Plans by the given or derived table. Raises PlanError if a document does not fit the table."""
-    return pack_bins(step, bin_degrees(step))
+    return step.candidate("bins", pack_bins(step, bin_degrees(step)))
 
 
 def bin_degrees(step: Step) -> Integers:
@@ -32,15 +32,14 @@ def bin_degrees(step: Step) -> Integers:
     return degrees_by_bins(step.bins, step.lengths, step.ranks, step.tokens_per_rank)
 
 
-def pack_bins(step: Step, degrees: Integers) -> Candidate:
+def pack_bins(step: Step, degrees: Integers) -> Assignment:
     """Packs documents at these degrees, as mode auto does, into the fewest micro-batches that work."""
     split, micro_batches = step.split(degrees), step.fewest_micro_batches
     while True:
-        rings = place_rings(step, split, micro_batches, 0, micro_batches)
+        rings = place_rings(split, micro_batches, 0, micro_batches)
         assignment = fill(rings) if rings else None
         if rings and assignment:
-            assignment = even_out(rings, assignment, ROUNDS)
-            return step.candidate("bins", assignment)
+            return even_out(rings, assignment, ROUNDS)
         micro_batches += max(1, micro_batches // 8)
 
 

@@ -21,7 +21,7 @@ def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
         if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
-            best = fastest(best, pack_bins(step, degrees))
+            best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
     return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
 
 

@@ -9,7 +9,6 @@ The sum of the targets estimates the makespan without step 3, so many layouts ar
 """
 
 import heapq
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, spread
 from longctx.planning.planners.auto.local_search import balance
-from longctx.planning.planners.step import Degrees, Step
+from longctx.planning.planners.step import Degrees
 
 FULL = NEVER // 2
 """Load of a rank without room for a document's tokens: more than any time, and small enough to add a time to."""
@@ -47,8 +46,9 @@ class Rings:
     target: Integers
 
     @classmethod
-    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
+    def in_one(cls, split: Degrees, first_rank: Integers) -> "Rings":
         """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
+        step = split.step
         stop, row = first_rank + split.degree, np.zeros_like(first_rank)
         load = spread(split.time, row, first_rank, stop, (1, step.ranks))
         free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
@@ -70,7 +70,7 @@ class Rings:
 
 
 def place_rings(
-    step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
+    split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
 ) -> Rings | None:
     """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
 
@@ -78,6 +78,7 @@ def place_rings(
     side even where they cross node boundaries, instead of leaving gaps. Example: in one micro-batch of 4 ranks, documents of
     30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
+    step = split.step
     load = np.zeros((micro_batches, step.ranks), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
     time, micro_batch, first_rank = split.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
@@ -85,7 +86,8 @@ def place_rings(
     early = np.flatnonzero(placed)
     early = early[np.argsort(-step.lengths[early], kind="stable")]
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
-    times = _times_by_first_rank(step, split, early)
+    times = split.by_first_rank[early]
+    times = times[:, np.arange(step.ranks) % times.shape[1]]
     single = _singles_at_end(split.degree[early], times, starts[early], stops[early])
 
     def in_turn(part: slice) -> bool:
@@ -121,14 +123,6 @@ def place_rings(
     if target is None:
         return None
     return Rings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
-
-
-def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
-    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
-    node = step.profile.ranks_per_node
-    repeat = min(node // math.gcd(node, step.block), step.ranks)
-    times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
-    return times[:, np.arange(step.ranks) % repeat]
 
 
 def _singles_at_end(degree: Integers, times: Integers, start: Integers, stop: Integers) -> int:
@@ -219,23 +213,21 @@ def emptiest_first(load: Integers, free: Integers, time: Integers, tokens: Integ
 
     Slots without enough tokens wait until shorter documents fit them again; returns None if a document fits nowhere.
     """
-    loads, room = load.ravel().tolist(), free.ravel().tolist()
-    ready = [(value, slot) for slot, value in enumerate(loads)]
+    count, room = load.size, free.ravel().tolist()
+    ready = [value * count + slot for slot, value in enumerate(load.ravel().tolist())]  # compare faster than pairs
     heapq.heapify(ready)
-    waiting: list[tuple[int, int]] = []  # (-free tokens, slot)
+    waiting: list[tuple[int, int]] = []  # (-free tokens, entry of `ready`)
     slots = []
     for cost, need in zip(time.tolist(), tokens.tolist(), strict=True):
         while waiting and -waiting[0][0] >= need:
-            slot = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (loads[slot], slot))
-        while ready and room[ready[0][1]] < need:
-            slot = heapq.heappop(ready)[1]
-            heapq.heappush(waiting, (-room[slot], slot))
+            heapq.heappush(ready, heapq.heappop(waiting)[1])
+        while ready and room[ready[0] % count] < need:
+            entry = heapq.heappop(ready)
+            heapq.heappush(waiting, (-room[entry % count], entry))
         if not ready:
             return None
-        slot = ready[0][1]
-        loads[slot] += cost
+        slot = ready[0] % count
         room[slot] -= need
-        heapq.heapreplace(ready, (loads[slot], slot))
+        heapq.heapreplace(ready, ready[0] + cost * count)
         slots.append(slot)
     return np.array(slots, dtype=np.int64)
