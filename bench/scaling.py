@@ -3,16 +3,18 @@
     python bench/scaling.py     # makes docs/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
 Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
-model. For every model and number of GPUs the search of `longctx compare --parallel` finds the ten best splits with mode auto.
-Fixed static trains the same documents on each of these splits, with any tokens per rank, at the smallest power of two that
-holds the longest document, packed in the order drawn; its best counts.
+model. For every model and number of GPUs the search of `longctx compare --parallel` finds the best split with mode auto. Fixed
+static trains the same documents on the split that is best for it, at the smallest power of two that holds the longest document,
+packed in the order drawn.
 
 Steps have 4 documents per GPU with lengths of a published mix, at most 2,048, as a step cannot grow with the GPUs forever.
 """
 
+import contextlib
+import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import get_type_hints
 
@@ -21,15 +23,15 @@ import numpy as np
 from harness import Table, command, facts, markdown, options
 from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
 from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.layouts.search import BUDGETS, SearchResult, memory_of, search
+from longctx.comparison.layouts.search import memory_of, possible_splits, search
 from longctx.comparison.layouts.table import schedule_name
 from longctx.comparison.mixes import load_mix
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers
-from longctx.planning.cost.bounds import plan_cost
-from longctx.planning.cost.model import score
+from longctx.planning.cost.bounds import lower_bound_ns
+from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.stages import staged
@@ -63,11 +65,9 @@ with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each. [How far to tru
 them](planning.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
 
 Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of
-{mix}. Fixed static trains the same documents at one degree, packed in the order drawn, on the best for it of the ten splits
-that the search prints, with its own tokens per rank. These ten are the best for dynamic degrees: splits that only fixed
-static would like are not tried. Each row is one step, of seed 0. *Exposed exchange*: share of the step that the slowest ranks
-wait for K and V, and that the stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no
-pipeline is best.
+{mix}; one step, of seed 0. Fixed static trains the same documents at one degree, packed in the order drawn, on the split
+of its own that is fastest for it. *Exposed exchange*: share of the step that the slowest ranks wait for K and V, and that the
+stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
 
 {table}
 
@@ -143,7 +143,7 @@ def predict(machine: Machine, name: str, gpus: int) -> Row:
     search_s = time.perf_counter() - began
     best = outcome.best[0]
     split = best.split
-    static_s, static, degree = min(_static(machine, spec, outcome, lengths), key=lambda found: found[0])
+    static_s, static, degree = _static(machine, spec, gpus, lengths)
     flops = model_flops(spec, lengths.tolist())
     return Row(
         model=name,
@@ -183,22 +183,36 @@ def _auto(machine: Machine, spec: ModelSpec, split: Split, lengths: Integers) ->
     return plan.score
 
 
-def _static(machine: Machine, spec: ModelSpec, outcome: SearchResult, lengths: Integers) -> list[tuple[float, Split, int]]:
-    """Returns time, split and degree of fixed static on the splits of the search, with any tokens per rank that fit."""
-    longest = int(lengths.max())
-    found = []
-    for split in (replace(each.split, tokens_per_rank=budget) for each in outcome.best for budget in BUDGETS):
-        profile, ranks, budget = profile_of(machine, spec, split), split.domain, split.tokens_per_rank
-        try:
-            degree = fixed_degree(longest, ranks, budget)
-        except PlanError:
+def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> tuple[float, Split, int]:
+    """Returns time, split and degree of fixed static on the split that is best for it, of all that hold the documents.
+
+    Splits are visited in ascending order of a bound on the time of any plan.
+    """
+    longest, tokens = int(lengths.max()), int(lengths.sum())
+    queue = []
+    for number, split in enumerate(possible_splits(spec, gpus, machine.profile.ranks_per_node)):
+        with contextlib.suppress(PlanError):  # too few ranks for the longest document
+            degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
+            profile = profile_of(machine, spec, split)
+            bound = lower_bound_ns(profile, lengths, split.domain, split.tokens_per_rank, split.pipeline)
+            queue.append((bound, number, split, degree, profile))
+    best, found = math.inf, None
+    for bound, _, split, degree, profile in sorted(queue, key=lambda each: each[:2]):
+        if bound >= best:
+            break
+        ranks, budget = split.domain, split.tokens_per_rank
+        if memory_of(machine, spec, split, longest, -(-tokens // (ranks * budget))).total > machine.memory_bytes:
             continue
         assignment = place_fixed_static(profile, lengths, ranks, budget, degree)
-        if memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes:
-            plain = score(profile, lengths, assignment, ranks, split.pipeline)
-            _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
-            found.append((plan_cost(timed, profile, lengths, budget, split.pipeline).makespan_s, split, degree))
-    return found
+        plain = score(profile, lengths, assignment, ranks, split.pipeline)
+        if plain.makespan_ns >= best:  # and with stages it takes no less
+            continue
+        _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
+        fits = memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes
+        if fits and timed.makespan_ns < best:
+            best, found = timed.makespan_ns, (split, degree)
+    assert found is not None  # mode auto found a split
+    return best / NANOSECONDS, *found
 
 
 def page(found: list[dict[str, str]], about: dict[str, str]) -> str:

@@ -1,12 +1,21 @@
 """bench/scaling.py: a small setting, and the page of its rows."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 import scaling
-from longctx.comparison.layouts.cost import Machine
+from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
+from longctx.comparison.layouts.cost import Machine, profile_of
+from longctx.comparison.layouts.search import memory_of, possible_splits
+from longctx.comparison.mixes import load_mix
 from longctx.errors import UserError
+from longctx.planning.cost.model import score
+from longctx.planning.plan import PlanError
+from longctx.planning.stages import staged
 
 
 def test_a_node_of_eight() -> None:
@@ -16,6 +25,7 @@ def test_a_node_of_eight() -> None:
     assert row.documents == 32
     assert 0.3 < row.static_mfu <= row.mfu < 0.55
     assert row.static_step_s / row.step_s == pytest.approx(row.mfu / row.static_mfu), "the same documents"
+    assert row.static_step_s == pytest.approx(min(static_times_s(machine, row.static_tp)))
     with pytest.raises(UserError, match="no split of 8 GPUs can hold this model"):
         scaling.predict(machine, "1T", 8)
     found = {name: str(value) for name, value in asdict(row).items()} | {"refused": ""}
@@ -23,3 +33,18 @@ def test_a_node_of_eight() -> None:
     assert f"| 8B | 8 | 0.1M | {row.tp} × {row.pp} × {row.domain} |" in page
     assert f"**{row.speedup:.2f}×**" in page
     assert "- 1T on 8 GPUs: too large" in page
+
+
+def static_times_s(machine: Machine, tensor: int) -> Iterator[float]:
+    """Times of fixed static for the 8B model on every split of 8 GPUs with so many tensor ranks that fits."""
+    spec = scaling.MODELS["8B"].model_copy(update={"vocab_size": scaling.LLAMA_3_VOCABULARY}).spec
+    lengths = np.array(load_mix(scaling.MIX).draw(32, 0), dtype=np.int64)
+    longest = int(lengths.max())
+    for split in (split for split in possible_splits(spec, 8, 8) if split.tensor == tensor):
+        with contextlib.suppress(PlanError):
+            degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
+            profile = profile_of(machine, spec, split)
+            plan = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
+            if memory_of(machine, spec, split, longest, plan.micro_batches).total <= machine.memory_bytes:
+                plain = score(profile, lengths, plan, split.domain, split.pipeline)
+                yield staged(profile, lengths, plan, plain, split.max_remote_tokens)[1].makespan_ns / 1e9
