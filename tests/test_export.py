@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from longctx.cli import main
 from longctx.commands.export import parse_size
+from longctx.commands.train import exportable
+from longctx.config import Config
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
@@ -195,7 +197,8 @@ def test_a_shape_without_family_is_refused(store: Path, tmp_path: Path) -> None:
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
     done = train([*settings, "model.qk_norm=true", "model.qkv_bias=true"])
     assert done.returncode == 0, done.stderr
-    assert "  export       not possible: no supported family of transformers" in done.stdout
+    assert re.search(r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)", done.stdout)
+    assert exportable(Config()) == f"longctx export {Config().train.run_dir} OUT"
     with pytest.raises(ValueError, match=r"no supported family of transformers .* \(qwen2 lacks qk_norm True\)"):
         export(tmp_path / "run", tmp_path / "out")
     assert {file.name for file in tmp_path.iterdir()} == {"run"}

@@ -295,14 +295,14 @@ def _finish(config: Config, step: int) -> None:
         print(f"  TensorBoard  tensorboard --logdir {run_dir / 'tensorboard'}")
     print(f"  pictures     longctx runs {run_dir}", flush=True)
     if saves and out is None:
-        print(f"  export       {_exportable(config)}")
+        print(f"  export       {exportable(config)}")
     elif saves and out is not None and out.exists():  # no step was left to train, or another process wrote it meanwhile
         print(f"{out} exists and was not written again: longctx export {run_dir} {out} --overwrite")
     elif saves and out is not None:
         print(export(run_dir, out, step=step).said, how_to_load(out), sep="\n", flush=True)
 
 
-def _exportable(config: Config) -> str:
+def exportable(config: Config) -> str:
     """Returns the command that exports the run, or why nothing can."""
     from longctx.model.family import NoNativeModel
 
@@ -318,7 +318,8 @@ def _check_family(config: Config) -> None:
     from longctx.model.families import expressed
 
     if config.model.from_pretrained is None:
-        expressed(config.model.sizes(), longest=1)
+        sizes = config.model.sizes()
+        expressed(sizes.model_copy(update={"vocab_size": sizes.vocab_size or 256}), longest=1)  # no family depends on it
 
 
 def _check_export(config: Config, found: "Checkpoint | None") -> None:
