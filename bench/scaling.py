@@ -188,7 +188,7 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> 
 
     Splits are visited in ascending order of a bound on the time of any plan.
     """
-    longest, tokens = int(lengths.max()), int(lengths.sum())
+    longest = int(lengths.max())
     queue = []
     for number, split in enumerate(possible_splits(spec, gpus, machine.profile.ranks_per_node)):
         with contextlib.suppress(PlanError):  # too few ranks for the longest document
@@ -200,16 +200,14 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> 
     for bound, _, split, degree, profile in sorted(queue, key=lambda each: each[:2]):
         if bound >= best:
             break
-        ranks, budget = split.domain, split.tokens_per_rank
-        if memory_of(machine, spec, split, longest, -(-tokens // (ranks * budget))).total > machine.memory_bytes:
-            continue
-        assignment = place_fixed_static(profile, lengths, ranks, budget, degree)
-        plain = score(profile, lengths, assignment, ranks, split.pipeline)
+        assignment = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
+        plain = score(profile, lengths, assignment, split.domain, split.pipeline)
         if plain.makespan_ns >= best:  # and with stages it takes no less
             continue
+        if memory_of(machine, spec, split, longest, assignment.micro_batches).total > machine.memory_bytes:
+            continue
         _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
-        fits = memory_of(machine, spec, split, longest, assignment.micro_batches).total <= machine.memory_bytes
-        if fits and timed.makespan_ns < best:
+        if timed.makespan_ns < best:
             best, found = timed.makespan_ns, (split, degree)
     assert found is not None  # mode auto found a split
     return best / NANOSECONDS, *found

@@ -25,7 +25,7 @@ def test_a_node_of_eight() -> None:
     assert row.documents == 32
     assert 0.3 < row.static_mfu <= row.mfu < 0.55
     assert row.static_step_s / row.step_s == pytest.approx(row.mfu / row.static_mfu), "the same documents"
-    assert row.static_step_s == pytest.approx(min(static_times_s(machine, row.static_tp)))
+    assert row.static_step_s == pytest.approx(min(static_times_s(machine)))
     with pytest.raises(UserError, match="no split of 8 GPUs can hold this model"):
         scaling.predict(machine, "1T", 8)
     found = {name: str(value) for name, value in asdict(row).items()} | {"refused": ""}
@@ -35,12 +35,12 @@ def test_a_node_of_eight() -> None:
     assert "- 1T on 8 GPUs: too large" in page
 
 
-def static_times_s(machine: Machine, tensor: int) -> Iterator[float]:
-    """Times of fixed static for the 8B model on every split of 8 GPUs with so many tensor ranks that fits."""
+def static_times_s(machine: Machine) -> Iterator[float]:
+    """Times of fixed static for the 8B model on every split of 8 GPUs that fits."""
     spec = scaling.MODELS["8B"].model_copy(update={"vocab_size": scaling.LLAMA_3_VOCABULARY}).spec
     lengths = np.array(load_mix(scaling.MIX).draw(32, 0), dtype=np.int64)
     longest = int(lengths.max())
-    for split in (split for split in possible_splits(spec, 8, 8) if split.tensor == tensor):
+    for split in possible_splits(spec, 8, 8):
         with contextlib.suppress(PlanError):
             degree = fixed_degree(longest, split.domain, split.tokens_per_rank)
             profile = profile_of(machine, spec, split)

@@ -1,6 +1,5 @@
 """Step and Candidate: the input and the result of every planner."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,14 +90,13 @@ class Step:
         rings = np.flatnonzero(degrees > 1)
         time[rings] = self.alone_ns(self.lengths[rings], degrees[rings])
         tokens[rings] = self.shards(self.lengths[rings], degrees[rings])
-        return Degrees(self, degrees, time, tokens)
+        return Degrees(degrees, time, tokens)
 
 
 @dataclass(frozen=True)
 class Degrees:
     """Degree, time per rank in nanoseconds and maximum tokens per rank of every document (arrays [documents])."""
 
-    step: Step
     degree: Integers
     time: Integers
     tokens: Integers
@@ -107,18 +105,6 @@ class Degrees:
     def work(self) -> int:
         """Time summed over all documents and their ranks, in nanoseconds."""
         return int((self.degree * self.time).sum())
-
-    @cached_property
-    def by_first_rank(self) -> Integers:
-        """Time of each document by the first rank of its ring [documents, ranks of a node]; it is the same on every node."""
-        node, block = self.step.profile.ranks_per_node, self.step.block
-        common = math.gcd(node, block)
-        first_rank = np.arange(min(node // common, self.step.ranks))
-        result = np.repeat(self.time[:, None], len(first_rank), axis=1)
-        rings = self.degree > (1 if common in (node, block) else 0)  # otherwise even one block may be on two nodes
-        lengths, degree = self.step.lengths[rings, None], self.degree[rings, None]
-        result[rings] = self.step.alone_ns(lengths, degree, first_rank)
-        return result
 
 
 class Candidate(NamedTuple):

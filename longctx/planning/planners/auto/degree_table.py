@@ -53,7 +53,7 @@ class DegreeTable:
             self.time[row, index],
             self.tokens[row, index],
         )
-        return Degrees(step, degree, time, tokens)
+        return Degrees(degree, time, tokens)
 
     def side_by_side(self, ranks: int) -> int:
         """Returns the number of longest documents that fit side by side on `ranks`."""

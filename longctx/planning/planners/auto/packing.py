@@ -9,6 +9,7 @@ The sum of the targets estimates the makespan without step 3, so many layouts ar
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, spread
 from longctx.planning.planners.auto.local_search import balance
-from longctx.planning.planners.step import Degrees
+from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2
 """Load of a rank without room for a document's tokens: more than any time, and small enough to add a time to."""
@@ -46,9 +47,8 @@ class Rings:
     target: Integers
 
     @classmethod
-    def in_one(cls, split: Degrees, first_rank: Integers) -> "Rings":
+    def in_one(cls, step: Step, split: Degrees, first_rank: Integers) -> "Rings":
         """Builds a layout of all documents in one micro-batch, with rings that start at `first_rank`."""
-        step = split.step
         stop, row = first_rank + split.degree, np.zeros_like(first_rank)
         load = spread(split.time, row, first_rank, stop, (1, step.ranks))
         free = step.tokens_per_rank - spread(split.tokens, row, first_rank, stop, (1, step.ranks))
@@ -70,7 +70,7 @@ class Rings:
 
 
 def place_rings(
-    split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
+    step: Step, split: Degrees, micro_batches: int, start: Integers | int, stop: Integers | int, *, dense: bool = False
 ) -> Rings | None:
     """Places rings and large documents in micro-batches `start` to `stop` - 1, which may differ per document.
 
@@ -78,7 +78,6 @@ def place_rings(
     side even where they cross node boundaries, instead of leaving gaps. Example: in one micro-batch of 4 ranks, documents of
     30 ns on 2 ranks, 20 ns on 2 and 10 ns on 1 go to ranks 0 and 1, ranks 2 and 3, and rank 2, then the least loaded.
     """
-    step = split.step
     load = np.zeros((micro_batches, step.ranks), dtype=np.int64)
     free = np.full_like(load, step.tokens_per_rank)
     time, micro_batch, first_rank = split.time.copy(), np.zeros_like(step.lengths), np.zeros_like(step.lengths)
@@ -86,8 +85,7 @@ def place_rings(
     early = np.flatnonzero(placed)
     early = early[np.argsort(-step.lengths[early], kind="stable")]
     starts, stops = (np.broadcast_to(limit, step.lengths.shape) for limit in (start, stop))
-    times = split.by_first_rank[early]
-    times = times[:, np.arange(step.ranks) % times.shape[1]]
+    times = _times_by_first_rank(step, split, early)
     single = _singles_at_end(split.degree[early], times, starts[early], stops[early])
 
     def in_turn(part: slice) -> bool:
@@ -123,6 +121,14 @@ def place_rings(
     if target is None:
         return None
     return Rings(split.degree, time, split.tokens, placed, micro_batch, first_rank, load, free, target)
+
+
+def _times_by_first_rank(step: Step, split: Degrees, documents: Integers) -> Integers:
+    """Returns the nanoseconds of documents by the first rank of their ring [documents, ranks], equal on every node."""
+    node = step.profile.ranks_per_node
+    repeat = min(node // math.gcd(node, step.block), step.ranks)
+    times = step.alone_ns(step.lengths[documents][:, None], split.degree[documents][:, None], np.arange(repeat))
+    return times[:, np.arange(step.ranks) % repeat]
 
 
 def _singles_at_end(degree: Integers, times: Integers, start: Integers, stop: Integers) -> int:

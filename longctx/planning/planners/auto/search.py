@@ -104,7 +104,7 @@ class Layouts:
         filled = self.settings.filled
         if len(self.best) >= filled and split.work >= self.best[filled - 1].estimate_ns * self.step.ranks:
             return
-        if rings := place_rings(split, self.micro_batches, start, stop):
+        if rings := place_rings(self.step, split, self.micro_batches, start, stop):
             bisect.insort(self.best, rings, key=lambda rings: rings.estimate_ns)
 
     def add_split(self, split: Degrees) -> None:
@@ -179,7 +179,7 @@ def _plans_with_own_limits(table: DegreeTable) -> list[Filled]:
         for micro_batches, dense in itertools.product((most, most + 1), (False, True)):
             start, stop = np.zeros_like(step.lengths), np.full_like(step.lengths, micro_batches)
             start[table.long], stop[table.long] = number, number + 1
-            if rings := place_rings(table.split(index), micro_batches, start, stop, dense=dense):
+            if rings := place_rings(step, table.split(index), micro_batches, start, stop, dense=dense):
                 found.append((rings.estimate_ns + micro_batches * launch_ns, rings))
     return _filled([rings for _, rings in sorted(found, key=lambda each: each[0])], table.settings.filled)
 

@@ -48,8 +48,8 @@ def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
     groups = [int(group[which == i].max(initial=-1)) + 1 for i in range(len(widths))]
     wider = np.cumsum((widths * groups)[::-1])[::-1] - widths * groups  # ranks of all wider groups, which come first
     document, degree = np.arange(len(order)), widths[which]
-    split = Degrees(step, degree, times[document, which], shards[document, which])
-    return Rings.in_one(split, wider[which] + group * degree)
+    split = Degrees(degree, times[document, which], shards[document, which])
+    return Rings.in_one(step, split, wider[which] + group * degree)
 
 
 def place_within(
