@@ -192,13 +192,17 @@ def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, stor
         assert model.generate(tokens[None, :20], max_new_tokens=3, do_sample=False).shape[1] <= 23
 
 
-def test_a_shape_without_family_is_refused(store: Path, tmp_path: Path) -> None:
+def test_a_shape_without_family_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the run says so too, instead of a command that fails."""
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
     done = train([*settings, "model.qk_norm=true", "model.qkv_bias=true"])
     assert done.returncode == 0, done.stderr
     assert re.search(r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)", done.stdout)
-    assert exportable(Config()) == f"longctx export {Config().train.run_dir} OUT"
+    command = f"longctx export {Config().train.run_dir} OUT"
+    assert exportable(Config()) == command
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert exportable(Config()) == command, "also where transformers is not installed"
+    monkeypatch.undo()
     with pytest.raises(ValueError, match=r"no supported family of transformers .* \(qwen2 lacks qk_norm True\)"):
         export(tmp_path / "run", tmp_path / "out")
     assert {file.name for file in tmp_path.iterdir()} == {"run"}

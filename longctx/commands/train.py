@@ -303,13 +303,15 @@ def _finish(config: Config, step: int) -> None:
 
 
 def exportable(config: Config) -> str:
-    """Returns the command that exports the run, or why nothing can."""
+    """Returns the command that exports the run, or why nothing can; without transformers, which export needs, the command."""
     from longctx.model.family import NoNativeModel
 
     try:
         _check_family(config.at_stage(-1))
     except NoNativeModel as none:
         return f"not possible: {none}"
+    except ModuleNotFoundError:
+        pass
     return f"longctx export {config.train.run_dir} OUT"
 
 
