@@ -45,6 +45,7 @@ from longctx.attention.linear.huggingface import linear_layers, replace_linear, 
 from longctx.attention.masks import Mask
 from longctx.attention.ring import RingAttention
 from longctx.attention.ulysses import HybridAttention
+from longctx.errors import install
 from longctx.planning.layout import CrossLayout, Layout
 
 Make = Callable[[float | None, float, int | None, torch.device], RingAttention | HybridAttention]
@@ -124,7 +125,7 @@ def _register() -> None:
     except ImportError as error:
         raise HuggingFaceError(
             f"transformers cannot be imported ({error}): install a version with AttentionMaskInterface, "
-            "pip install 'longctx[huggingface]'"
+            f"{install('huggingface')}"
         ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, describe_mask)

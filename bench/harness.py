@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+import longctx
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.parallel.timing import now, seconds
@@ -51,7 +52,7 @@ def facts(*packages: str) -> dict[str, str]:
     found["machine"] += f", {os.cpu_count()} cores"
     for package in packages:
         try:
-            found[package] = version(package)
+            found[package] = longctx.__version__ if package == "longctx" else version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
     return found

@@ -1,6 +1,6 @@
 """Compares our cost model with a published measurement: Megatron's benchmark of dynamic context parallelism, 4 to 64 GPUs.
 
-    python bench/megatron_published.py      # minutes; needs the wheel's class: pip install 'longctx[bench]'
+    python bench/megatron_published.py      # minutes; needs the wheel's class: pip install '.[bench]'
 
 Published (examples/dynamic_context_parallel in the dev branch of NVIDIA/Megatron-LM, README.md and benchmark_dcp.sh at commit
 10ce7bc; one run each, June 9, 2026): the time per iteration under `dp_balanced`, which is fixed static of degree 4, and under

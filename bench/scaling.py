@@ -60,7 +60,7 @@ MODELS = {
 TEXT = """# Scaling, on paper
 
 **Predicted, not measured**: longctx has not run on GPUs. Made by
-[bench/scaling.py](https://github.com/longctx/longctx/blob/main/bench/scaling.py) from the cost and memory models, for H100s
+[bench/scaling.py](../bench/scaling.py) from the cost and memory models, for H100s
 with 80 GB, 8 per node with NVLink and 400 Gb/s InfiniBand each. [How far to trust
 them](planning.md#how-far-to-trust-the-model), and [what the search does](parallelism.md#which-split-of-the-gpus).
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
+from longctx.errors import install
 from longctx.tokenizer_files import TOKENIZER_FILES, find
 
 FILES = (*TOKENIZER_FILES, "generation_config.json")
@@ -56,7 +57,7 @@ class Checkpoint:
             from transformers import AutoTokenizer
         except ImportError as error:
             raise TokenizerError(
-                "reading a checkpoint's tokenizer needs transformers: pip install 'longctx[huggingface]', or give the path of "
+                f"reading a checkpoint's tokenizer needs transformers: {install('huggingface')}, or give the path of "
                 "its tokenizer.json"
             ) from error
         try:

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/encoder_decoder.py
 
-Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small T5Gemma with
+Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a small T5Gemma with
 random weights, so nothing is downloaded. It learns to continue a text: the source is the first two thirds of a document, the
 target the rest. Loss and gradients equal those of a single process that runs the documents one by one with plain attention.
 """

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/encoder_heads.py
 
-Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The encoder is a small ModernBERT with
+Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The encoder is a small ModernBERT with
 random weights, so nothing is downloaded. The classifier learns from which file a document is, by its first token; embeddings,
 the mean of all tokens, learn which two documents are halves of one text. Loss and gradients equal those of a single process
 that runs the documents one by one with plain attention.

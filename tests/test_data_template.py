@@ -342,4 +342,4 @@ def test_only_checkpoints_need_transformers(tmp_path: Path) -> None:
         arguments = [sys.executable, "-c", code, *command, tokenizer]
         done = subprocess.run(arguments, check=False, capture_output=True, text=True)
         assert done.returncode == status, done.stderr
-    assert "needs transformers: pip install 'longctx[huggingface]'" in done.stderr
+    assert "needs transformers: pip install '.[huggingface]' in the folder of longctx's source code" in done.stderr

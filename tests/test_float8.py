@@ -93,7 +93,7 @@ def test_what_is_not_supported_is_refused(settings: list[str], rule: str) -> Non
 def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name))
-    with pytest.raises(ConfigError, match=r"pip install 'longctx\[gpu\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gpu\]'"):
         load(None, ["train.float8=tensorwise", "train.dtype=bfloat16"])
 
 

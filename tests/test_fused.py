@@ -136,5 +136,5 @@ def test_what_is_fused() -> None:
 def test_a_missing_liger_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else found(name))
-    with pytest.raises(ConfigError, match=r"pip install 'longctx\[gpu\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gpu\]'"):
         load(None, ["train.fused=true"])

@@ -211,4 +211,4 @@ def test_padding_is_refused() -> None:
 def test_without_transformers_it_says_what_to_install() -> None:
     code = "import sys; sys.modules['transformers'] = None; from longctx.attention.huggingface import prepare; prepare(None)"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert process.returncode and "pip install 'longctx[huggingface]'" in process.stderr
+    assert process.returncode and "pip install '.[huggingface]'" in process.stderr

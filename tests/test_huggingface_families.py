@@ -74,7 +74,7 @@ def render(findings: dict[str, dict[str, Any]], header: str = HEADER, families: 
     for kind, finding in findings.items():
         exact = finding["kind"] == "exact"
         errors = [f"{finding[name]:.1e}" if exact else "" for name in ("loss_error", "gradient_error", "mixing")]
-        text = " ".join(finding["text"].split()).replace("|", "\\|").replace("<", "\\<")
+        text = re.sub(r"([|<\[])", r"\\\1", " ".join(finding["text"].split()))
         lines.append(f"| {' | '.join([kind, families[kind], finding['kind'], *errors, text])} |".replace("  ", " "))
     return "\n".join(lines) + "\n"
 

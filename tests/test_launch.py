@@ -155,6 +155,28 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     assert again.stderr.count("error") == 1 and "contains a run without a checkpoint" in again.stderr
 
 
+def test_another_package_of_the_name_in_the_working_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "longctx").mkdir()
+    (tmp_path / "longctx" / "__init__.py").write_text("raise SystemExit('the other program ran')")
+    script = tmp_path / "scripts" / "longctx"  # as pip installs it: Python looks beside the script, not in the working folder
+    script.parent.mkdir()
+    script.write_text("import sys; from longctx.cli import main; sys.exit(main())")
+    root = str(Path(__file__).resolve().parents[1])
+    done = subprocess.run(
+        [sys.executable, str(script), "train", "run.yaml", "--processes", "2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 2 and "the other program ran" not in done.stderr
+    assert (
+        f"would import another longctx, {tmp_path / 'longctx'}" in done.stderr
+        and "start the command in another folder" in done.stderr
+    )
+
+
 def test_a_process_of_torchrun_starts_no_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

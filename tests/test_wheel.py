@@ -97,3 +97,23 @@ def test_installed_it_knows_its_command_and_profiles(installed: Path, tmp_path: 
     command = [str(installed / "bin" / "longctx"), "--version"]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert process.stdout.startswith("longctx "), process.stderr
+
+
+def test_the_registrys_package_installed_over_it_is_noticed(wheel: Path, tmp_path: Path) -> None:
+    """That package has the same import name: pip lets its files replace ours without a word."""
+    for name in names(wheel):
+        zipfile.ZipFile(wheel).extract(name, tmp_path)
+    command, environment = [sys.executable, "-m", "longctx", "plan", "--help"], {**os.environ, "PYTHONPATH": str(tmp_path)}
+    alone = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert alone.returncode == 0, alone.stderr
+    other = tmp_path / "longctx-0.3.2.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.4\nName: longctx\nVersion: 0.3.2\n")
+    (other / "RECORD").write_text("longctx/eval/cli.py,,\n")
+    elsewhere = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert elsewhere.returncode == 0, "its files lie beside ours"
+    (other / "RECORD").write_text("longctx/__init__.py,sha256=0,935\n")
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "another program, longctx 0.3.2 of the package registry, is installed over this one" in process.stderr
+    assert "pip uninstall longctx longctx-train, then pip install ." in process.stderr

@@ -28,7 +28,7 @@ from longctx.attention.kernels.flash_library import Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
-from longctx.errors import UserError
+from longctx.errors import UserError, install
 
 log = logging.getLogger(__name__)
 
@@ -122,8 +122,9 @@ class Flash:
                     # TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
                     log.warning(
                         "attention runs on %s, at about half the speed of flash-attn 4 or 3 on this GPU: install one, such "
-                        "as by pip install 'longctx[flash]'%s",
+                        "as by %s%s",
                         library.name,
+                        install("flash"),
                         passed_over,
                     )
                 return library

@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import longctx
 from longctx.commands import compare_measure, compare_parallel
 from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
 from longctx.commands.plan import (
@@ -281,8 +282,8 @@ def _compare(
 
 def _about() -> dict[str, str]:
     """Returns what is needed to reproduce the page: command, machine and versions."""
-    versions = []
-    for package in ("longctx", "numpy", "megatron-core"):
+    versions = [f"longctx {longctx.__version__}"]
+    for package in ("numpy", "megatron-core"):
         try:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:

@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"to train: longctx train {settings_file} --processes {ranks} --resume-if-any")
         return 0
     print(_told(config, store, ranks), flush=True)
-    ended = launch(ranks, "longctx", ["train", str(settings_file), "--resume-if-any"])
+    ended = launch(ranks, ["train", str(settings_file), "--resume-if-any"])
     if ended == 0 and config.checkpoint.export is not None:
         print(_next(config, config.checkpoint.export))
     if ended in INTERRUPTED:

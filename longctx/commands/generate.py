@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from longctx.errors import UserError, brief
+from longctx.errors import UserError, brief, install
 
 SUMMARY = "Continue a text or answer a message with an exported model"
 
@@ -44,7 +44,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
     except ImportError as error:
         raise UserError(
-            f"generation needs transformers, which cannot be imported ({error}): pip install 'longctx[huggingface]'"
+            f"generation needs transformers, which cannot be imported ({error}): {install('huggingface')}"
         ) from error
     device = arguments.device
     if device == "auto":

@@ -11,7 +11,7 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import domain_rules, mesh_rules
 from longctx.config.run import Config
 from longctx.config.speed_rules import float8_rules, fused_rules
-from longctx.errors import UserError
+from longctx.errors import UserError, install
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.spec import ModelSpec
@@ -153,7 +153,7 @@ def _lora(config: Config) -> Iterator[Problem]:
         yield Problem("lora.rank", lora.rank, rule, fix, ("model.from_pretrained",))
         return
     if importlib.util.find_spec("peft") is None:
-        yield Problem("lora.rank", lora.rank, "LoRA needs peft, which is not installed", "pip install 'longctx[huggingface]'")
+        yield Problem("lora.rank", lora.rank, "LoRA needs peft, which is not installed", install("huggingface"))
         return
     if model.implementation == "native":
         rule = "LoRA is not supported by the native decoder"

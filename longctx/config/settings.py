@@ -252,7 +252,7 @@ class ContextSection(Section):
     kernel: Literal["auto", "flash", "cpu", "triton", "reference"] = Field(
         "auto",
         description="attention kernel; auto: the first of the others that supports the model and device; flash: the best "
-        "installed flash-attn (`pip install longctx[flash]`), otherwise torch's flash attention; cpu: torch's flash attention "
+        "installed flash-attn (extra `flash`), otherwise torch's flash attention; cpu: torch's flash attention "
         "for CPUs; triton: longctx's own for GPUs; reference: dense float64, slow",
     )
     deterministic: bool = Field(
@@ -345,7 +345,7 @@ class TrainSection(Section):
     )
     float8: Literal["tensorwise", "rowwise"] | None = Field(
         None,
-        description="compute the linear layers of the blocks in float8 by torchao (`pip install longctx[gpu]`); tensorwise: "
+        description="compute the linear layers of the blocks in float8 by torchao (extra `gpu`); tensorwise: "
         "one scale per tensor, faster; rowwise: one per row and column, more accurate; all else stays in dtype, which must be "
         "bfloat16. Needs GPUs of compute capability 8.9 or higher (Ada, Hopper); emulated on a CPU, slowly (null: no float8)",
     )
@@ -356,7 +356,7 @@ class TrainSection(Section):
     )
     fused: bool | None = Field(
         None,
-        description="fused norms and gated products from liger-kernel (`pip install longctx[gpu]`), in blocks of the native "
+        description="fused norms and gated products from liger-kernel (extra `gpu`), in blocks of the native "
         "decoder that are not compiled (null: on GPUs, if liger-kernel is installed and supports the other settings)",
     )
     recompute: Recompute = Field(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from longctx.config.problems import Problem
 from longctx.config.run import FLOAT8_ROWS, Config
+from longctx.errors import install
 
 
 def float8_rules(config: Config) -> Iterator[Problem]:
@@ -14,7 +15,7 @@ def float8_rules(config: Config) -> Iterator[Problem]:
         return
     if importlib.util.find_spec("torchao") is None:
         rule = "float8 needs torchao, which is not installed"
-        yield Problem("train.float8", recipe, rule, "pip install 'longctx[gpu]', or omit it")
+        yield Problem("train.float8", recipe, rule, f"{install('gpu')}, or omit it")
     if train.dtype != "bfloat16":
         rule = f"everything but the linear layers must be in bfloat16, but train.dtype is {train.dtype}"
         yield Problem("train.float8", recipe, rule, "set train.dtype to bfloat16, or omit it", ("train.dtype",))
@@ -44,7 +45,7 @@ def fused_rules(config: Config) -> Iterator[Problem]:
         return
     if importlib.util.find_spec("liger_kernel") is None:
         rule = "fused operations need liger-kernel, which is not installed"
-        yield Problem("train.fused", True, rule, "pip install 'longctx[gpu]', or omit it")
+        yield Problem("train.fused", True, rule, f"{install('gpu')}, or omit it")
     if config.train.compile:
         rule = "compiled blocks fuse these operations themselves"
         yield Problem("train.fused", True, rule, "omit one of the two settings", ("train.compile",))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.errors import UserError, brief
+from longctx.errors import UserError, brief, install
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -76,8 +76,7 @@ class CheckpointFiles:
             from transformers import AutoConfig
         except ImportError as error:
             raise PretrainedError(
-                f"reading a checkpoint needs transformers, which cannot be imported ({error}): "
-                "pip install 'longctx[huggingface]'"
+                f"reading a checkpoint needs transformers, which cannot be imported ({error}): {install('huggingface')}"
             ) from error
         try:
             config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from longctx.errors import install
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 
 Tensors = dict[str, torch.Tensor]
@@ -135,7 +136,7 @@ def _internals() -> Iterator[None]:
 
         raise PretrainedError(
             f"longctx does not support the way in which transformers {transformers.__version__} converts checkpoints "
-            f"({error}): install a supported version, pip install 'longctx[huggingface]'"
+            f"({error}): install a supported version, {install('huggingface')}"
         ) from error
 
 

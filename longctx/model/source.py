@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from longctx.errors import install
 from longctx.model.adapters import Lora, LoraError
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
@@ -117,7 +118,7 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
     Raises PretrainedError if the checkpoint cannot be used, LoraError if peft is not installed.
     """
     if importlib.util.find_spec("peft") is None:
-        raise LoraError("adapters need peft, which is not installed: pip install 'longctx[huggingface]'")
+        raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     import torch
 
     from longctx.model.checkpoint_files import CheckpointFiles

@@ -1,10 +1,14 @@
 """Starts torchrun on this machine from a command: it ends as its processes do, and adds no traceback."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed import is_torchelastic_launched
 
+import longctx
 from longctx.errors import UserError
 from longctx.parallel.mesh import Launch, share_cores
 
@@ -24,8 +28,20 @@ def launches(processes: int) -> bool:
     return False
 
 
-def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
-    """Runs `python -m module arguments` in `ranks` processes. Returns the exit status of the first that fails, else 0.
+def _check_imported() -> None:
+    """Raises UserError if new processes would import another `longctx`: Python looks in the working directory first."""
+    ours = Path(longctx.__file__)
+    command = [sys.executable, "-c", "from importlib.util import find_spec; print(find_spec('longctx').origin)"]
+    theirs = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
+    if theirs.resolve() != ours.resolve():
+        raise UserError(
+            f"processes started in {Path.cwd()} would import another longctx, {theirs.parent}, than this command, "
+            f"{ours.parent}: start the command in another folder, or with python -m longctx to use theirs"
+        )
+
+
+def launch(ranks: int, arguments: Sequence[str]) -> int:
+    """Runs `python -m longctx arguments` in `ranks` processes. Returns the exit status of the first that fails, else 0.
 
     SIGINT and SIGTERM go on to the processes, which have half a minute to end; then 128 and the signal's number is returned.
     """
@@ -33,10 +49,11 @@ def launch(ranks: int, module: str, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    _check_imported()
     share_cores(ranks)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        run.main(["--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments])
+        run.main(["--standalone", f"--nproc-per-node={ranks}", "-m", "longctx", *arguments])
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode)
     except SignalException as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from longctx.errors import UserError
+from longctx.errors import UserError, install
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
@@ -90,6 +90,4 @@ def load_scheduler() -> Any:
             warnings.simplefilter("ignore")  # warnings about kernels for training, which are not used
             return importlib.import_module(MODULE).BalancedCPScheduler
     except ImportError as error:
-        raise MissingBaseline(
-            f"Megatron main needs the package megatron-core: pip install 'longctx[bench]' ({error})"
-        ) from error
+        raise MissingBaseline(f"Megatron main needs the package megatron-core ({error}): {install('bench')}") from error
