@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from pydantic import ValidationError
 
 from longctx import config
+from longctx.commands.train import _notes
 from longctx.config import Config, ConfigError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.layout import largest_shard, longest_document
@@ -68,6 +70,30 @@ def test_values_of_overrides_are_yaml(override: str, expected: object) -> None:
 def test_numbers_that_yaml_1_1_reads_otherwise_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match="warmup_steps"):
         load(f"optimizer.warmup_steps={value}")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpus", "expected"),
+    [
+        ([], True, "bfloat16"),
+        ([], False, "float32"),
+        (["train.device=cuda"], False, "bfloat16"),
+        (["train.device=cpu"], True, "float32"),
+        (["train.device=cpu", "train.float8=rowwise"], True, "bfloat16"),
+        (["train.dtype=float32"], True, "float32"),
+        (["train.dtype=bfloat16"], False, "bfloat16"),
+    ],
+)
+def test_the_dtype_follows_the_device(settings: list[str], gpus: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    assert load(*settings).dtype == expected
+
+
+def test_float32_on_a_gpu_is_said() -> None:
+    (note,) = _notes(load("train.dtype=float32"), torch.device("cuda"))
+    assert "train.dtype is float32" in note and "bfloat16" in note
+    assert not _notes(load("train.dtype=bfloat16"), torch.device("cuda")) + _notes(load(), torch.device("cpu"))
 
 
 def test_a_table_of_bins_as_an_override() -> None:

@@ -27,6 +27,7 @@ from longctx.attention.kernels import (
     flash_4,
     flash_libraries,
     flash_library,
+    kernel_name,
     reference,
     repeatability,
 )
@@ -272,6 +273,10 @@ def test_the_best_library_is_chosen_and_named(
     assert len(warned) == (capability == HOPPER and wanted == "flash-attn 2"), "slow on Hopper, and said once"
     way_out = "pip install '.[flash]' in the folder of longctx's source code (flash-attn 4: supports head sizes up to 128"
     assert all(way_out in message for message in warned)
+    monkeypatch.setitem(KERNELS, "flash", Flash())
+    choose_kernel.cache_clear()
+    assert kernel_name("auto", request_) == wanted, "as the first line of a run says"
+    choose_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(

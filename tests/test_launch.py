@@ -149,7 +149,9 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "optimizer.warmup_steps 2 is shortened to train.steps 1" in done.stderr
-    assert done.stdout.count("on 2 ranks") == 1 and done.stdout.count("step 1 loss") == 1
+    assert done.stdout.count("on 2 ranks (cpu, float32, attention by cpu)") == 1
+    assert (run / "config.yaml").read_text().startswith("# 2 ranks: cpu, float32, attention by cpu\n")
+    assert done.stdout.count("step 1 loss") == 1
     again = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert again.returncode == 2 and "Traceback" not in again.stderr
     assert again.stderr.count("error") == 1 and "contains a run without a checkpoint" in again.stderr

@@ -8,7 +8,7 @@ from longctx.attention.kernels.contract import Kernel, Mode, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.errors import UserError
 
-__all__ = ["KERNELS", "Kernel", "KernelError", "Mode", "Request", "choose_kernel"]
+__all__ = ["KERNELS", "Kernel", "KernelError", "Mode", "Request", "choose_kernel", "kernel_name"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ def choose_kernel(name: str, request: Request) -> Kernel:
             return kernel
         refusals.append(f"{candidate} {why}")
     raise KernelError(f"no attention kernel supports these tensors: {'; '.join(refusals)}")
+
+
+def kernel_name(name: str, request: Request) -> str:
+    """Returns the name of the kernel that `choose_kernel` returns; of the flash kernel, the name of its library."""
+    kernel = choose_kernel(name, request)
+    if isinstance(kernel, Flash):
+        return kernel.chosen(request).name
+    return next(key for key, other in KERNELS.items() if other is kernel)
 
 
 class KernelError(UserError):

@@ -46,6 +46,13 @@ class Flash:
         found = self.library(replace(request, bands=False))  # all libraries support them
         return found if isinstance(found, str) else None
 
+    def chosen(self, request: Request) -> Library:
+        """Returns the library that runs a request. Raises UserError if none supports it."""
+        found = self.library(replace(request, bands=False))
+        if isinstance(found, str):
+            raise UserError(f"kernel flash {found}; use kernel=auto")
+        return found
+
     def forward(
         self,
         q: torch.Tensor,
@@ -132,13 +139,8 @@ class Flash:
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
 
     def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float, mode: Mode) -> Library:
-        request = Request(
-            q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap), deterministic=mode.deterministic
-        )
-        found = self.library(request)
-        if isinstance(found, str):
-            raise UserError(f"kernel flash {found}; use kernel=auto")
-        return found
+        sizes = q.shape[2], v.shape[2]
+        return self.chosen(Request(q.device.type, q.dtype, *sizes, softcap=bool(softcap), deterministic=mode.deterministic))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         largest = " (largest, shown below)" if number == stage else ""
         print(f"stage {number + 1}: {format_bytes(memory_of.total)} per rank{largest}")
     source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
-    print_memory(f"{format_count(spec.parameters)} parameters, {ranks} ranks, {source}", memory, table, config)
+    parameters = f"{format_count(spec.parameters)} parameters, computed in {config.dtype}"
+    print_memory(f"{parameters}, {ranks} ranks, {source}", memory, table, config)
     print(*run_profile(config, ranks, spec.vocab_size).lines, sep="\n")
     return 0
 

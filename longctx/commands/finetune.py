@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     replaced = ["--overwrite"] if arguments.overwrite else []
     prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on, *longest, *replaced]))
     store = Store.open(store_folder)
-    defaults = _defaults(arguments, given, store, ranks, out, on_gpu=torch.cuda.is_available())
+    defaults = _defaults(arguments, given, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
     check_model(config, store, ranks)
     check_pairs(config, store)
@@ -154,7 +154,7 @@ def _check_data(given: Config) -> None:
         )
 
 
-def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path, *, on_gpu: bool) -> Values:
+def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", ranks: int, out: Path) -> Values:
     """Returns default settings for fine-tuning on this store, by section.
 
     Every document fits, and an epoch has about FEWEST_STEPS steps or more. Tokens per step and steps are taken from
@@ -180,7 +180,6 @@ def _defaults(arguments: argparse.Namespace, given: Config, store: "Store", rank
         "batch": {"global_tokens": step, "tokens_per_rank": per_rank},
         "train": {
             "steps": steps,
-            "dtype": "bfloat16" if on_gpu else "float32",
             "recompute": "selective",
             "fit_memory": True,
             "run_dir": str(out),

@@ -114,14 +114,14 @@ def _prepare(
     """
     import torch
 
-    from longctx.attention.kernels import Request, choose_kernel
+    from longctx.attention.kernels import choose_kernel
     from longctx.attention.kernels.compilation import compile_variants
     from longctx.memory.advisor import available_bytes, fitted, refuse_too_large
     from longctx.parallel.float8 import check_float8
     from longctx.parallel.mesh import check_device, choose_device, prepare_allocator
     from longctx.training.metrics import check_wandb
     from longctx.training.run_folder import open_run_folder
-    from longctx.training.setup import check_model, check_pairs, check_vocabulary
+    from longctx.training.setup import attention_requests, check_model, check_pairs, check_vocabulary
     from longctx.training.stages import named, open_stages
 
     check_wandb(config.log.wandb)
@@ -130,8 +130,12 @@ def _prepare(
     check_device(device, launch.local_world_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
+    kernel_log = logging.getLogger("longctx.attention.kernels")
     if launch.local_rank > 0:
-        logging.getLogger("longctx.attention.kernels").setLevel(logging.ERROR)  # the warnings of local rank 0 are the same
+        kernel_log.setLevel(logging.ERROR)  # what local rank 0 says is the same
+    elif device.type == "cuda" and not kernel_log.handlers:  # on a GPU, why the fastest kernel was not chosen
+        kernel_log.setLevel(logging.INFO)
+        kernel_log.addHandler(logging.StreamHandler())
     if config.train.float8 is not None:
         check_float8(device)
     available, on_gpu = available_bytes(device, launch.local_world_size), device.type == "cuda"
@@ -142,12 +146,7 @@ def _prepare(
         with named(config, stage):
             spec = own.model_source(store.tokenizer.vocab_size).spec
             split = own.parallel.tensor_parallel_size
-            for layer in set(spec.layers):
-                bands, softcap = layer.window is not None, bool(spec.attention_softcap)
-                dtype = getattr(torch, config.train.dtype)
-                sizes = layer.head_dim, layer.head_dim
-                deterministic = own.context.deterministic
-                request = Request(device.type, dtype, *sizes, bands=bands, softcap=softcap, deterministic=deterministic)
+            for layer, request in attention_requests(own, spec, device.type).items():
                 choose_kernel(own.context.kernel, request)
                 if device.type == "cuda":
                     heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
@@ -173,6 +172,8 @@ def _notes(config: Config, device: "torch.device") -> list[str]:
     notes = []
     if device.type == "cpu" and (config.train.offload_activations or config.train.offload_optimizer):
         notes.append("offloading has no effect: on a CPU everything is in host memory already")
+    if device.type == "cuda" and config.dtype == "float32":
+        notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
     if config.optimizer.warmup_steps > config.train.steps:
         notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to train.steps {config.train.steps}")
     return notes
@@ -351,6 +352,8 @@ def _left_out(trainer: "Trainer", store: "Store") -> list[str]:
 
 
 def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") -> str:
+    from longctx.training.setup import computed_by
+
     config, mesh = trainer.config, trainer.mesh
     source = config.model.from_pretrained
     start = "from new weights" if source is None else f"from checkpoint {source}"
@@ -363,10 +366,8 @@ def _first_line(trainer: "Trainer", store: "Store", found: "Checkpoint | None") 
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
         trained, everything = sum(size for size, is_trained in counts if is_trained), sum(size for size, _ in counts)
         parameters = f"{trained:,} of {everything:,} parameters trained (LoRA of rank {config.lora.rank})"
-    precision = config.train.dtype + ("" if config.train.float8 is None else f", float8 {config.train.float8}")
-    compiled = ", compiled blocks" * config.compiles(mesh.device.type, trainer.model.spec)
     return (
-        f"{parameters} on {mesh.world_size} ranks ({mesh.device.type}, "
-        f"{precision}{compiled}), {start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"{parameters} on {mesh.world_size} ranks ({computed_by(config, trainer.model.spec, mesh.device.type)}), "
+        f"{start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
         f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
     )

@@ -197,7 +197,7 @@ def train_in_turn(
         tokens_per_rank=config.batch.tokens_per_rank,
         warmup=warmup,
         loss_difference=difference,
-        loss_tolerance=LOSS_TOLERANCE[config.train.dtype],
+        loss_tolerance=LOSS_TOLERANCE[config.dtype],
         ended_early=len(rounds) < warmup + steps,
     )
 

@@ -95,8 +95,18 @@ class Config(BaseModel):
         split = parallel.tensor_parallel_size * parallel.pipeline_parallel_size * parallel.expert_parallel_size > 1
         source, rope, masked = self.model.from_pretrained, self.model.changed_rope, self.masked.share is not None
         if self.lora.adapters is not None:
-            return adapted(source, rope, self.lora.adapters, self.train.dtype, masked)
+            return adapted(source, rope, self.lora.adapters, self.dtype, masked)
         return pretrained(source, rope, self.model.implementation, split, masked)
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of forward and backward: `train.dtype`, or else its default on the device of this process."""
+        train = self.train
+        if train.dtype is not None or train.float8 is not None or train.device == "cpu":
+            return train.dtype or ("float32" if train.float8 is None else "bfloat16")
+        import torch  # planning reads settings without it
+
+        return "bfloat16" if train.device == "cuda" or torch.cuda.is_available() else "float32"
 
     @property
     def pipeline(self) -> Pipeline:

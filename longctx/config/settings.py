@@ -340,8 +340,10 @@ class TrainSection(Section):
 
     steps: int = Field(100, ge=1, le=LARGEST, description="number of optimizer steps")
     seed: int = Field(0, ge=0, le=(1 << 32) - 1, description="seed of the initial weights and the order of documents")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="dtype of forward and backward; trained weights and optimizer state stay float32"
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="dtype of forward and backward; trained weights and optimizer state stay float32 (null: bfloat16 on GPUs "
+        "and with float8, float32 on a CPU)",
     )
     float8: Literal["tensorwise", "rowwise"] | None = Field(
         None,

@@ -16,7 +16,7 @@ def float8_rules(config: Config) -> Iterator[Problem]:
     if importlib.util.find_spec("torchao") is None:
         rule = "float8 needs torchao, which is not installed"
         yield Problem("train.float8", recipe, rule, f"{install('gpu')}, or omit it")
-    if train.dtype != "bfloat16":
+    if train.dtype == "float32":
         rule = f"everything but the linear layers must be in bfloat16, but train.dtype is {train.dtype}"
         yield Problem("train.float8", recipe, rule, "set train.dtype to bfloat16, or omit it", ("train.dtype",))
     if parallel.tensor_parallel_size > 1:

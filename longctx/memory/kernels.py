@@ -39,12 +39,12 @@ def kernel_workspace(config: Config, layer: LayerSpec, tokens: int, keys: int) -
     """Returns the bytes that the backward of a layer allocates on a GPU in one call of `tokens` queries and `keys` keys."""
     context, split = config.context, config.parallel.tensor_parallel_size
     q_heads, kv_heads, dim = layer.num_attention_heads // split, layer.num_key_value_heads // split, layer.head_dim
-    request = Request("cuda", getattr(torch, config.train.dtype), dim, dim, deterministic=context.deterministic)
+    request = Request("cuda", getattr(torch, config.dtype), dim, dim, deterministic=context.deterministic)
     kernel = kernel_on_gpus(context.kernel, request)
     dq, grouped = FLOAT32 * tokens * q_heads * dim, q_heads > kv_heads
     if kernel in ("flash-attn 2", PLAIN):
         splits = -(-MULTIPROCESSORS // q_heads) if context.deterministic else 1
-        per_query_head = 2 * ELEMENT_BYTES[config.train.dtype] * keys * q_heads * dim
+        per_query_head = 2 * ELEMENT_BYTES[config.dtype] * keys * q_heads * dim
         return splits * dq + (per_query_head if grouped else 0)
     if kernel in ("flash-attn 3", "flash-attn 4"):
         return dq + (2 * FLOAT32 * keys * kv_heads * dim if grouped else 0)

@@ -110,7 +110,7 @@ class _Step:
         # Whether a norm is one operation, which keeps only its input.
         self.whole_norms = fused or spec.layer_norm
         # Bytes per element in the compute dtype.
-        self.number = ELEMENT_BYTES[config.train.dtype]
+        self.number = ELEMENT_BYTES[config.dtype]
         self.shards = config.parallel.shard_ranks or config.domain(ranks)
         self.split = config.parallel.tensor_parallel_size
         held = layers_of_ranks(spec, config.pipeline, config.batch.tokens_per_rank)[stage]

@@ -146,7 +146,7 @@ def measure_profile(
     note(measure_linear(profiled))
     work = work_of(
         profiled.spec,
-        config.train.dtype,
+        config.dtype,
         recompute=config.train.recompute,
         keep_kv=bool(config.context.keep_kv),
         tensor=mesh.tensor.size(),
@@ -175,7 +175,7 @@ def measure_profile(
         "ranks": nodes.ranks,
         "nodes": nodes.ranks // nodes.per_node,
         "device": mesh.device.type,
-        "dtype": config.train.dtype,
+        "dtype": config.dtype,
         "recompute": config.train.recompute,
         "keep_kv": bool(config.context.keep_kv),
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
@@ -186,7 +186,7 @@ def measure_profile(
         "model": shape.model_dump(),
     }
     where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
-    about = f"Model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.train.dtype} on {where}, by `longctx profile`."
+    about = f"Model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.dtype} on {where}, by `longctx profile`."
     return Measured(profile, about, sources, run, check)
 
 

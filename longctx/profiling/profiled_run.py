@@ -52,7 +52,7 @@ class ProfiledRun:
         self.positions = shape.max_position_embeddings if shape.learned_positions else None
         self.trainer = Trainer.build(self.config, mesh, NewDecoder(shape))
         self.time = Stopwatch(mesh, longest_s)
-        self.dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.forwards = 2 if config.train.recompute == "full" else 1
         """Number of attention forward passes per step."""
         self.fetches = self.forwards + (0 if context.keep_kv else 1)

@@ -72,7 +72,7 @@ class Reference:
         path, mesh = self.config.train.run_dir / name, self.mesh
         about = {
             "store": store.fingerprint,
-            "dtype": self.config.train.dtype,
+            "dtype": self.config.dtype,
             "model": self.model.describe(),
             "weights": norm_over_mesh(self.weights, mesh),
         }

@@ -223,7 +223,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
         return RunProfile(name, profile, (f"profile {name} names no model: used unscaled for this run", *lines))
     wanted = work_of(
         _with_vocabulary(config.model_source(vocab_size).spec, described),
-        config.train.dtype,
+        config.dtype,
         recompute=config.train.recompute,
         keep_kv=bool(config.context.keep_kv),
         tensor=tensor,
@@ -235,7 +235,7 @@ def run_profile(config: Config, ranks: int, vocab_size: int | None = None) -> Ru
     if config.context.ulysses_degree not in (1, "auto"):
         wanted = replace(wanted, queries=0.0)  # heads are swapped once the queries are there
     found = _scaled(name, profile, described, wanted, "this run", node)
-    return replace(found, lines=(*found.lines, *lines, *_doubts(name, described, device, gpu, config.train.dtype)))
+    return replace(found, lines=(*found.lines, *lines, *_doubts(name, described, device, gpu, config.dtype)))
 
 
 def preset_profile(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
+from longctx.attention.kernels import Request, kernel_name
 from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_rank_empty
 from longctx.config.run import FLOAT8_ROWS
@@ -23,7 +24,7 @@ from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
-from longctx.model.spec import ModelSpec
+from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.expert import sparse_layers, split_experts
 from longctx.parallel.float8 import convert_to_float8
@@ -97,7 +98,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
     if pipeline.ranks > 1:
         assert isinstance(model, StagedModel)
         stages = [Stage(model, index, splits[index]) for index in own_stages]
-    dtype = getattr(torch, train.dtype)
+    dtype = getattr(torch, config.dtype)
     in_host_memory = train.offload_optimizer and on_gpu
     if in_host_memory and (threads := host_threads()) is not None:
         torch.set_num_threads(threads)  # else the optimizer would use one core
@@ -111,6 +112,24 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         return model, None
     assert isinstance(model, StagedModel)
     return model, PipelineRun(model, stages, pipeline, mesh, config.batch.tokens_per_rank, dtype)
+
+
+def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, Request]:
+    """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer."""
+    dtype, deterministic, softcap = getattr(torch, config.dtype), config.context.deterministic, bool(spec.attention_softcap)
+    return {
+        layer: Request(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
+        for layer in dict.fromkeys(spec.layers)
+    }
+
+
+def computed_by(config: Config, spec: ModelSpec, device: str) -> str:
+    """Returns in words what computes on a device of type `device`: device, dtype, compiled blocks and attention kernels."""
+    requests = attention_requests(config, spec, device).values()
+    kernels = dict.fromkeys(kernel_name(config.context.kernel, request) for request in requests)
+    float8 = "" if config.train.float8 is None else f", float8 {config.train.float8}"
+    compiled = ", compiled blocks" * config.compiles(device, spec)
+    return f"{device}, {config.dtype}{float8}{compiled}, attention by {' and '.join(kernels)}"
 
 
 def limit_rows(model: Model, config: Config) -> None:

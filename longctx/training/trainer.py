@@ -51,6 +51,7 @@ from longctx.training.setup import (
     build_model,
     check_pairs,
     choose_max_length,
+    computed_by,
     longest_of,
     make_attention,
     make_planner,
@@ -165,7 +166,8 @@ class Trainer:
         if mesh.world_rank == 0:
             run_dir = config.train.run_dir
             keep_model_files(run_dir, source, store, stage)
-            (run_dir / "config.yaml").write_text(run.to_yaml(), "utf-8")
+            computed = computed_by(config, source.spec, mesh.device.type)
+            (run_dir / "config.yaml").write_text(f"# {mesh.world_size} ranks: {computed}\n{run.to_yaml()}", "utf-8")
             trainer.log = MetricsLog(
                 run_dir,
                 after_step=trainer.steps_done,
@@ -398,7 +400,7 @@ class Trainer:
         """Returns the model FLOP utilization of a step; None if the devices' peak FLOP/s is not known."""
         peak, device = self.config.train.peak_flops, self.mesh.device
         if peak is None and device.type == "cuda":
-            peak = peak_flops(torch.cuda.get_device_name(device), self.config.train.dtype)
+            peak = peak_flops(torch.cuda.get_device_name(device), self.config.dtype)
         if peak is None:
             return None
         return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
