@@ -275,7 +275,7 @@ def test_steps_read_the_documents_as_often_as_asked(
     batch = {"tokens_per_rank": per_rank, "global_tokens": 400}
     given = Config.model_validate({"data": data, "train": {"seed": 3}, "batch": batch})
     asked = argparse.Namespace(epochs=epochs, lora=None, model="m")
-    steps = command._defaults(asked, given, store, 2, tmp_path, on_gpu=False)["train"]["steps"]
+    steps = command._defaults(asked, given, store, 2, tmp_path)["train"]["steps"]
     cut = {"max_length": 2 * per_rank, "long_documents": "drop"}
     sampler = Sampler(store.lengths, global_tokens=400, seed=3, left_out=held_out(store.names, share), **cut)
     assert (sampler.dropped > 0) == (per_rank < 200)
@@ -292,6 +292,6 @@ def test_every_document_fits_by_default(sizes: dict[str, int], tmp_path: Path) -
     store = Store.open(make_store(tmp_path, (10001, 300)))
     given = Config.model_validate({"parallel": sizes})
     asked = argparse.Namespace(epochs=1.0, lora=None, model="m")
-    values = command._defaults(asked, given, store, 4, tmp_path, on_gpu=False)
+    values = command._defaults(asked, given, store, 4, tmp_path)
     batch = given.batch.model_copy(update=values["batch"])
     assert given.model_copy(update={"batch": batch}).capacity(4) >= store.lengths.max()
