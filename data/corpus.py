@@ -1,17 +1,24 @@
 """Corpus: a text source of any kind as a sequence of named documents in a fixed order.
 
 A source is `python-stdlib` (the standard library of the running Python: real source code, no download), a file, a folder of
-files, or a dataset that `datasets` saved on disk. The suffix of a file decides how it is read: `.jsonl` has one record per
-line, `.parquet` one per row, any other file is one text; `longctx.data.formats` describes records. In a folder, files and
-folders whose names begin with a dot are ignored, and files that are not UTF-8 text are skipped and counted; any other
-unreadable file or record is an error that names the place.
+files, or a dataset that `datasets` saved on disk. The ending of a file decides how it is read: records (`READERS`, which
+`longctx.data.formats` describes) or one text (`TEXT_ENDINGS`); `as_text` reads every file as one text. Of files that belong to
+several splits by their names, those of one split are read. Everything else in a folder is listed in `Corpus.not_read`, with the
+reason: other endings, other splits, readme files beside records, broken links. Files and folders whose names begin with a dot
+are ignored, and texts that are not UTF-8 are skipped and counted; any other unreadable file or record is an error that names
+the place.
 """
 
+import csv
 import hashlib
+import io
 import json
 import os
+import re
+import sys
 import sysconfig
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +28,24 @@ from longctx.data.formats import PAIRS, Document, FormatError, columns_of, parse
 from longctx.errors import UserError, brief
 
 STANDARD_LIBRARY = "python-stdlib"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_STANDARD = {"site-packages", "dist-packages", "__pycache__"}
+_ENDINGS = """
+    txt text md markdown rst adoc org tex bib htm html xhtml xml srt vtt py pyi pyx c h cc cpp cxx hh hpp hxx inl cu cuh
+    cl rs go java kt kts scala groovy clj js mjs cjs jsx ts tsx vue css scss less rb php pl pm lua jl r m mm swift cs fs
+    vb hs ml mli ex exs erl elm lean v sv vhd f f90 f95 pas asm s sh bash zsh fish ps1 bat sql proto thrift graphql yaml
+    yml toml ini cfg conf cmake mk diff patch jinja j2
+"""
+TEXT_ENDINGS = frozenset(f".{ending}" for ending in _ENDINGS.split())
+"""Endings of files that are one text each."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Split by the word in the path of a file of records, as `datasets` has it."""
+_SPLIT = re.compile(rf"(?<![^\W_])({'|'.join(SPLITS)})(?![^\W\d_])", re.IGNORECASE)
+_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?)\b", re.IGNORECASE)
 
 
 class CorpusError(UserError):
@@ -53,7 +77,9 @@ class Corpus:
         source: the source as given.
         kind: python-stdlib, files or dataset.
         root: folder that document names are relative to.
-        files: every file of the source, sorted by name.
+        files: every file that is read, sorted by name.
+        not_read: number of other files by reason.
+        as_text: read every file as one text, whatever its ending.
         text_column: column or key of the text, if given; None: the keys of each record determine its format.
     """
 
@@ -62,6 +88,8 @@ class Corpus:
     root: Path
     files: tuple[Path, ...]
     text_column: str | None = None
+    not_read: Mapping[str, int] = field(default_factory=dict)
+    as_text: bool = False
 
     @property
     def bytes(self) -> int:
@@ -74,7 +102,11 @@ class Corpus:
         for file in self.files:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n".encode())
+                stream.seek(0)
+                changed = stream.read(3) == BYTE_ORDER_MARK or self._reader(file) not in (None, _read_jsonl, _read_parquet)
+            # Earlier versions read a byte order mark as text, and some records as one text.
+            note = "as records or without a byte order mark\n" if changed else ""
+            digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{note}".encode())
         return digest.hexdigest()
 
     def documents(self, found: Found | None = None) -> Iterator[Document]:
@@ -105,72 +137,126 @@ class Corpus:
             return
         for file in self.files:
             name = self._name(file)
-            if self.kind != STANDARD_LIBRARY and file.suffix == ".jsonl":
-                yield from _read_jsonl(file, name, self.text_column)
-            elif self.kind != STANDARD_LIBRARY and file.suffix == ".parquet":
-                yield from _read_parquet(file, name, self.text_column)
+            if (reader := self._reader(file)) is not None:
+                yield from reader(file, name, self.text_column)
             elif (text := _read_text(file)) is not None:
                 yield [Document(name, file.stat().st_size, text)]
             else:
                 found.not_text.append(name)
+
+    def _reader(self, file: Path) -> "Reader | None":
+        """Returns what reads the records of a file; None: it is one text."""
+        return None if self.kind == STANDARD_LIBRARY or self.as_text else READERS.get(file.suffix.lower())
 
     def _name(self, file: Path) -> str:
         """Returns the name of a file, in which bytes that are not UTF-8 are written as \\xff."""
         return os.fsencode(file.relative_to(self.root).as_posix()).decode("utf-8", "backslashreplace")
 
 
-def open_corpus(source: str, *, text_column: str | None = None) -> Corpus:
-    """Finds the files of a source. Raises CorpusError if `source` does not exist or cannot be a source."""
+def open_corpus(source: str, *, text_column: str | None = None, split: str | None = None, as_text: bool = False) -> Corpus:
+    """Finds the files of a source.
+
+    `split` is the split to read, where files or a saved dataset have several; None: train. `as_text` reads every file as one
+    text. Raises CorpusError if `source` does not exist or cannot be a source, or has no such split.
+    """
     if source == STANDARD_LIBRARY:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [file for file in _walk(root, leave_out=_NOT_STANDARD) if file.suffix == ".py"]
-        if not files:
+        library = [file for file in _walk(root, Counter(), _NOT_STANDARD) if file.suffix == ".py"]
+        if not library:
             raise CorpusError(f"the source of Python's standard library is not in {root}: give another --source")
-        return Corpus(source, STANDARD_LIBRARY, root, tuple(files), text_column)
-    path = Path(source)
+        return Corpus(source, STANDARD_LIBRARY, root, tuple(library), text_column)
+    path, not_read = Path(source), Counter[str]()
     if path.is_file():
-        if path.suffix == ".json" and text_column is None:
-            _refuse_records(path)
-        return Corpus(source, "files", path.parent, (path,), text_column)
+        if not (as_text or path.suffix.lower() in READERS or path.suffix.lower() in TEXT_ENDINGS):
+            raise CorpusError(
+                f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as .txt, .md, .py) by its ending: "
+                "rename it, or give --as-text to read it as one text"
+            )
+        return Corpus(source, "files", path.parent, (path,), text_column, as_text=as_text)
     if not path.is_dir():
         raise CorpusError(f"source {source!r} does not exist: give `{STANDARD_LIBRARY}`, a file, a folder, or a saved dataset")
     if (path / "dataset_dict.json").exists():
-        try:
-            splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
-            ways_out = " or ".join(str(path / split) for split in splits)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorpusError(
-                f"{path / 'dataset_dict.json'} is damaged: {brief(error)}; give the folder of one split"
-            ) from error
-        raise CorpusError(f"source {source!r} is a dataset with several splits: choose one, {ways_out}")
-    files = list(_walk(path))
+        folders = _splits_of(path / "dataset_dict.json")
+        name = _chosen(source, split, folders)
+        not_read.update(f"split {other}" for other in folders if other != name)
+        path = path / name
+    files = list(_walk(path, not_read))
+    if {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}:
+        return Corpus(source, "dataset", path, tuple(files), text_column, not_read)
+    if saved := sorted({str(file.parent) for file in files if file.name == "state.json"}):
+        raise CorpusError(f"source {source!r} is a folder of saved datasets: give one of them, {' or '.join(saved)}")
+    if not as_text:
+        files = _records_and_texts(source, path, files, split, not_read)
     if not files:
-        raise CorpusError(f"source {source!r} is a folder without files: put text, .jsonl or .parquet files there")
-    is_dataset = {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}
-    return Corpus(source, "dataset" if is_dataset else "files", path, tuple(files), text_column)
-
-
-def _refuse_records(file: Path) -> None:
-    """Raises CorpusError for a JSON list of records, which would otherwise be read as one text."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError):
-        return
-    if isinstance(content, list) and content and isinstance(content[0], dict):
+        others = "".join(f"; {count:,} × {reason}" for reason, count in sorted(not_read.items()))
         raise CorpusError(
-            f"{file} is a list of {len(content):,} records, but records must be in a .jsonl file, one per line: "
-            f"jq -c '.[]' {file} > {file.with_suffix('.jsonl')}"
+            f"source {source!r} is a folder without files to read{others}: put text, {', '.join(READERS)} files there, or give "
+            "--as-text to read every file as one text"
         )
+    return Corpus(source, "files", path, tuple(files), text_column, not_read, as_text)
 
 
-def _walk(root: Path, leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Yields the files under `root`, sorted by relative name, without hidden ones and the folders named in `leave_out`."""
-    found: list[Path] = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if name not in leave_out and not name.startswith(".")]
-        found += [Path(folder, name) for name in files if not name.startswith(".")]
+def _records_and_texts(source: str, root: Path, files: list[Path], split: str | None, not_read: Counter[str]) -> list[Path]:
+    """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
+    split_of: dict[Path, str] = {}
+    for file in files:
+        if file.suffix.lower() in READERS and not _ABOUT.match(file.name):
+            word = _SPLIT.search(str(file.relative_to(root)))
+            split_of[file] = SPLITS[word[1].lower()] if word else "train"
+    splits = sorted(set(split_of.values()))
+    chosen = _chosen(source, split, splits) if len(splits) > 1 or split is not None else "".join(splits)
+    read = []
+    for file in files:
+        if split_of.get(file, chosen) != chosen:
+            not_read[f"split {split_of[file]}"] += 1
+        elif split_of and _ABOUT.match(file.name):
+            not_read[f"{file.name} beside records"] += 1
+        elif file in split_of or file.suffix.lower() in TEXT_ENDINGS:
+            read.append(file)
+        else:
+            not_read[f"ending {file.suffix.lower()}" if file.suffix else "no ending"] += 1
+    return read
+
+
+def _chosen(source: str, split: str | None, splits: Iterable[str]) -> str:
+    """Returns the split to read. Raises CorpusError if there is none of that name."""
+    name = "train" if split is None else SPLITS.get(split.lower(), split)
+    if name not in splits:
+        raise CorpusError(f"source {source!r} has no split {name!r}: choose one with --split, {' or '.join(splits) or 'none'}")
+    return name
+
+
+def _splits_of(file: Path) -> list[str]:
+    try:
+        return [str(split) for split in json.loads(file.read_text("utf-8"))["splits"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorpusError(f"{file} is damaged: {brief(error)}; give the folder of one split") from error
+
+
+def _walk(root: Path, not_read: Counter[str], leave_out: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yields the files under `root`, sorted by relative name, without hidden ones and the folders named in `leave_out`.
+
+    Links to folders are followed, each folder once, but not where folders are left out. Broken links are counted in `not_read`.
+    """
+    files: list[Path] = []
+    entered = {root.resolve()}
+    for folder, folders, names in os.walk(root, followlinks=not leave_out):
+        kept = []
+        for name in sorted(folders):
+            target = Path(folder, name).resolve()
+            if name in leave_out or name.startswith("."):
+                continue
+            if target in entered:
+                not_read["link to a folder that is read already"] += 1
+                continue
+            entered.add(target)
+            kept.append(name)
+        folders[:] = kept
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    if broken := sum(file.is_symlink() and not file.exists() for file in files):
+        not_read["broken link"] = broken
     # Sorted by path parts: the order of the file system differs between machines.
-    return iter(sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).parts))
+    return iter(sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).parts))
 
 
 def _read_text(file: Path) -> str | None:
@@ -179,7 +265,7 @@ def _read_text(file: Path) -> str | None:
     if b"\0" in content:
         return None
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
 
@@ -187,10 +273,11 @@ def _read_text(file: Path) -> str | None:
 def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
+            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
             if not line.strip():
                 continue
             try:
-                record = parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                record = parse_json(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
             except FormatError as error:
@@ -198,6 +285,77 @@ def _read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Docu
             if not isinstance(record, dict):
                 raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
             yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
+
+
+def _read_json(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
+    text = _decoded(file)
+    try:
+        content = parse_json(text)
+    except FormatError as error:
+        first = next((line for line in text.splitlines() if line.strip()), "")
+        try:
+            parse_json(first)
+        except FormatError:
+            raise CorpusError(f"{file}: {error}") from error
+        yield from _read_jsonl(file, name, column)
+        return
+    if isinstance(content, dict):
+        content = _lists_in(content, column, file)
+    if not isinstance(content, list):
+        raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
+    for number, record in enumerate(content, start=1):
+        if not isinstance(record, dict):
+            raise CorpusError(f'{file}, record {number}: it must be an object such as {{"text": ".."}}')
+        yield _documents(record, f"{name}:{number}", f"{file}, record {number}", column, file.stat().st_size / len(content))
+
+
+def _lists_in(content: dict[str, Any], column: str | None, file: Path) -> list[Any]:
+    """Returns the records of an object: itself, or those of its only list of objects."""
+    lists = {key: value for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)}
+    try:
+        columns_of(list(content), column)
+    except FormatError as error:
+        if len(lists) == 1:
+            return next(iter(lists.values()))
+        if lists:
+            raise CorpusError(
+                f"{file} has several lists of records, {', '.join(lists)}: put each into a file of its own"
+            ) from error
+        raise CorpusError(f"{file}: {error}") from error
+    return [content]
+
+
+def _read_csv(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    """Reads a table with a header; of weights, an empty cell is null."""
+    csv.field_size_limit(sys.maxsize)
+    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
+    table = csv.DictReader(stream, dialect=dialect, strict=True)
+    try:
+        rows: list[dict[str, Any]] = list(table)
+    except csv.Error as error:
+        raise CorpusError(f"{file}, line {table.line_num}: not CSV: {error}") from error
+    _columns(list(table.fieldnames or ()), column, str(file))
+    for number, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise CorpusError(f"{file}, row {number}: it must have {len(table.fieldnames or ())} cells, as the header has")
+        if "weight" in row:
+            row["weight"] = _number(row["weight"])
+        yield _documents(row, f"{name}:{number}", f"{file}, row {number}", column, file.stat().st_size / len(rows))
+
+
+def _number(cell: str) -> float | str | None:
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell
+
+
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
 
 
 def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
@@ -253,3 +411,15 @@ def _documents(record: dict[str, Any], name: str, where: str, column: str | None
         return parse_record(record, name, source_bytes, column)
     except (FormatError, ChatError) as error:
         raise CorpusError(f"{where}: {error}") from error
+
+
+Reader = Callable[[Path, str, str | None], Iterator[list[Document]]]
+READERS: dict[str, Reader] = {
+    ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+"""What reads the records of a file, by its ending."""

@@ -32,6 +32,7 @@ class Manifest:
         documents, tokens, trained_tokens: totals; `trained_tokens` are targets.
         longest_name, longest_length: name of the longest document, and number of its tokens.
         empty_documents: number of documents left out because they have no text.
+        not_read: number of other files of the source, by the reason why they were not read.
         skipped_files: number of files left out because they are not UTF-8 text; `skipped_names` are the first of them.
         tokenizer_fingerprint, vocab_size, end_of_document_token: properties of the tokenizer.
         characters: number of characters that are not white space; 0 if the tokenizer cannot lose any.
@@ -66,6 +67,7 @@ class Manifest:
     vocab_size: int
     end_of_document_token: str
     files: dict[str, int]
+    not_read: dict[str, int] = field(default_factory=dict)
     format: str = FORMAT
     version: int = VERSION
     characters: int = 0

@@ -75,8 +75,8 @@ def prepare(
     """Makes the store of `corpus` at `out`.
 
     Args:
-        corpus: a text, .jsonl or .parquet file, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
-            Corpus, which may also name the column of the text.
+        corpus: a file of text or records, a folder of them, a dataset saved by `datasets`, or `python-stdlib`; or an open
+            Corpus, which may also name the column of the text and the split.
         out: folder of the store.
         tokenizer: `bpe` (trained on the corpus), `bytes`, the path of a tokenizer.json, or a checkpoint's folder or name on the
             hub.
@@ -186,6 +186,7 @@ def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_leng
             left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
         if found.not_text:
             left_out.append(f"{len(found.not_text)} files are not UTF-8 text ({', '.join(found.not_text[:3])})")
+        left_out += [f"{count:,} × {reason} not read" for reason, count in sorted(corpus.not_read.items())]
         why = ", ".join(left_out) or "it is empty"
         raise CorpusError(f"source {corpus.source!r} has no document with text: {why}; give one with text or conversations")
     if dropped and not any(part.documents for part in parts):
@@ -221,6 +222,7 @@ def _manifest(
         longest_name=longest.longest_name,
         longest_length=longest.longest_length,
         empty_documents=found.empty,
+        not_read=dict(corpus.not_read),
         skipped_files=len(found.not_text),
         skipped_names=tuple(found.not_text[:SKIPPED_NAMES]),
         tokenizer_fingerprint=tokenizer.fingerprint,

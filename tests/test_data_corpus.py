@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from longctx.commands.prepare import _particulars
 from longctx.data.corpus import CorpusError, Found, open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
@@ -45,10 +46,12 @@ def test_files_that_are_not_text_are_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("good", "utf-8")
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (tmp_path / "picture.bin").write_bytes(b"\x01\x00\x02")
+    (tmp_path / "binary.txt").write_bytes(b"\x01\x00\x02")
     (tmp_path / "nothing.txt").write_bytes(b"")
     found = Found()
     assert [document.name for document in open_corpus(str(tmp_path)).documents(found)] == ["good.txt"]
-    assert found == Found(["latin.txt", "picture.bin"], empty=1, formats={"text": 1})
+    assert found == Found(["binary.txt", "latin.txt"], empty=1, formats={"text": 1})
+    assert open_corpus(str(tmp_path)).not_read == {"ending .bin": 1}
 
 
 def test_one_text_file(tmp_path: Path) -> None:
@@ -132,7 +135,13 @@ def test_dataset_on_disk(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"neither 'body' nor messages, .* only text, other"):
         texts(tmp_path / "plain", text_column="body")
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(str(tmp_path / "splits"))
-    with pytest.raises(CorpusError, match=r"several splits: choose one, .*splits/train or .*splits/test"):
+    assert texts(tmp_path / "splits") == texts(tmp_path / "plain")
+    assert open_corpus(str(tmp_path / "splits")).not_read == {"split test": 1}
+    assert texts(tmp_path / "splits", split="test") == texts(tmp_path / "plain")
+    with pytest.raises(CorpusError, match="no split 'validation': choose one with --split, train or test"):
+        texts(tmp_path / "splits", split="val")
+    (tmp_path / "splits" / "dataset_dict.json").unlink()
+    with pytest.raises(CorpusError, match=r"folder of saved datasets: give one of them, .*splits/test or .*splits/train"):
         texts(tmp_path / "splits")
 
 
@@ -165,14 +174,142 @@ def test_shares_of_the_source_add_up(tmp_path: Path) -> None:
     assert json.loads(file.read_text("utf-8").splitlines()[0]) == {"text": "é"}
 
 
-def test_a_list_of_records_is_not_one_text(tmp_path: Path) -> None:
-    """It would otherwise be read as one text, like other files."""
-    file = tmp_path / "chats.json"
-    file.write_text(json.dumps([{"messages": CONVERSATION}] * 2), "utf-8")
-    with pytest.raises(CorpusError, match=r"is a list of 2 records, .*: jq -c '.\[\]' "):
-        open_corpus(str(file))
-    file.write_text('{"a": 1}', "utf-8")
-    assert len(texts(file)) == 1
+RECORDS = [{"text": "one"}, {"messages": CONVERSATION}]
+LINES = "\n".join(map(json.dumps, RECORDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "read"),
+    [
+        ("list.json", json.dumps(RECORDS), 2),
+        ("list.json", json.dumps(RECORDS, indent=1), 2),
+        ("lines.json", LINES, 2),
+        ("LINES.JSON", "\n" + LINES, 2),
+        ("wrapped.json", json.dumps({"version": 1, "data": RECORDS}), 2),
+        ("one.json", json.dumps(RECORDS[1], indent=1), 1),
+        ("lines.ndjson", LINES, 2),
+        ("lines.JSONL", LINES, 2),
+        ("table.csv", 'text,weight\none,2\n"a, ""b""\nc",\n', 2),
+        ("table.tsv", "prompt\tcompletion\nQ\tA\n", 1),
+    ],
+)
+def test_records_are_read_by_the_ending(tmp_path: Path, name: str, content: str, read: int) -> None:
+    (tmp_path / name).write_text("\ufeff" + content, "utf-8")
+    documents = list(open_corpus(str(tmp_path / name)).documents())
+    assert len(documents) == read
+    assert not any("{" in (document.text or "") for document in documents)
+    assert sum(document.source_bytes for document in documents) == pytest.approx((tmp_path / name).stat().st_size, rel=0.05)
+    assert [document.text for document in open_corpus(str(tmp_path), as_text=True).documents()] == [content], "as asked for"
+
+
+def test_cells_and_weights_of_a_table(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text('text,weight\none,2\n"a, ""b""\nc",\n', "utf-8")
+    first, second = open_corpus(str(tmp_path / "t.csv")).documents()
+    assert (first.text, first.weight, second.text, second.weight) == ("one", 2.0, 'a, "b"\nc', 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("s.json", '{"a": 1}', "neither 'text' nor messages"),
+        ("s.json", '["a"]', "record 1: it must be an object"),
+        ("s.json", "3", "is a int: it must be a list of records"),
+        ("s.json", '[{"text": "a"}', "not JSON"),
+        ("s.json", LINES + "\n{", r"s\.json:3: not JSON"),
+        ("s.json", '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "several lists of records, train, test"),
+        ("s.csv", 'text\n"a', "line 1: not CSV: unexpected end of data"),
+        ("s.csv", "text,weight\na\n", "row 0: it must have 2 cells"),
+        ("s.csv", "text,weight\na,b,c\n", "row 0: it must have 2 cells"),
+        ("s.csv", "text,weight\na,heavy\n", "`weight` is 'heavy'"),
+        ("s.csv", "a,b\n1,2\n", "neither 'text' nor messages"),
+        ("s.log", "text", r"read neither as records .* nor as text .* give --as-text"),
+        ("s.bak", "text", r"read neither as records"),
+        ("notes", "text", r"read neither as records"),
+    ],
+)
+def test_what_is_no_text_and_no_records_is_refused(tmp_path: Path, name: str, content: str, says: str) -> None:
+    (tmp_path / name).write_text(content, "utf-8")
+    with pytest.raises(CorpusError, match=says):
+        texts(tmp_path / name)
+
+
+def test_a_folder_lists_what_it_does_not_read(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data.jsonl", [{"text": "a"}])
+    for name in ("README.md", "data.jsonl.bak", "notes", "dataset_infos.json", "LICENSE", "story.md"):
+        (tmp_path / name).write_text("{}", "utf-8")
+    corpus = open_corpus(str(tmp_path))
+    assert [document.name for document in corpus.documents()] == ["data.jsonl:1", "story.md"]
+    beside = {f"{name} beside records": 1 for name in ("README.md", "LICENSE", "dataset_infos.json")}
+    assert corpus.not_read == {"ending .bak": 1, "no ending": 1, **beside}
+    manifest = prepare(corpus, tmp_path.parent / "out", tokenizer="bytes").manifest
+    assert manifest.not_read == corpus.not_read
+    assert "not read   1 × LICENSE beside records, 1 × README.md beside records" in "\n".join(_particulars(manifest))
+    (tmp_path / "data.jsonl").unlink()
+    assert [name for name, _ in texts(tmp_path)] == ["README.md", "story.md"], "texts alone"
+    for file in tmp_path.glob("*.md"):
+        file.unlink()
+    (tmp_path / "dataset_infos.json").unlink()
+    with pytest.raises(CorpusError, match=r"without files to read; 1 × ending \.bak; 2 × no ending: put text"):
+        texts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "split", "read"),
+    [
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], None, [0]),
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], "test", [1]),
+        (["train/a.jsonl", "validation/a.jsonl", "dev/b.jsonl"], None, [0]),
+        (["train/a.jsonl", "dev/b.jsonl", "validation/a.jsonl"], "val", [1, 2]),
+        (["chats.jsonl", "chats_test.jsonl"], None, [0]),
+        (["chats.jsonl", "contest.jsonl", "trained.jsonl"], None, [0, 1, 2]),
+        (["test.jsonl"], None, [0]),
+        (["a_test.jsonl", "b_test2.jsonl"], None, [0, 1]),
+    ],
+)
+def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: str | None, read: list[int]) -> None:
+    for number, name in enumerate(files):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        if file.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"text": [str(number)]}), file)
+        else:
+            write_jsonl(file, [{"text": str(number)}])
+    (tmp_path / "zz-test.txt").write_text("text files have no splits", "utf-8")
+    corpus = open_corpus(str(tmp_path), split=split)
+    assert [document.text for document in corpus.documents()][: len(read)] == [str(number) for number in read]
+    assert len(corpus.files) == len(read) + 1
+    assert sum(corpus.not_read.values()) == len(files) - len(read)
+
+
+def test_a_missing_split_is_named(tmp_path: Path) -> None:
+    for name in ("test.jsonl", "dev.jsonl"):
+        write_jsonl(tmp_path / name, [{"text": "a"}])
+    with pytest.raises(CorpusError, match="no split 'train': choose one with --split, test or validation"):
+        texts(tmp_path)
+
+
+def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
+    source, other = tmp_path / "source", tmp_path / "other"
+    (source / "inner").mkdir(parents=True)
+    other.mkdir()
+    (other / "a.txt").write_text("a", "utf-8")
+    (source / "inner" / "b.txt").write_text("b", "utf-8")
+    (source / "linked").symlink_to(other)
+    (source / "inner" / "up").symlink_to(source)
+    (source / "again").symlink_to(source / "inner")
+    (source / "c.txt").symlink_to(tmp_path / "nowhere.txt")
+    corpus = open_corpus(str(source))
+    assert sorted(document.text or "" for document in corpus.documents()) == ["a", "b"]
+    assert corpus.not_read == {"link to a folder that is read already": 2, "broken link": 1}
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    """Nor do stores of earlier versions, in which it is, match."""
+    (tmp_path / "s.txt").write_bytes(b"a")
+    plain = open_corpus(str(tmp_path / "s.txt")).fingerprint()
+    (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfa")
+    assert texts(tmp_path / "s.txt") == [("s.txt", "a")]
+    assert open_corpus(str(tmp_path / "s.txt")).fingerprint() != plain
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,12 @@ def test_store_inside_its_source_is_refused(tmp_path: Path) -> None:
 def test_empty_corpus_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "empty.txt").write_bytes(b"")
+    (tmp_path / "texts" / "photo.txt").write_bytes(b"\xff\xd8\x00")
     (tmp_path / "texts" / "photo.jpg").write_bytes(b"\xff\xd8\x00")
     for tokenizer in ("bytes", "bpe"):
-        with pytest.raises(CorpusError, match=r"no document with text: 1 is empty, 1 files are not UTF-8 text \(photo.jpg\)"):
+        with pytest.raises(
+            CorpusError, match=r"no document with text: 1 is empty, 1 files are not UTF-8 text \(photo.txt\), 1 × ending .jpg"
+        ):
             prepare(open_corpus(str(tmp_path / "texts")), tmp_path / "out", tokenizer=tokenizer)
     assert [entry.name for entry in tmp_path.iterdir()] == ["texts"]
     (tmp_path / "none.jsonl").write_bytes(b"")
@@ -391,19 +394,20 @@ def test_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixture[
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "a.txt").write_text("twelve bytes", "utf-8")
-    (texts / "b.bin").write_bytes(b"\xff")
+    (texts / "b.txt").write_bytes(b"\xff")
+    (texts / "c.bin").write_bytes(b"\xff")
     command = ["prepare", "--source", str(texts), "--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--workers", "2"]
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "written in" in out
     assert "13, of which 12 with loss" in out
-    assert "1 files that are not UTF-8 text: b.bin" in out
+    assert "1 files that are not UTF-8 text: b.txt" in out and "not read   1 × ending .bin" in out
     assert main(command) == 0
     assert "up to date, nothing to do" in capsys.readouterr().out
     assert main([*command, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["made"], summary["documents"], summary["tokens"]) == (False, 1, 13)
-    assert (summary["longest_name"], summary["longest_length"], summary["skipped_names"]) == ("a.txt", 13, ["b.bin"])
+    assert (summary["longest_name"], summary["longest_length"], summary["skipped_names"]) == ("a.txt", 13, ["b.txt"])
 
 
 @pytest.mark.parametrize(

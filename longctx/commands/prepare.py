@@ -22,9 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source",
         default="python-stdlib",
-        help="data to read: a text, .jsonl or .parquet file, a folder of those, a dataset saved by `datasets`, or "
-        "python-stdlib, the source code of this Python's standard library. Records may be messages, ShareGPT conversations, "
-        "prompt and completion, instruction and output, chosen and rejected, or text; the format is detected by the keys",
+        help="data to read: a file of records (.jsonl, .ndjson, .json, .parquet, .csv, .tsv) or text, a folder of those, a "
+        "dataset saved by `datasets`, or python-stdlib, the source code of this Python's standard library. Records may be "
+        "messages, ShareGPT conversations, prompt and completion, instruction and output, chosen and rejected, or text; the "
+        "format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
     parser.add_argument(
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-column", metavar="NAME", help="column or key of the text; takes precedence over other formats (default: text)"
     )
+    parser.add_argument(
+        "--split",
+        metavar="NAME",
+        help="split to read, where files (by their names) or a saved dataset have several (default: train)",
+    )
+    parser.add_argument("--as-text", action="store_true", help="read every file as one text, whatever its ending")
     parser.add_argument("--workers", type=int, metavar="N", help="number of tokenizer threads (default: one per core)")
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a store that was made from another source or with other settings"
@@ -83,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     began = time.perf_counter()
-    corpus = open_corpus(arguments.source, text_column=arguments.text_column)
+    corpus = open_corpus(arguments.source, text_column=arguments.text_column, split=arguments.split, as_text=arguments.as_text)
     out = arguments.out or Path("stores", _name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
@@ -160,6 +167,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
+    if manifest.not_read:
+        yield "  not read   " + ", ".join(f"{count:,} × {reason}" for reason, count in sorted(manifest.not_read.items()))
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
