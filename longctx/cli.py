@@ -67,6 +67,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
+        if any("\0" in argument for argument in argv):
+            raise UserError("an argument has a NUL character, which no path or setting may have: remove it")
         _check_package()
         return _run(name, rest)
     except BrokenPipeError:  # `longctx plan | head`: the reader has left, and there is nobody to tell

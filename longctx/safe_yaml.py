@@ -97,6 +97,8 @@ def parse(text: str) -> Any:
         raise YamlError(f"line {line}: character U+{int(error.character):04X} is not allowed: remove it") from error
     except RecursionError as error:
         raise YamlError(f"lists and mappings are nested more than {DEEPEST} levels deep") from error
+    except (OverflowError, ValueError) as error:  # of PyYAML itself: an escape beyond Unicode, a version of thousands of digits
+        raise YamlError(f"an escape such as \\U or a directive has a number that is too large ({error})") from error
 
 
 def read_text(path: Path) -> str:
@@ -105,6 +107,8 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise YamlError(f"byte {error.start} is not UTF-8 text: save the file as UTF-8") from error
+    except ValueError as error:
+        raise YamlError(f"{str(path)!r} is not a path: {error}") from error
 
 
 def _check_size(node: yaml.Node, depth: int = 0, counted: list[int] | None = None) -> None:

@@ -1,6 +1,11 @@
-"""Formats memory sizes, counts and ranks for people."""
+"""Formats memory sizes, counts and ranks for people, and reads whole numbers that they write."""
 
 from collections.abc import Sequence
+
+
+def whole_number(text: str) -> int | None:
+    """Returns the number that up to 18 digits spell, as 64 bits hold; None for any other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def format_bytes(size: int) -> str:

@@ -179,3 +179,30 @@ def test_a_setting_without_a_value(argv: list[str], command: Callable[..., None]
     command(lambda arguments: 0, OVERRIDES=True)
     assert cli.main(["train", *argv]) == 2
     assert "--train.steps has no value: write --train.steps VALUE" in capsys.readouterr().err
+
+
+DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "run\0.yaml"], "an argument has a NUL character"),
+        (["prepare", "--source", "texts\0"], "an argument has a NUL character"),
+        (["train", "--train.run_dir", "runs\0"], "an argument has a NUL character"),
+        (["train", "--profile-steps", f"{DIGITS}:{DIGITS}"], "--profile-steps is '9999"),
+        (["train", "--profile-steps", f"1:{DIGITS}"], "--profile-steps is '1:9999"),
+        (["train", f"--stages.{DIGITS}.steps", "3"], "the run has 0 stages"),
+        (["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"], "is not LENGTH:DEGREE"),
+        (["compare", "--mix", "wlb_128k", "--ranks", DIGITS], "is not a list of whole numbers"),
+        (["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"], "is not static:DEGREE"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_odd_arguments_get_a_message(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(arguments)
+    except SystemExit as end:  # of argparse
+        status = int(end.code or 0)
+    assert status == 2
+    assert says in capsys.readouterr().err

@@ -358,6 +358,9 @@ def test_max_length_is_what_the_mode_can_hold() -> None:
         ("batch:\n\tglobal_tokens: 1\n", "line 2, column 1: .*indent with spaces instead of tabs"),
         ("train: {steps: !!int abc}", "column 16: abc is not a valid int"),
         ("train: {steps: " + "9" * 5000 + "}", r"characters \.\.\]9+ is not a valid int"),
+        ('train: {run_dir: "\\UFFFFFFFF"}', r"an escape such as \\U or a directive has a number that is too large"),
+        ('train: {run_dir: "\\U00110000"}', r"an escape such as \\U or a directive has a number that is too large"),
+        ("%YAML 1." + "9" * 5000 + "\n---\ntrain: {}", r"an escape such as \\U or a directive has a number that is too large"),
         ("train: {steps: 18446744073709551616}", "more than 64 bits"),
         ("train: " + "[" * 400 + "]" * 400, "levels of nesting"),
         ("train: &a [*a]", "levels of nesting"),
@@ -466,3 +469,8 @@ def test_the_examples_are_valid(repository: Path, name: str, world_size: int) ->
 def test_the_128k_examples_take_documents_of_131072_tokens(repository: Path) -> None:
     for name, world_size in (("pretrain_128k_cpu", 2), ("pretrain_8b_128k", 64)):
         assert config.load(repository / "examples" / f"{name}.yaml").max_length(world_size) >= 131072
+
+
+def test_a_path_with_nul_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is not a path: embedded null byte"):
+        config.load(Path("run\0.yaml"))

@@ -31,6 +31,7 @@ from longctx.commands.plan import (
 from longctx.comparison.mixes import mix_names
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
+from longctx.units import whole_number
 
 if TYPE_CHECKING:
     from longctx.comparison.modelled import Case, Row
@@ -119,18 +120,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse_ranks(text: str) -> tuple[int, ...]:
     """Parses `8,64` as (8, 64)."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) >= 1 for part in parts):
+    ranks = {whole_number(part.strip()) or 0 for part in text.split(",")}
+    if 0 in ranks:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers ≥ 1, as in 8,64,256")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(sorted(ranks))
 
 
 def parse_baseline(text: str) -> int:
     """Parses `static:8` as 8."""
-    mode, _, degree = text.partition(":")
-    if mode != "static" or not (degree.isascii() and degree.isdecimal()) or int(degree) < 1:
+    mode, _, word = text.partition(":")
+    degree = whole_number(word)
+    if mode != "static" or not degree:
         raise argparse.ArgumentTypeError(f"{text!r} is not static:DEGREE, as in static:8")
-    return int(degree)
+    return degree
 
 
 def starts_processes(arguments: argparse.Namespace) -> bool:

@@ -13,6 +13,7 @@ from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.hardware_profile import shipped_profiles
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
+from longctx.units import whole_number
 
 if TYPE_CHECKING:
     from longctx.planning.plan import Plan
@@ -159,12 +160,12 @@ def parse_bins(text: str) -> dict[int, int]:
     """Parses `8192:1,32768:4` as {8192: 1, 32768: 4}."""
     bins: dict[int, int] = {}
     for part in text.split(","):
-        length, colon, degree = part.partition(":")
-        if not colon or not length.strip().isdecimal() or not degree.strip().isdecimal():
+        length, degree = (whole_number(number.strip()) for number in part.partition(":")[::2])
+        if length is None or degree is None:
             raise argparse.ArgumentTypeError(f"{part!r} is not LENGTH:DEGREE, as in 8192:1,32768:4")
-        if int(length) in bins:
-            raise argparse.ArgumentTypeError(f"bin {int(length)} is given twice")
-        bins[int(length)] = int(degree)
+        if length in bins:
+            raise argparse.ArgumentTypeError(f"bin {length} is given twice")
+        bins[length] = degree
     if list(bins) != sorted(bins) or list(bins.values()) != sorted(bins.values()):
         raise argparse.ArgumentTypeError(f"{text!r}: lengths must be ascending, and degrees must not decrease with length")
     return bins
@@ -183,11 +184,12 @@ def read_lengths(path: Path) -> list[int]:
         text = line.strip()
         if not text:
             continue
-        if not (text.isascii() and text.isdecimal()) or len(text) > 18 or int(text) < 1:
+        length = whole_number(text)
+        if not length:
             raise UserError(
                 f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
             )
-        lengths.append(int(text))
+        lengths.append(length)
     if not lengths:
         raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
     return lengths

@@ -15,6 +15,7 @@ from longctx.config.rules import broken_rules
 from longctx.config.run import SECTIONS, Config
 from longctx.config.stages import Stage, Values, laid_over, may_be_staged, settings_of
 from longctx.safe_yaml import YamlError, parse, read_text
+from longctx.units import whole_number
 
 SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() for key, setting in kind.model_fields.items()}
 """All settings by dotted name."""
@@ -124,10 +125,11 @@ def _apply_to_stage(name: str, key: str, value: object, values: Values) -> Probl
     number, _, inner = key.partition(".")
     section, dot, setting = inner.partition(".")
     stages = _stages(values)
-    if not (number.isdecimal() and 1 <= int(number) <= len(stages) and inner):
+    place = whole_number(number) or 0
+    if not (1 <= place <= len(stages) and inner):
         fix = f"use --stages.1.batch.tokens_per_rank=4096, 1 to {len(stages)}" if stages else "add stages to the file"
         return Problem(name, value, f"the run has {len(stages)} stages, counted from 1", fix)
-    stage = stages[int(number) - 1]
+    stage = stages[place - 1]
     if not dot:
         stage[inner] = value
     else:

@@ -20,7 +20,7 @@ from longctx.attention import warm_up
 from longctx.errors import UserError
 from longctx.parallel.meeting import meet
 from longctx.parallel.peers import Peers
-from longctx.units import format_ranks
+from longctx.units import format_ranks, whole_number
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
@@ -51,7 +51,7 @@ class Launch:
         defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         values = {name: os.environ.get(name, default) for name, default in defaults.items()}
         for name, value in values.items():
-            if not value.isdecimal():
+            if whole_number(value) is None:
                 raise UserError(
                     f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
                 )
@@ -272,7 +272,7 @@ def _meet(launch: Launch, timeout_s: float) -> Store:
     Raises UserError that names the ranks which have not within the timeout.
     """
     port = os.environ.get("MASTER_PORT", "")
-    if port and not (port.isdecimal() and 0 < int(port) < 1 << 16):
+    if port and not 0 < (whole_number(port) or 0) < 1 << 16:
         raise UserError(f"the environment variable MASTER_PORT is {port!r}: it must be a number from 1 to 65535")
     unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if unset:

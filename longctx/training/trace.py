@@ -10,15 +10,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
 from longctx.model.protocol import Model
+from longctx.units import whole_number
 
 
 def parse_steps(text: str) -> range:
     """Parses `10:12` as steps 10, 11 and 12, and `10` as that step. Raises UserError for anything else."""
     first, colon, last = text.partition(":")
-    if first.isdecimal() and (last.isdecimal() if colon else True):
-        steps = range(int(first), int(last or first) + 1)
-        if first != "0" and len(steps):
-            return steps
+    start, end = whole_number(first), whole_number(last if colon else first)
+    if start and end and start <= end:
+        return range(start, end + 1)
     raise UserError(f"--profile-steps is {text!r}: give the first and the last step, as in 10:12, counted from 1")
 
 
