@@ -18,8 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
+from torch.torch_version import TorchVersion
 
 from longctx.parallel import mesh
+from longctx.parallel.host_memory import pinned_bytes
 from longctx.parallel.meeting import meet
 from longctx.parallel.mesh import Launch
 
@@ -72,6 +74,9 @@ def test_only_control_has_gloo_on_gpus(monkeypatch: pytest.MonkeyPatch, device: 
     assert (groups.exchange, groups.pipeline) == ("group of [0, 1, 2, 3]", "group of [1, 5]")
 
 
+SETTINGS = "expandable_segments:True"
+if TorchVersion(torch.__version__) >= "2.13":
+    SETTINGS += ",pinned_max_round_threshold_mb:1"
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -82,7 +87,7 @@ def test_the_allocator_is_configured_unless_the_user_did(
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if given is None else {given: "max_split_size_mb:64"})
     mesh.prepare_allocator(device)
-    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if device == GPU else {}
+    ours = {"PYTORCH_ALLOC_CONF": SETTINGS} if device == GPU else {}
     assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
 
 
@@ -96,7 +101,35 @@ print(torch._C._accelerator_getAllocatorSettings())
 """
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, env=environment)
-    assert done.stdout.strip() == "expandable_segments:True", done.stderr
+    assert done.stdout.strip() == SETTINGS, done.stderr
+
+
+def test_older_versions_of_torch_get_no_setting_that_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
+    mesh.prepare_allocator(GPU)
+    assert os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and mesh.rounds_pinned()
+
+
+def test_pinned_memory_is_counted_as_torch_allocates_it() -> None:
+    sizes = [0, 1, 3, 4096, 4097, 5 << 30]
+    assert pinned_bytes(sizes, rounded=True) == 0 + 1 + 4 + 4096 + 8192 + (8 << 30)
+    assert pinned_bytes(sizes, rounded=False) == sum(sizes)
+
+
+@pytest.mark.parametrize(("own", "local_processes", "expected"), [(None, 4, 4), (None, 32, 1), ("7", 4, None)])
+def test_processes_of_a_node_share_the_cores_for_compiling(
+    monkeypatch: pytest.MonkeyPatch, own: str | None, local_processes: int, expected: int | None
+) -> None:
+    from torch._inductor import config as inductor
+
+    environment = {"LOCAL_WORLD_SIZE": str(local_processes), "WORLD_SIZE": str(local_processes)}
+    monkeypatch.setattr(os, "environ", environment | ({} if own is None else {"TORCHINDUCTOR_COMPILE_THREADS": own}))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    before = inductor.compile_threads
+    with inductor.patch(compile_threads=before):
+        mesh.share_compilers()
+        assert inductor.compile_threads == (before if expected is None else expected)
 
 
 def test_commands_configure_the_allocator_before_cuda_starts(repository: Path) -> None:

@@ -5,7 +5,7 @@ that reads a model block by block would end up with most of the model in memory.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,6 +29,11 @@ def returned_when_freed() -> Iterator[None]:
     finally:
         mallopt(_MMAP_THRESHOLD, 32 << 20)
         mallopt(_TRIM_THRESHOLD, 64 << 20)
+
+
+def pinned_bytes(sizes: Iterable[int], *, rounded: bool) -> int:
+    """Returns the host memory that pinned buffers of these sizes in bytes take; `rounded`: each has a power of two."""
+    return sum(1 << (size - 1).bit_length() if rounded and size else size for size in sizes)
 
 
 def free_bytes() -> int | None:

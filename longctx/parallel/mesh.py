@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import torch_version
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +25,9 @@ from longctx.units import format_ranks, whole_number
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+EXACT_PINNED = "pinned_max_round_threshold_mb"
+"""Setting of torch's allocator: larger pinned buffers are not rounded up to powers of two."""
 AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
 """Axes that `dp_cp` consists of if several parts of it each hold a copy of the weights."""
@@ -77,8 +81,22 @@ def host_threads() -> int | None:
 
     None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the user has set none.
     """
-    if os.environ.get("OMP_NUM_THREADS", "1") != "1":
-        return None
+    return _own_cores() if os.environ.get("OMP_NUM_THREADS", "1") == "1" else None
+
+
+def share_compilers() -> None:
+    """Lets torch.compile start one worker per core of this process's share, unless TORCHINDUCTOR_COMPILE_THREADS is set.
+
+    Torch starts up to 32 in every process: 256 on a node of eight GPUs.
+    """
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        import torch._inductor.config as inductor
+
+        inductor.compile_threads = min(32, _own_cores())
+
+
+def _own_cores() -> int:
+    """Returns this process's share of the cores that the processes of this node may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // Launch.read().local_world_size)
 
@@ -204,11 +222,18 @@ def check_device(device: torch.device, local_processes: int) -> None:
 def prepare_allocator(device: torch.device) -> None:
     """Lets torch's allocator grow its segments on a GPU, unless the user has configured it. Call it before CUDA starts.
 
-    Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one.
+    Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one. Pinned
+    host memory is not rounded up to powers of two, from the first version of torch on that can do without.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-    if device.type == "cuda" and not any(name in os.environ for name in names):
-        os.environ[names[0]] = "expandable_segments:True"  # the other names are deprecated, but come first if set
+    if device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        exact = f",{EXACT_PINNED}:1" if torch_version.TorchVersion(torch.__version__) >= "2.13" else ""
+        # The other names are deprecated, but come first if set.
+        os.environ[ALLOCATOR_SETTINGS[0]] = f"expandable_segments:True{exact}"
+
+
+def rounds_pinned() -> bool:
+    """Returns whether torch rounds pinned host memory up to powers of two."""
+    return not any(EXACT_PINNED in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
 
 
 def record_messages(device: torch.device, folder: Path) -> None:

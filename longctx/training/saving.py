@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from longctx.checksums import sealed
-from longctx.parallel.host_memory import free_bytes
-from longctx.parallel.mesh import gather_objects
+from longctx.parallel.host_memory import free_bytes, pinned_bytes
+from longctx.parallel.mesh import gather_objects, rounds_pinned
 from longctx.training.checkpoint import STATE, complete, folder_of, tensors_of
 from longctx.training.checkpoint_io import CheckpointError, SummingFiles, cause
 from longctx.units import format_bytes
@@ -188,10 +188,9 @@ class _Writer(FileSystemWriter):
         super().finish(self.metadata, results)
 
     def _has_room(self, plan: SavePlan) -> bool:
-        data = [
-            (item.tensor_data.chunk.sizes.numel(), item.tensor_data.properties.dtype) for item in plan.items if item.tensor_data
-        ]
-        needed, free = sum(numel * dtype.itemsize for numel, dtype in data), free_bytes()
+        data = [item.tensor_data for item in plan.items if item.tensor_data]
+        sizes = (part.chunk.sizes.numel() * part.properties.dtype.itemsize for part in data)
+        needed, free = pinned_bytes(sizes, rounded=torch.cuda.is_initialized() and rounds_pinned()), free_bytes()
         if free is None or needed <= free // (2 * self.saver.local_ranks):
             return True
         print(

@@ -29,7 +29,7 @@ from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.expert import sparse_layers, split_experts
 from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.parallel.mesh import Launch, Mesh, host_threads, join
+from longctx.parallel.mesh import Launch, Mesh, host_threads, join, share_compilers
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute
@@ -93,6 +93,7 @@ def build_model(source: ModelSource, config: Config, mesh: Mesh) -> tuple[Model,
         split_experts(model, mesh.experts)
     limit_rows(model, config)
     if config.compiles(mesh.device.type, source.spec):
+        share_compilers()
         compile_blocks(model)
     stages = None
     if pipeline.ranks > 1:
