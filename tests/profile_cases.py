@@ -1,8 +1,7 @@
-"""Code that the ranks run in tests of `longctx profile` and of recalibration."""
+"""Code that the ranks run in tests of `longctx profile`."""
 
 import re
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,15 +12,10 @@ from longctx import profiling
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.config import load
-from longctx.data.packing import StepBatch
 from longctx.parallel.mesh import make_groups
-from longctx.planning.calibration.online_fit import OnlineFit
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.profiling.communication import Nodes
 from longctx.profiling.profiled_run import layout_of
 from longctx.profiling.stopwatch import Stopwatch
-from longctx.training.metrics import StepMetrics
-from tests.training_cases import start
 
 TINY = [
     "model.hidden_size=64",
@@ -106,21 +100,3 @@ def count_bytes(length: int, recompute: bool, keep_kv: bool) -> list[tuple[int, 
         attention(q.detach(), k.detach(), v.detach())
     attention(q, k, v).sum().backward()
     return counted
-
-
-def train_and_recalibrate(
-    store: Path, run: Path, settings: list[str], steps: int
-) -> tuple[list[StepMetrics], list[HardwareProfile], list[HardwareProfile]]:
-    """Returns the metrics, the profile that each step was planned with, and the refined profile after each step."""
-    trainer = start(store, run, [*settings, "context.recalibrate=true"])
-    planned, refined = [], []
-    recalibrate = trainer._recalibrate
-
-    def record(online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
-        recalibrate(online_fit, batch, seconds)
-        planned.append(batch.plan.profile)
-        refined.append(trainer.loader.planner.keywords["profile"])
-
-    trainer._recalibrate = record
-    with trainer.loader:
-        return [trainer.step() for _ in range(steps)], planned, refined

@@ -474,3 +474,10 @@ def test_the_128k_examples_take_documents_of_131072_tokens(repository: Path) -> 
 def test_a_path_with_nul_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not a path: embedded null byte"):
         config.load(Path("run\0.yaml"))
+
+
+def test_a_removed_setting_is_no_obstacle_for_runs_that_have_its_default(tmp_path: Path) -> None:
+    """Run folders list every setting of the version that made them."""
+    assert config.load(written(tmp_path, "context: {recalibrate: false}")) == config.load(None)
+    with pytest.raises(ConfigError, match=r"this setting was removed.*longctx profile"):
+        config.load(written(tmp_path, "context: {recalibrate: true}"))

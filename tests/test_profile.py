@@ -1,4 +1,4 @@
-"""Measured profiles: fits recover known constants, the command writes a profile that planning reads, training refines it."""
+"""Measured profiles: fits recover known constants, and the command writes a profile that planning reads."""
 
 import json
 import math
@@ -17,7 +17,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx import config
 from longctx.cli import main
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
@@ -29,46 +28,21 @@ from longctx.planning.calibration.fit import (
     fit_overlap,
     kv_bytes_per_token,
 )
-from longctx.planning.calibration.least_squares import nonnegative_least_squares
-from longctx.planning.calibration.online_fit import LEAST_STEPS, Observation, OnlineFit, refine
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, efficiency
 from longctx.planning.layout import Placement
-from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import plan_score
 from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
 from tests import profile_cases
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
-from tests.training_cases import make_store, train
+from tests.training_cases import make_store
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 amounts = st.floats(1e-3, 1e3)
-
-
-@settings(max_examples=200)
-@given(
-    st.integers(1, 3).flatmap(lambda n: st.lists(st.lists(amounts, min_size=n, max_size=n), min_size=4, max_size=8)), st.data()
-)
-def test_least_squares_are_least_and_not_negative(rows: list[list[float]], data: st.DataObject) -> None:
-    """Karush-Kuhn-Tucker conditions: no allowed step makes the sum of squares smaller."""
-    targets = data.draw(st.lists(st.floats(-100, 100), min_size=len(rows), max_size=len(rows)))
-    weights = data.draw(st.lists(st.floats(0.1, 1), min_size=len(rows), max_size=len(rows)))
-    found = nonnegative_least_squares(rows, targets, weights)
-    assert min(found) >= 0
-    a, w = np.array(rows), np.array(weights)
-
-    def cost(x: tuple[float, ...]) -> float:
-        return float((w * (a @ np.array(x) - targets) ** 2).sum())
-
-    for i in range(len(found)):
-        for change in (1e-3, -1e-3):
-            moved = tuple(max(0.0, x + change * max(1e-3, x)) if i == j else x for j, x in enumerate(found))
-            assert cost(found) <= cost(moved) * (1 + 1e-6) + 1e-9
 
 
 @given(
@@ -169,89 +143,6 @@ def test_bytes_of_keys_and_values(workers: Workers, ranks: int, recompute: bool,
 
 def test_bytes_of_an_8b_model() -> None:
     assert kv_bytes_per_token(32, 8, 128, 2) == H100.kv_bytes_per_token
-
-
-def measured_seconds(plan: Plan, truth: HardwareProfile) -> float:
-    """Returns the time of a plan on a machine with the constants `truth`."""
-    return plan_score(replace(plan, profile=truth)).makespan_ns / NANOSECONDS
-
-
-GIVEN = replace(H100, step_s=0.01)
-"""Constants for steps of a few seconds that are mostly work."""
-
-
-def steps_of(given: HardwareProfile, seed: int, count: int) -> list[Plan]:
-    """Returns plans of steps with very different lengths, alternating between short and long documents."""
-    random = np.random.default_rng(seed)
-    plans = []
-    for i in range(count):
-        lengths = np.minimum(60_000, random.lognormal(7 + 1.5 * (i % 3), 1.2, 12).astype(int) + 16).tolist()
-        plans.append(make_plan(lengths, ranks=4, tokens_per_rank=16384, profile=given))
-    return plans
-
-
-@pytest.mark.parametrize(
-    ("linear", "attention", "launch"), [(2.0, 1.0, 1.0), (1.0, 2.0, 1.0), (0.4, 2.5, 0.5), (3.0, 0.6, 2.0)]
-)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_refining_finds_the_constants(seed: int, linear: float, attention: float, launch: float) -> None:
-    """Finds the machine's constants from steps planned with wrong ones, including one stalled step."""
-    truth = replace(
-        GIVEN,
-        linear_s_per_token=GIVEN.linear_s_per_token * linear,
-        attention_s_per_token2=GIVEN.attention_s_per_token2 * attention,
-        launch_s=GIVEN.launch_s * launch,
-    )
-    plans = steps_of(GIVEN, seed, 18)
-    observations = [Observation.of(plan, measured_seconds(plan, truth)) for plan in plans]
-    observations[0] = replace(observations[0], seconds=6 * observations[0].seconds)
-    found = refine(GIVEN, observations)
-    assert found.linear_s_per_token == pytest.approx(truth.linear_s_per_token, rel=0.05)
-    assert found.attention_s_per_token2 == pytest.approx(truth.attention_s_per_token2, rel=0.15)
-    for plan in plans:
-        assert measured_seconds(plan, found) == pytest.approx(measured_seconds(plan, truth), rel=0.06)
-
-
-def test_refining_keeps_what_is_right_or_cannot_be_told() -> None:
-    plans = steps_of(GIVEN, 1, 8)
-    found = refine(GIVEN, [Observation.of(plan, measured_seconds(plan, GIVEN)) for plan in plans])
-    for name in ("linear_s_per_token", "attention_s_per_token2", "launch_s"):
-        assert getattr(found, name) == pytest.approx(getattr(GIVEN, name), rel=1e-6)
-    # The same plan every time, twice as slow as modelled: its parts cannot be distinguished, but the total fits.
-    seconds = 2 * plans[0].makespan_s
-    found = refine(GIVEN, [Observation.of(plans[0], seconds)] * 20)
-    assert measured_seconds(plans[0], found) == pytest.approx(seconds, rel=0.05)
-    assert found.launch_s >= GIVEN.launch_s
-
-
-def test_refining_meets_the_middle_of_uneven_times() -> None:
-    """Times that vary by factors, as on a busy machine, are fitted at their geometric mean, not at either end."""
-    plans = steps_of(GIVEN, 3, 31)
-    factors = 2.0 ** np.tile([-1.0, 0.0, 1.0], 11)[:31]
-    found = refine(
-        GIVEN, [Observation.of(plan, f * measured_seconds(plan, GIVEN)) for plan, f in zip(plans, factors, strict=True)]
-    )
-    ratios = [measured_seconds(plan, found) / measured_seconds(plan, GIVEN) for plan in plans]
-    assert math.prod(ratios) ** (1 / len(ratios)) == pytest.approx(1.0, rel=0.15)
-
-
-@settings(max_examples=100)
-@given(profiles(), st.lists(st.floats(1e-6, 1e4), min_size=1, max_size=5))
-def test_refined_profiles_are_always_profiles(given: HardwareProfile, times: list[float]) -> None:
-    plan = make_plan([3000, 500, 20], ranks=2, tokens_per_rank=2048, profile=given)
-    found = refine(given, [Observation.of(plan, seconds) for seconds in times])
-    assert (found.linear_s_per_token, found.attention_s_per_token2) > (0, 0)
-    others = {name: value for name, value in found.to_dict().items() if name not in ("launch_s", "linear_s_per_token")}
-    del others["attention_s_per_token2"]
-    assert others.items() <= given.to_dict().items()
-
-
-def test_nothing_is_refined_by_the_first_steps() -> None:
-    online_fit = OnlineFit(H100)
-    plan = make_plan([3000], ranks=1, tokens_per_rank=4096, profile=H100)
-    found = [online_fit.after(plan, 10.0) for _ in range(LEAST_STEPS)]
-    assert found[:-1] == [H100] * (LEAST_STEPS - 1)
-    assert found[-1].linear_s_per_token > H100.linear_s_per_token
 
 
 @given(st.integers(1, 10), st.integers(1, 10))
@@ -437,26 +328,3 @@ def test_under_torchrun(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_store(tmp_path_factory.mktemp("store"))
-
-
-def test_recalibration_in_training(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """All ranks refine equally, step n + 2 is planned with the profile after step n, and losses do not change."""
-    as_given = tmp_path / "given.yaml"  # describes no model, so nothing is scaled
-    as_given.write_text(yaml.safe_dump(H100.to_dict()))
-    settings = ["batch.tokens_per_rank=750", f"context.profile={as_given}"]
-    answers = workers.run(profile_cases.train_and_recalibrate, 2, store, tmp_path / "a", settings, 10)
-    assert answers[0][1:] == answers[1][1:]
-    metrics, planned, refined = answers[0]
-    assert planned[:2] == [H100] * 2
-    assert planned[2:] == refined[:-2]
-    assert refined[: LEAST_STEPS - 1] == [H100] * (LEAST_STEPS - 1)
-    assert H100 not in refined[LEAST_STEPS - 1 :]
-    given = workers.run(train, 2, store, tmp_path / "b", settings, 10)[0]
-    assert [m.loss for m in metrics] == pytest.approx([m.loss for m in given], rel=1e-5)
-    assert [m.tokens for m in metrics] == [m.tokens for m in given]
-
-
-def test_recalibration_is_off_unless_asked_for() -> None:
-    assert not config.load(None, []).context.recalibrate
-    assert config.load(None, ["context.recalibrate=true"]).context.recalibrate
-    assert "--context.recalibrate true|false" in config.describe()

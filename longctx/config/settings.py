@@ -221,11 +221,6 @@ class ContextSection(Section):
         "scaled to the model and parallel sizes of the run (null: by device: cpu-2core on a CPU, h200-nvlink-ib on an H200, "
         "h100-nvlink-ib on other GPUs)",
     )
-    recalibrate: bool = Field(
-        False,
-        description="refine the profile's linear, attention and launch times from measured step times; plans then depend on "
-        "timing, so that two runs agree to rounding, not bit by bit",
-    )
     max_remote_tokens: int | None = Field(
         None,
         ge=1,

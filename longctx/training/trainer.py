@@ -27,7 +27,6 @@ from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Launch, Mesh
 from longctx.parallel.pipeline import Inputs, PipelineRun
 from longctx.parallel.sharding import reduce_gradients, reshard
-from longctx.planning.calibration.online_fit import OnlineFit
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.training import agreement, checkpoint
@@ -44,7 +43,6 @@ from longctx.training.objective import Objective, StepWeights, TokenMean, docume
 from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from longctx.training.preference import preferences
 from longctx.training.reference import Reference
-from longctx.training.run_profile import run_profile
 from longctx.training.saving import Saver
 from longctx.training.setup import (
     build_loader,
@@ -54,7 +52,6 @@ from longctx.training.setup import (
     computed_by,
     longest_of,
     make_attention,
-    make_planner,
 )
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer, micro_batch_name
@@ -93,7 +90,6 @@ class Trainer:
     until: int = field(init=False)
     """Last step of this stage, or of a run without stages."""
     steps_done: int = 0
-    online_fit: OnlineFit | None = None
     stop: StopSignal = field(default_factory=StopSignal)
     stopping: bool = False
     written: bool = True
@@ -154,9 +150,6 @@ class Trainer:
         if config.eval.every is not None:
             trainer.documents = documents_apart(config, store, max_length)
         trainer.stop = stop or StopSignal()
-        if config.context.recalibrate:
-            profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
-            trainer.online_fit = OnlineFit(profile)
         if resume_from is not None:
             trainer._go_to(resume_from, run)
         if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
@@ -263,8 +256,6 @@ class Trainer:
             agreement.require_same_copies(self.model, batch.step, self.mesh.control)
         self.stopping, self.written = bool(domain["stop"].any()), bool(domain["written"].all())
         seconds = time.perf_counter() - started
-        if self.online_fit is not None:
-            self._recalibrate(self.online_fit, batch, seconds)
         metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
         return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
 
@@ -404,15 +395,6 @@ class Trainer:
         if peak is None:
             return None
         return model_flops(self.model.spec, batch.plan.lengths) / (seconds * peak * self.mesh.world_size)
-
-    def _recalibrate(self, online_fit: OnlineFit, batch: StepBatch, seconds: float) -> None:
-        """Refines the constants of the planner by the measured time of this step, from the step after the next on.
-
-        The next step is being planned already. Every rank uses the time of the slowest rank, so that plans stay equal.
-        """
-        slowest = self.mesh.gather([seconds - batch.data_wait_s]).max().item()
-        profile = online_fit.after(batch.plan, slowest)
-        self.loader.planner = make_planner(self.config, self.mesh.ranks, profile)
 
     def _share(self, batch: StepBatch, losses: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gathers numbers on this step from all processes: float64 [world size] by name. Tensor ranks count tokens once."""

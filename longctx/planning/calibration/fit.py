@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.calibration.least_squares import nonnegative_least_squares
 from longctx.planning.cost.hardware_profile import EfficiencyTable
 from longctx.planning.cost.model import efficiency, equivalent_length
 
@@ -34,8 +33,11 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Line:
     If time does not grow with the amount, because of noise, returns the line from zero to the largest amount, an upper bound on
     the slope. The residual then shows that the line fits badly.
     """
-    rows = [(1 / y, x / y) for x, y in zip(amounts, seconds, strict=True)]
-    intercept, slope = nonnegative_least_squares(rows, [1.0] * len(rows))
+    rows = np.array([(1 / y, x / y) for x, y in zip(amounts, seconds, strict=True)])
+    ones = np.ones(len(rows))
+    intercept, slope = np.linalg.lstsq(rows, ones)[0].tolist()
+    if intercept < 0:  # the best line that is allowed goes through the origin
+        intercept, slope = 0.0, float(rows[:, 1] @ ones / (rows[:, 1] @ rows[:, 1]))
     if slope <= 0:
         largest, its_seconds = max(zip(amounts, seconds, strict=True))
         intercept, slope = 0.0, its_seconds / largest
