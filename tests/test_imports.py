@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "attention": {"errors", "planning"},
     "data": {"errors", "checksums", "tokenizer_files", "planning"},
     "model": {"errors", "tokenizer_files", "planning", "attention"},
-    "config": {"errors", "safe_yaml", "planning", "model"},
+    "config": {"errors", "safe_yaml", "units", "planning", "model"},
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
     "training": CORE,
     "memory": CORE | {"training"},
