@@ -1,8 +1,9 @@
 """Left out: names what a conversation says and its rendering does not show.
 
 Every text of the messages and tools is looked for in the rendering: as it is, without white space at its ends, or escaped as in
-JSON; if it is not there, its lines are. Each place counts once. Long texts are looked for first, as short ones ("5") also occur
-inside others, and each search begins where the last one ended: together they cost about one pass over the rendering.
+JSON; if it is not there, its lines are. Each place counts once. Long texts are looked for before short ones ("5"), and contents
+before results of tools, as the latter also occur inside the former. Each search begins where the last one ended: together they
+cost a few passes over the rendering.
 """
 
 import json
@@ -15,6 +16,7 @@ from longctx.data.chat import ChatError, Message
 from longctx.data.formats import NUMBER, leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
+CONTENTS = ("content of user messages", "content of assistant messages")
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
 _THINK = re.compile("</?think>")
@@ -28,10 +30,11 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
     rest = bytearray(text, "utf-8")
     missing: set[str] = set()
     shown: set[int] = set()
-    parts: tuple[list[tuple[int, str, str]], ...] = ([], [], [])
+    parts: list[list[tuple[int, str, str]]] = [[], [], [], [], []]
     for index, name, part in _parts(messages, tools):
         if (part := part.strip()) and not part.startswith(NUMBER):
-            parts[2 if name in IDENTIFYING else len(part) <= SHORT].append((index, name, part))
+            rank = 2 * (len(part) <= SHORT) + (name not in CONTENTS)
+            parts[4 if name in IDENTIFYING else rank].append((index, name, part))
     for group in parts:
         start = 0
         for index, name, part in group:
@@ -46,7 +49,7 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
             if there != lines:
                 missing.add(name)
     for turn in trained:
-        names = sorted({name for group in parts[:2] for index, name, _ in group if index == turn})
+        names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})
         if names and turn not in shown:
             raise ChatError(
                 f"message {turn} would be an empty answer, as {by} leaves out its {' and '.join(names)}: use a template that "
