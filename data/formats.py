@@ -70,7 +70,7 @@ SPEAKERS = {
 """Role of each speaker, in lower case."""
 NUMBER = "\U0010fff0"
 """Private-use character around numbers that are texts, see `parse_json`."""
-_NUMBER = re.compile(f'"?{NUMBER}([^{NUMBER}]+){NUMBER}"?')
+_NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 READING = 2
 """Version of how records are read; conversations of role and content alone are read as in version 1."""
 
@@ -455,5 +455,10 @@ def _exact(number: str) -> Any:
 
 
 def as_written(text: str) -> str:
-    """Returns a text in which numbers of `parse_json` are written as they were, without the quotes that JSON adds."""
-    return _NUMBER.sub(r"\1", text) if NUMBER in text else text
+    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises ChatError if one is not in JSON."""
+    if NUMBER not in text:
+        return text
+    text = re.sub(f'"{_NUMBER}"', r"\1", text)
+    if number := re.search(_NUMBER, text):
+        raise ChatError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
+    return text

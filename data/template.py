@@ -10,6 +10,7 @@ turn's end, must both be prefixes of the whole. A part that the template refuses
 tried. A conversation that no method can split is refused.
 """
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -104,8 +105,16 @@ class Template:
             check_role(index, message["role"], self._texts[bool(tools)])
         messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
-        text, spans = self._render(messages, tools, marks=marks)
-        missing = left_out(text, messages, tools, turns, "the chat template")
+        changed = set()
+        try:
+            text, spans = self._render(messages, tools, marks=marks)
+        except ChatError:
+            with_floats = json.loads(as_written(json.dumps(messages, ensure_ascii=False)))
+            if with_floats == list(messages):
+                raise
+            messages, changed = with_floats, {"digits of tool_calls"}  # the template writes numbers in its own way
+            text, spans = self._render(messages, tools, marks=marks)
+        missing = changed | left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
         if not marks:
@@ -155,22 +164,25 @@ class Template:
                 # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
                 template = compiled(self._texts[bool(tools)])
                 given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-                return as_written(template.render(**{**given, **self._variables})), []
-            (text,), spans = chat_template_utils.render_jinja_template(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=self._texts[bool(tools)],
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+                text, spans = template.render(**{**given, **self._variables}), []
+            else:
+                (text,), spans = chat_template_utils.render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self._texts[bool(tools)],
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    **self._variables,
+                )
         except Exception as error:  # a template's expressions may raise anything
             raise ChatError(
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
-        places = [[(len(as_written(text[:a])), len(as_written(text[:b]))) for a, b in spans[0]]] if NUMBER in text else spans
-        return as_written(text), places[0] if marks else []
+        generated = spans[0] if marks else []
+        if NUMBER in text:
+            generated = [(len(as_written(text[:start])), len(as_written(text[:stop]))) for start, stop in generated]
+        return as_written(text), generated
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         return self._render(messages, tools, prompt)[0]
@@ -181,6 +193,7 @@ class Template:
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
     ) -> list[tuple[int, int]]:
         spans = self._by_outline(whole, messages, tools, turns) or self._between_marks(whole, messages, tools, turns)
+        spans = spans or self._between_marks(whole, messages, tools, turns, empty=False)
         return spans or [self._between_prefixes(whole, messages, tools, turn) for turn in turns]
 
     def _by_outline(
@@ -227,13 +240,13 @@ class Template:
         return _Outline(texts[::2], heads, tails)
 
     def _between_marks(
-        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int], *, empty: bool = True
     ) -> list[tuple[int, int]] | None:
         """Returns the spans of the turns by a rendering with private-use characters; None if it does not show them."""
         if not whole.isascii() and _MARK.search(whole):
             return None
         try:
-            rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], tools)
+            rendered = self._text([_marked(message, number, empty) for number, message in enumerate(messages)], tools)
         except ChatError:
             return None
         texts = _MARK.split(rendered)
@@ -254,6 +267,8 @@ class Template:
             before, after = texts[first[owner]], texts[last[owner] + 1]
             head = self._head(before, messages, tools, turn)
             tail = self._tail(after)
+            if not tail and not self._stop and "tool_calls" in messages[turn]:
+                return None  # the template closes a tool call by text that no end of turn follows
             if head is None or tail is None:
                 return None
             spans.append((places[first[owner]] - len(before) + head, places[last[owner]] + tail))
@@ -265,16 +280,15 @@ class Template:
         key = previous["role"], "tool_calls" in previous, bool(tools)
         if key in self._prompts and before.startswith(self._prompts[key]):
             return len(self._prompts[key])
-        if turn:
+        with suppress(ChatError):  # the template may refuse the messages before the turn alone, or a prompt after them
             marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
-            try:
-                prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
-            except ChatError:  # the template refuses these messages alone, or a prompt after them
-                prompt = None
-            if prompt is not None and before.startswith(prompt):
-                self._prompts[key] = prompt
+            prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1] if turn else ""
+            if turn and before.startswith(
+                prompt.rstrip()
+            ):  # where reasoning is empty, a line break of the prompt may be missing
+                self._prompts[key] = prompt = prompt if before.startswith(prompt) else prompt.rstrip()
                 return len(prompt)
-            if prompt is not None and prompt.startswith(before):
+            if turn and prompt.startswith(before):
                 return len(before)  # the prompt may add text that a finished turn lacks
         prompt = self._generation_prompt
         if prompt and prompt in before:
@@ -358,8 +372,11 @@ def _probes() -> list[list[Message]]:
     return [[question], [system, question]]
 
 
-def _marked(message: Message, number: int) -> Message:
-    """Returns the message with private-use character `number` at both ends of every text that a template may write."""
+def _marked(message: Message, number: int, empty: bool = True) -> Message:
+    """Returns the message with private-use character `number` at both ends of every text that a template may write.
+
+    If not `empty`, there is none for an empty content before tool calls, as templates look whether there is a content.
+    """
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
@@ -371,7 +388,8 @@ def _marked(message: Message, number: int) -> Message:
             return {key: wrap(part) for key, part in value.items()}
         return [wrap(part) for part in value] if isinstance(value, list) else value
 
-    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == "content")}}
+    always = "content" if empty or "tool_calls" not in message else None
+    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == always)}}
     if "tool_calls" in message:
         copy["tool_calls"] = [
             {**call, "function": {key: wrap(part) for key, part in call["function"].items()}} for call in message["tool_calls"]

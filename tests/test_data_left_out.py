@@ -261,6 +261,44 @@ def test_other_templates_get_objects_with_the_same_digits(
         assert shown in learnt(made(checkpoints["Qwen 3"], tmp_path, [{"conversations": shared}], template))
 
 
+def test_a_template_that_writes_numbers_in_its_own_way_gets_numbers(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A text between other quotes would be wrong; digits that change are named."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.name }}{% for key, value in call.function.arguments.items() %}"
+        "{{ key }}={% if value is string %}<q>{{ value }}<q>{% else %}{{ value }}{% endif %};{% endfor %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": asked('{"a": 5.50, "b": "x", "c": 2.5}')}], template)
+    assert learnt(store) == f"adda=5.5;b=<q>x<q>;c=2.5;{END}"
+    assert store.manifest.left_out == {"digits of tool_calls": 1}
+    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": asked('{"a": 5.5}')}], template)
+    assert learnt(store) == f"adda=5.5;{END}" and not store.manifest.left_out
+
+
+@pytest.mark.parametrize("content", ["", "I ask."])
+def test_an_empty_content_before_a_call(checkpoints: dict[str, Path], tmp_path: Path, content: str) -> None:
+    """Qwen 3 writes a line break between content and call, if there is a content."""
+    messages = [*chat("Q"), {"role": "assistant", "content": content, "tool_calls": [call("add", a=2)]}]
+    messages += [{"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}, *chat("And?", "So.")]
+    template = QWEN3.replace("content or not loop.first", "(loop.first and content) or not loop.first")
+    store = made(checkpoints["Qwen 3"], tmp_path, [{"messages": messages}], template)
+    assert whole(store) == applied(checkpoints["Qwen 3"], messages, template)
+    begin = f"{content}\n" if content else ""
+    call_of_add = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+    assert learnt(store) == f"{begin}{call_of_add}{END}It is 5.{END}<think>\n\n</think>\n\nSo.{END}"
+
+
+def test_a_call_is_learnt_to_its_end_where_turns_have_none(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}"
+        "{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [*asked({}), {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}]
+    assert learnt(made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template)) == "<call>add</call>It is 5."
+
+
 # --- roles
 
 
@@ -280,6 +318,15 @@ def test_roles_are_those_of_the_template(checkpoints: dict[str, Path], tmp_path:
 
 
 # --- variables, and what the template itself writes
+
+
+def test_a_prompt_may_begin_a_line_that_empty_reasoning_lacks(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    template = SMOLLM2.replace(
+        "'\n' + message['content']", "'\n' + ('<think></think>' if message.role == 'assistant' else '') + message['content']"
+    )
+    template = template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": chat("Q", "A", "R", "B")}], template)
+    assert learnt(store) == f"</think>A{END}</think>B{END}"
 
 
 def test_the_loss_begins_where_the_generation_prompt_ends(checkpoints: dict[str, Path], tmp_path: Path) -> None:
