@@ -79,6 +79,10 @@ class FormatError(UserError):
     """A record that contains no document, or is malformed."""
 
 
+class DigitsError(ChatError):
+    """A number that a template writes in another way than JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """One document: a `text`, or, if `text` is None, the `messages` of a conversation.
@@ -455,10 +459,10 @@ def _exact(number: str) -> Any:
 
 
 def as_written(text: str) -> str:
-    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises ChatError if one is not in JSON."""
+    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises DigitsError if one is not in JSON."""
     if NUMBER not in text:
         return text
     text = re.sub(f'"{_NUMBER}"', r"\1", text)
     if number := re.search(_NUMBER, text):
-        raise ChatError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
+        raise DigitsError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
     return text

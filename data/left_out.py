@@ -83,7 +83,7 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
                 yield from ((index, key, part) for call in value for part in _texts(call["function"]))
                 yield from ((index, "tool_calls.id", part) for call in value for part in _texts(call.get("id")))
             elif key != "role" and value:
-                yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value)])
+                yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -20,7 +20,7 @@ from itertools import accumulate, takewhile
 from typing import Any
 
 from longctx.data.chat import ChatError, Message, check_role, trained_turns
-from longctx.data.formats import NUMBER, as_written, parse_arguments
+from longctx.data.formats import NUMBER, DigitsError, as_written, parse_arguments
 from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
 
@@ -105,16 +105,13 @@ class Template:
             check_role(index, message["role"], self._texts[bool(tools)])
         messages = self._with_arguments(messages, bool(tools))
         marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
-        changed = set()
+        missing = set()
         try:
             text, spans = self._render(messages, tools, marks=marks)
-        except ChatError:
-            with_floats = json.loads(as_written(json.dumps(messages, ensure_ascii=False)))
-            if with_floats == list(messages):
-                raise
-            messages, changed = with_floats, {"digits of tool_calls"}  # the template writes numbers in its own way
+        except DigitsError:  # the template writes numbers in its own way
+            messages, missing = json.loads(as_written(json.dumps(messages, ensure_ascii=False))), {"digits of tool_calls"}
             text, spans = self._render(messages, tools, marks=marks)
-        missing = changed | left_out(text, messages, tools, turns, "the chat template")
+        missing |= left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
             return Rendered(text, None, missing)
         if not marks:
@@ -179,10 +176,9 @@ class Template:
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
-        generated = spans[0] if marks else []
-        if NUMBER in text:
-            generated = [(len(as_written(text[:start])), len(as_written(text[:stop]))) for start, stop in generated]
-        return as_written(text), generated
+        if NUMBER in text and marks:
+            spans = [[(len(as_written(text[:start])), len(as_written(text[:stop]))) for start, stop in spans[0]]]
+        return as_written(text), spans[0] if marks else []
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         return self._render(messages, tools, prompt)[0]
