@@ -167,7 +167,7 @@ def _conversations(
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
-    rejected = next((key for key in REJECTED if kind != PAIRS and record.get(key) is not None), None)
+    rejected = next((key for key in REJECTED if kind != PAIRS and record.get(key)), None)
     if kind == PAIRS:
         used, sides = {*SIDES, "prompt"}, _pair(record)
     else:

@@ -180,6 +180,11 @@ def test_a_rejected_answer_beside_a_conversation_makes_a_pair(tmp_path: Path, re
     assert [learnt(store, side) for side in (0, 1)] == [f"good{END}", f"bad{END}"]
 
 
+def test_an_empty_rejected_answer_is_none(tmp_path: Path) -> None:
+    (document,) = documents(tmp_path, {"messages": chat("Q", "A"), "rejected_response": ""})
+    assert document.format == "messages" and not document.unused
+
+
 # --- what stands before the question, and beside it
 
 
