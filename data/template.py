@@ -276,16 +276,17 @@ class Template:
         key = previous["role"], "tool_calls" in previous, bool(tools)
         if key in self._prompts and before.startswith(self._prompts[key]):
             return len(self._prompts[key])
-        with suppress(ChatError):  # the template may refuse the messages before the turn alone, or a prompt after them
-            marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
-            prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1] if turn else ""
-            if turn and before.startswith(
-                prompt.rstrip()
-            ):  # where reasoning is empty, a line break of the prompt may be missing
-                self._prompts[key] = prompt = prompt if before.startswith(prompt) else prompt.rstrip()
-                return len(prompt)
-            if turn and prompt.startswith(before):
-                return len(before)  # the prompt may add text that a finished turn lacks
+        if turn:
+            with suppress(ChatError):  # the template may refuse these messages alone, or a prompt after them
+                marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
+                prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
+                if before.startswith(prompt):
+                    self._prompts[key] = prompt
+                    return len(prompt)
+                if prompt.startswith(before):
+                    return len(before)  # the prompt may add text that a finished turn lacks
+                if before.startswith(prompt.rstrip()):
+                    return len(prompt.rstrip())
         prompt = self._generation_prompt
         if prompt and prompt in before:
             return before.rfind(prompt) + len(prompt)

@@ -327,6 +327,12 @@ def test_a_prompt_may_begin_a_line_that_empty_reasoning_lacks(checkpoints: dict[
     template = template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
     store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": chat("Q", "A", "R", "B")}], template)
     assert learnt(store) == f"</think>A{END}</think>B{END}"
+    template = template.replace(
+        "'<think></think>'", "'<think>' + ('\n' + message.reasoning if message.reasoning else '') + '</think>'"
+    )
+    messages = [*chat("Q", "A", "R"), {"role": "assistant", "content": "B", "reasoning": "Hm."}]
+    store = made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template)
+    assert learnt(store) == f"</think>A{END}Hm.</think>B{END}"
 
 
 def test_the_loss_begins_where_the_generation_prompt_ends(checkpoints: dict[str, Path], tmp_path: Path) -> None:
