@@ -167,7 +167,6 @@ def _conversations(
         if record.get(key):
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
-    rejected = next((key for key in REJECTED if kind != PAIRS and record.get(key)), None)
     if kind == PAIRS:
         used, sides = {*SIDES, "prompt"}, _pair(record)
     else:
@@ -177,12 +176,13 @@ def _conversations(
             mark = str(record.get(key)).lower().removesuffix(".0")
             if mark in ("false", "0", "1"):
                 raise FormatError(
-                    f"`{key}` is {record[key]!r}, which may mark a bad answer: only true is trained on; remove the record"
+                    f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, unless it is true"
                 )
             used |= {key} if mark == "true" else set()
-    if rejected is not None:
-        sides = _pair({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[rejected]})
-        kind, read_anew, used = PAIRS, True, used | {rejected}
+        for key in filter(record.get, REJECTED):
+            sides = _pair({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]})
+            kind, read_anew, used = PAIRS, True, used | {key}
+            break
     if record.get("history") and "history" not in used:
         raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
     tools = _tools(record, "tools") or _tools(record, "functions")

@@ -1,9 +1,9 @@
 """Left out: names what a conversation says and its rendering does not show.
 
 Every text of the messages and tools is looked for in the rendering: as it is, without white space at its ends, or escaped as in
-JSON; if it is not there, its lines are. Each place counts once. Long texts are looked for before short ones ("5"), and contents
-before results of tools, as the latter also occur inside the former. Each search begins where the last one ended: together they
-cost a few passes over the rendering.
+JSON; if it is not there, its lines and what stands between its tags are. Each place counts once. Long texts are looked for
+before short ones ("5"), and contents before results of tools, as the latter also occur inside the former. Each search begins
+where the last one ended: together they cost a few passes over the rendering.
 """
 
 import json
@@ -20,6 +20,7 @@ CONTENTS = ("content of user messages", "content of assistant messages")
 IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
 """Parts of a message that are not what it says; they are looked for last."""
 _THINK = re.compile("</?think>")
+_BETWEEN, _WORD = re.compile(r"\n|<[^<>\n]+>|\[/?[A-Z_]+\]"), re.compile(r"\w")  # lines and tags, at which templates cut
 
 
 def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, trained: Collection[int], by: str) -> set[str]:
@@ -42,11 +43,11 @@ def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, tr
                 continue
             stop = _take(rest, part, start)
             start = stop or start
-            lines = [] if stop else list(filter(None, map(str.strip, part.splitlines())))
-            there = [line for line in lines if _take(rest, line, start)]
-            if there == lines or any(len(line) > SHORT for line in there):
+            pieces = [] if stop else [piece.strip() for piece in _BETWEEN.split(part) if _WORD.search(piece)]
+            there = [piece for piece in pieces if _take(rest, piece, start)]
+            if stop or there:
                 shown.add(index)
-            if there != lines:
+            if not stop and (not there or there != pieces):
                 missing.add(name)
     for turn in trained:
         names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})

@@ -89,11 +89,7 @@ class Template:
         self._outlines: dict[tuple[str, ...], _Outline | None] = {}
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        first_trained: int = 0,
-        without_loss: Collection[int] = (),
+        self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0, without_loss: Collection[int] = ()
     ) -> Rendered:
         """Renders a conversation and finds its spans to train on: none before message `first_trained`, nor in `without_loss`.
 

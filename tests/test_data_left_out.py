@@ -143,6 +143,13 @@ def test_each_place_counts_once() -> None:
     escaped = [{"role": "tool", "content": 'a "word"\nß'}]
     for ascii_only in (False, True):
         assert left_out(json.dumps(escaped, ensure_ascii=ascii_only), escaped, None, (), "it") == set()
+    cut = chat("Q", "[THINK]Hm.[/THINK]So.")
+    assert left_out("Q So.", cut, None, [1], "it") == {"content of assistant messages"}, "named, but no empty answer"
+    assert left_out("Q Hm. So.", cut, None, [1], "it") == set()
+    with pytest.raises(ChatError, match="message 1 would be an empty answer"):
+        left_out("Q", cut, None, [1], "it")
+    with pytest.raises(ChatError, match="message 1 would be an empty answer"):
+        left_out("Q", chat("Q", "?!"), None, [1], "it")
     long = "a line of some length\n\n  another line of some length"
     assert left_out("> a line of some length\n> another line of some length", chat(long), None, (), "it") == set()
 

@@ -153,7 +153,7 @@ def test_an_answer_marked_as_bad_is_refused(
 ) -> None:
     source = written(tmp_path, [record], suffix)
     assert main(["prepare", "--source", str(source), "--tokenizer", "bytes", "--out", str(tmp_path / "store")]) == 2
-    assert "which may mark a bad answer: only true is trained on" in capsys.readouterr().err
+    assert "which may mark a bad answer: remove the record, unless it is true" in capsys.readouterr().err
 
 
 def test_an_answer_marked_as_good_is_learnt(tmp_path: Path) -> None:
