@@ -72,7 +72,7 @@ NUMBER = "\U0010fff0"
 """Private-use character around numbers that are texts, see `parse_json`."""
 _NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
 READING = 2
-"""Version of how records are read; conversations of role and content alone are read as in version 1."""
+"""Version of how records are read; conversations without tool calls and keys with a new meaning are read as in version 1."""
 
 
 class FormatError(UserError):
@@ -196,7 +196,10 @@ def _conversations(
                 raise FormatError("`system` differs from the system message at the start: remove one of the two")
         messages, without_loss = _loss(messages)
         own, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
-        anew = read_anew or bool(without_loss) or any(message.keys() - {"role", "content"} for message in messages)
+        anew = read_anew or bool(without_loss)
+        for message in messages:
+            if message.keys() - {"role", "content"}:
+                anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
         rest = first, weight, kind, without_loss, anew
         documents.append(Document(own, share, None, tuple(messages), tools, *rest))
         if kind == PAIRS and not documents[-1].has_loss:

@@ -324,7 +324,9 @@ def test_chatml_names_what_it_leaves_out(tmp_path: Path, turn: dict[str, Any], c
         ({"messages": chat("Q", "A"), "system": "S"}, False),
         ({"instruction": "Q", "output": "A", "history": [["Q", "A"]]}, False),
         ({"messages": chat("Q", "A"), "rejected_response": "B"}, False),
-        ({"messages": [*chat("Q"), {"role": "assistant", "content": "A", "reasoning_content": "R"}]}, False),
+        ({"messages": [*chat("Q"), {"role": "assistant", "content": "A", "reasoning_content": "R", "weight": 1}]}, True),
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "weight": 1}]}, True),
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A", "reasoning": "R"}]}, False),
     ],
 )
 def test_stores_of_earlier_versions_are_valid_if_their_records_are_read_as_before(
