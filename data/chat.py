@@ -9,6 +9,7 @@ tokens, they are used; otherwise the markers are encoded as text. Contents are e
 marker and a content, and never yield a special token, whatever a user has typed.
 """
 
+import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ CHATML = (
 """The same template in Jinja, for transformers."""
 TEMPLATE_FILE = "chat_template.jinja"
 """File in which transformers looks for a chat template first."""
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 TRAIN_ON = ("assistant", "last", "all")
 """Parts of a conversation to train on: the assistant's turns, the last of these turns, or every token."""
 
@@ -42,12 +43,27 @@ class ChatError(UserError):
     """A value that is not a conversation, or a conversation that cannot be trained on."""
 
 
-def trained_turns(messages: Sequence[Message], first_trained: int, train_on: str) -> list[int]:
-    """Returns the indices of the messages to train on. Raises ChatError if there are none."""
+def trained_turns(
+    messages: Sequence[Message], first_trained: int, train_on: str, without_loss: Collection[int] = ()
+) -> list[int]:
+    """Returns the indices of the assistant's messages to train on. Raises ChatError if there are none."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index >= first_trained]
+    if train_on == "all":
+        if without_loss:
+            raise ChatError(f"message {min(without_loss)} has no loss, but --train-on all trains on every token: use assistant")
+        return turns
     if not turns:
         raise ChatError("the conversation has no assistant message to train on: add one, or remove the conversation")
-    return turns[-1:] if train_on == "last" else turns
+    trained = [turn for turn in (turns[-1:] if train_on == "last" else turns) if turn not in without_loss]
+    if not trained:
+        raise ChatError(f"message {turns[-1]} has no loss, but --train-on last trains on it alone: use assistant")
+    return trained
+
+
+def check_role(index: int, role: str, template: str = "") -> None:
+    """Raises ChatError for a role that neither is usual nor named in the Jinja template."""
+    if role not in ROLES and not re.search(rf"['\"]{re.escape(role)}['\"]", template):
+        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}, or in the chat template")
 
 
 class ChatML:
@@ -80,12 +96,13 @@ class ChatML:
 
         Returns token ids `[tokens]` and a mask `[tokens]` of targets: the tokens of the messages with the indices `trained`.
         Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
-        ChatError for tool calls, which ChatML does not support.
+        ChatError for tool calls and other roles, which ChatML does not support.
         """
         heads, stop, newline = self._markers
         parts: list[TokenArray] = []
         mask: list[bool] = []
         for index, (message, content) in enumerate(zip(messages, contents, strict=True)):
+            check_role(index, message["role"])
             if "tool_calls" in message:
                 raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
             parts += [heads[message["role"]], content, stop, newline]

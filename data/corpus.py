@@ -61,12 +61,18 @@ class Found:
         empty: number of empty documents, which are left out.
         useless_pairs: number of pairs without a preference, which are left out.
         formats: number of documents of each format.
+        untrained: number of conversations whose turns all switch off the loss, which are left out.
+        unused: number of records with each key that is not used.
+        read_anew: whether earlier versions may have read a record differently.
     """
 
     not_text: list[str] = field(default_factory=list)
     empty: int = 0
     useless_pairs: int = 0
     formats: dict[str, int] = field(default_factory=dict)
+    untrained: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
+    read_anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,12 @@ class Corpus:
         for documents in self._records(found):
             found.useless_pairs += not documents
             for document in documents:
-                if document.text == "":
-                    found.empty += 1
+                found.read_anew |= document.read_anew
+                for key in document.unused:
+                    found.unused[key] = found.unused.get(key, 0) + 1
+                if document.text == "" or not document.has_loss:
+                    found.empty += document.text == ""
+                    found.untrained += not document.has_loss
                     continue
                 found.formats[document.format] = found.formats.get(document.format, 0) + 1
                 if PAIRS in found.formats and len(found.formats) > 1:
@@ -366,10 +376,11 @@ def _read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Do
     try:
         table = pyarrow.parquet.ParquetFile(file)
         wanted = _columns(table.schema_arrow.names, column, str(file))
+        unread = dict.fromkeys(set(table.schema_arrow.names) - set(wanted), ...)  # so that records count them as not used
         share = file.stat().st_size / max(1, table.metadata.num_rows)
         for batch in table.iter_batches(batch_size=256, columns=wanted):
             for record in batch.to_pylist():
-                yield _documents(_row(record), f"{name}:{row}", f"{file}, row {row}", column, share)
+                yield _documents(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", column, share)
                 row += 1
     except UserError:
         raise
@@ -384,8 +395,9 @@ def _read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[
     try:
         dataset = datasets.load_from_disk(str(folder))
         rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
+        unread = dict.fromkeys(set(dataset.column_names) - set(rows.column_names), ...)
         for row, record in enumerate(rows):
-            yield _documents(_row(record), f"row:{row}", f"{folder}, row {row}", column, size / len(rows))
+            yield _documents(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", column, size / len(rows))
     except UserError:
         raise
     except Exception as error:  # the library checks none of its files: damage raises whatever Python raises

@@ -1,6 +1,6 @@
 """Encode: documents → tokens and masks of targets. All texts of a batch are tokenized in one call, by several threads."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
 from longctx.data.formats import PAIRS, Document, leaves
+from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
 from longctx.data.template import Rendered, Template
 from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
@@ -24,6 +25,7 @@ class Row(NamedTuple):
         characters, lost: sums of the counts of `Encoded` over its texts.
         spelled: whether a text of a conversation contains special tokens, which are encoded as such.
         straddling: number of target tokens that also contain text that is not trained on.
+        left_out: names of what the conversation says and the template does not show.
     """
 
     document: Document
@@ -33,6 +35,7 @@ class Row(NamedTuple):
     lost: int = 0
     spelled: bool = False
     straddling: int = 0
+    left_out: Collection[str] = ()
 
 
 @dataclass
@@ -69,7 +72,8 @@ class Encoder:
         for document in filter(self._has_template, documents):
             assert self.template is not None
             try:
-                rendered.append(self.template.render(document.messages, document.tools, document.first_trained))
+                options = document.first_trained, document.without_loss
+                rendered.append(self.template.render(document.messages, document.tools, *options))
             except ChatError as error:
                 raise ChatError(f"{document.name}: {error}") from error
         return rendered
@@ -127,6 +131,7 @@ class Encoder:
             marked.lost,
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),
             marked.straddling,
+            rendered.left_out,
         )
 
     def _plain(self, document: Document, texts: Sequence[Encoded]) -> Row:
@@ -137,9 +142,10 @@ class Encoder:
         try:
             if document.tools:
                 raise ChatError(f"the record has tools, which ChatML does not support: {TOOLS_WAY_OUT}")
-            turns = () if self.train_on == "all" else trained_turns(document.messages, document.first_trained, self.train_on)
+            turns = trained_turns(document.messages, document.first_trained, self.train_on, document.without_loss)
             tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns)
+            missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
         trained = None if self.train_on == "all" else np.append(mask, False)
-        return Row(document, np.concatenate([tokens, self._end]), trained, *counts)
+        return Row(document, np.concatenate([tokens, self._end]), trained, *counts, left_out=missing)

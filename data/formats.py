@@ -11,14 +11,18 @@ A record has the first of these formats that its keys allow (keys whose value is
     instruction-output  `instruction`, optional `input`, and `output` or `response`
     text                one text, all of it trained on
 
-A text column given by name takes precedence over all of them. Conversations may have `tools` (a list, or its JSON), and any
-record a `weight` (a positive number).
+A text column given by name takes precedence over all of them. Conversations may have a `system` text and `tools` (a list, or
+its JSON), and any record a `weight` (a positive number). `history` is a list of questions and answers before an instruction or
+prompt. A rejected answer beside a conversation makes a preference pair, whose chosen answer is the last message. A message
+whose `weight`, `train`, `training` or `loss` is 0 or false has no loss. Keys with a known meaning are obeyed or refused;
+`Document.unused` names the others, except those of messages, which a template may print (see `longctx.data.left_out`).
 """
 
 import json
 import math
+import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -36,19 +40,47 @@ FORMATS = {
     "instruction-output": (("instruction", "output"), ("instruction", "response")),
 }
 """Required keys of each conversation format."""
-BESIDE = ("system", "input", "tools", "weight")
-"""Optional keys."""
-FROM = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", "function_call"), "assistant"),
-    **dict.fromkeys(("tool", "function", "function_response", "observation"), "tool"),
-    "system": "system",
+BESIDE = ("system", "tools", "functions", "weight")
+"""Optional keys of every conversation."""
+REJECTED = ("rejected", "rejected_response")
+"""Keys of a rejected answer beside a conversation."""
+_EXPLICIT = "tools differ in what it means: write `train: true` or `train: false` into each message instead"
+UNSUPPORTED = {
+    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "only text is supported: remove the record"),
+    **dict.fromkeys(("mask", "loss_mask"), _EXPLICIT),
+    "documents": "write the documents into a message",
+    "rejected_messages": "give the rejected answer alone, as `rejected_response`",
+    "chat_template_kwargs": "use --template-variables, which apply to all conversations",
 }
-"""Role of each value of `from` in ShareGPT."""
+"""Keys of conversations that are refused if they have a value, and the way out."""
+KTO = ("label", "kto_tag")
+"""Keys that mark an answer as good or bad."""
+LOSS_KEYS = ("weight", "train", "training", "loss")
+"""Keys of a message that say whether it has a loss."""
+UNCLEAR_LOSS_KEYS = ("mask", "masked", "loss_mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
+CALLS = ("function_call", "tool_call")
+"""Roles of messages that are a tool call in JSON."""
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLS), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+"""Role of each speaker, in lower case."""
+NUMBER = "\U0010fff0"
+"""Private-use character around numbers that are texts, see `parse_json`."""
+_NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
+READING = 2
+"""Version of how records are read; conversations without tool calls and keys with a new meaning are read as in version 1."""
 
 
 class FormatError(UserError):
     """A record that contains no document, or is malformed."""
+
+
+class DigitsError(ChatError):
+    """A number that a template writes in another way than JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +94,9 @@ class Document:
         tools: tool descriptions for the chat template; None if the record has none.
         first_trained: index of the first message that may be trained on.
         weight: weight of each of its tokens in the loss.
+        without_loss: indices of messages that must not be trained on.
+        unused: keys of the record that are not used.
+        read_anew: whether earlier versions of longctx may have read the record differently.
     """
 
     name: str
@@ -72,11 +107,20 @@ class Document:
     first_trained: int = 0
     weight: float = 1.0
     format: str = "text"
+    without_loss: frozenset[int] = frozenset()
+    read_anew: bool = False
+    unused: tuple[str, ...] = ()
 
     @property
     def texts(self) -> list[str]:
         """The text, or the content of every message."""
         return [message.get("content", "") for message in self.messages] if self.text is None else [self.text]
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether an assistant's message may be trained on, or there is none."""
+        turns = {place for place, message in enumerate(self.messages) if message["role"] == "assistant"}
+        return not turns or any(turn >= self.first_trained for turn in turns - self.without_loss)
 
 
 def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
@@ -85,7 +129,7 @@ def columns_of(names: Collection[str], text_column: str | None) -> list[str]:
     _detect(names, names, text_column)
     if text_column in names:
         return [name for name in names if name in (text_column, "weight")]
-    return [name for name in names if name in {"text", *keys, *BESIDE}]
+    return [name for name in names if name in {"text", "input", "history", *keys, *BESIDE, *REJECTED, *UNSUPPORTED, *KTO}]
 
 
 def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_column: str | None) -> list[Document]:
@@ -102,17 +146,11 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
         text = record[column]
         if not isinstance(text, str):
             raise FormatError(f"{column!r} is of type {type(text).__name__}: it must be text")
-        documents = [Document(name, source_bytes, text, weight=weight)]
+        documents, used = [Document(name, source_bytes, text, weight=weight)], {column, "weight"}
     else:
-        names = [f"{name}#{side}" for side in SIDES] if kind == PAIRS else [name]
-        conversations = _pair(record) if kind == PAIRS else [_conversation(record, kind)]
-        tools = _tools(record.get("tools"))
-        documents = []
-        for own, (messages, first) in zip(names, conversations, strict=bool(conversations)):
-            if kind != "messages" and record.get("system") and messages[0]["role"] != "system":
-                messages, first = [{"role": "system", "content": _text(record, "system")}, *messages], first and first + 1
-            share = source_bytes / len(names)
-            documents.append(Document(own, share, None, tuple(messages), tools, first, weight, kind))
+        documents, used = _conversations(record, kind, name, source_bytes, weight)
+    if unused := tuple(key for key, value in record.items() if key not in used and value not in (None, "", [], {})):
+        documents[:1] = [replace(document, unused=unused) for document in documents[:1]]
     for part in leaves([[document.text, document.messages, document.tools] for document in documents]):
         try:
             part.encode("utf-8")
@@ -121,13 +159,79 @@ def parse_record(record: dict[str, Any], name: str, source_bytes: float, text_co
     return documents
 
 
+def _conversations(
+    record: dict[str, Any], kind: str, name: str, source_bytes: float, weight: float
+) -> tuple[list[Document], set[str]]:
+    """Returns the conversation, or two of a preference pair, and the keys used."""
+    for key, way_out in UNSUPPORTED.items():
+        if record.get(key):
+            raise FormatError(f"`{key}` is not supported: {way_out}")
+    read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
+    if kind == PAIRS:
+        used, sides = {*SIDES, "prompt"}, _pair(record)
+    else:
+        messages, first, used = _conversation(record, kind)
+        sides = [(messages, first)]
+        for key in KTO:
+            mark = str(record.get(key)).lower().removesuffix(".0")
+            if mark in ("false", "0", "1"):
+                raise FormatError(
+                    f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, unless it is true"
+                )
+            used |= {key} if mark == "true" else set()
+        for key in filter(record.get, REJECTED):
+            sides = _pair({"prompt": messages[:-1], "chosen": messages[-1:], "rejected": record[key]})
+            kind, read_anew, used = PAIRS, True, used | {key}
+            break
+    if record.get("history") and "history" not in used:
+        raise FormatError("`history` is only read before an instruction or a prompt that is a text: write it into the messages")
+    tools = _tools(record, "tools") or _tools(record, "functions")
+    documents: list[Document] = []
+    for side, (messages, first) in zip(SIDES, sides, strict=False):
+        if record.get("system"):
+            system = {"role": "system", "content": _text(record, "system")}
+            if messages[0]["role"] != "system":
+                messages, first = [system, *messages], first and first + 1
+            elif messages[0].get("content") != system["content"]:
+                raise FormatError("`system` differs from the system message at the start: remove one of the two")
+        messages, without_loss = _loss(messages)
+        own, share = (f"{name}#{side}", source_bytes / 2) if kind == PAIRS else (name, source_bytes)
+        anew = read_anew or bool(without_loss)
+        for message in messages:
+            if message.keys() - {"role", "content"}:
+                anew = anew or kind == "conversations" or "tool_calls" in message or not message["content"]
+        rest = first, weight, kind, without_loss, anew
+        documents.append(Document(own, share, None, tuple(messages), tools, *rest))
+        if kind == PAIRS and not documents[-1].has_loss:
+            raise FormatError(f"the {side} answer has no loss, which its messages switch off: remove the record")
+    return documents, {*used, *BESIDE}
+
+
+def _loss(messages: list[Message]) -> tuple[list[Message], frozenset[int]]:
+    """Returns the messages without the keys on loss, and the indices of those that must not be trained on."""
+    without_loss = set()
+    for index, message in enumerate(messages):
+        for key in message.keys() & {*LOSS_KEYS, *UNCLEAR_LOSS_KEYS}:
+            value = message[key]
+            where = f"message {index}, of role {message['role']}, has `{key}` {value!r}"
+            if key in UNCLEAR_LOSS_KEYS:
+                raise ChatError(f"{where}: {_EXPLICIT}")
+            if value not in (0, 1):
+                raise ChatError(f"{where}: it must be 0 or false for no loss, or 1 or true; a record may have any `weight`")
+            if value and message["role"] != "assistant":
+                raise ChatError(f"{where}, but only the assistant's messages have a loss: remove the key")
+            if not value:
+                without_loss.add(index)
+    return [{key: value for key, value in m.items() if key not in LOSS_KEYS} for m in messages], frozenset(without_loss)
+
+
 def parse_messages(value: Any, key: str = "messages") -> list[Message]:
-    """Checks a list of messages and normalizes it for templates: contents to text, arguments of tool calls to objects.
+    """Checks a list of messages and normalizes it for templates: roles to the usual names, contents to text.
 
     Raises ChatError naming the message (from 0) and the rule.
     """
     if isinstance(value, str):
-        value = _json(f"`{key}`", value)
+        value = json_in(f"`{key}`", value)
     if not isinstance(value, list) or not value:
         raise ChatError(f"`{key}` must be a list with at least one message")
     return [_message(index, item) for index, item in enumerate(value)]
@@ -168,22 +272,35 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     )
 
 
-def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int]:
-    """Returns the messages and the index of the first one that may be trained on."""
+def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int, set[str]]:
+    """Returns the messages, the index of the first one that may be trained on, and the keys used."""
     if kind == "messages":
-        return parse_messages(record["messages"]), 0
+        return parse_messages(record["messages"]), 0, {"messages"}
     if kind == "conversations":
-        return _sharegpt(record["conversations"]), 0
+        return _sharegpt(record["conversations"]), 0, {"conversations"}
     answer = next(key for key in ("completion", "output", "response") if record.get(key) is not None)
     if kind == "instruction-output":
         asked = _text(record, "instruction")
         if record.get("input"):
             asked = f"{asked}\n\n{_text(record, 'input')}"
-        return [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(record, answer)}], 0
+        answered = {"role": "assistant", "content": _text(record, answer)}
+        used = {"instruction", "input", "history", answer}
+        return [*_history(record), {"role": "user", "content": asked}, answered], 0, used
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
-        return [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[answer]}], 0
+        prompt, used = [*_history(record), {"role": "user", "content": record["prompt"]}], {"prompt", "history", answer}
+        return [*prompt, {"role": "assistant", "content": record[answer]}], len(prompt) if len(prompt) > 1 else 0, used
     prompt, completion = _messages(record, "prompt", "user"), _messages(record, answer, "assistant")
-    return [*prompt, *completion], len(prompt)
+    return [*prompt, *completion], len(prompt), {"prompt", answer}
+
+
+def _history(record: dict[str, Any]) -> list[Message]:
+    """Returns the questions and answers before the last question."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and [type(text) for text in turn] == [str, str] for turn in history
+    ):
+        raise FormatError("`history` must be a list of questions and answers, each [question, answer]")
+    return [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn, strict=True)]
 
 
 def _pair(record: dict[str, Any]) -> list[tuple[list[Message], int]]:
@@ -219,22 +336,27 @@ def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
     return [{"role": role, "content": record[key]}] if isinstance(record[key], str) else parse_messages(record[key], key)
 
 
-def _message(index: int, item: Any) -> Message:
+def _message(index: int, item: Any, content_key: str = "content") -> Message:
     role = item.get("role") if isinstance(item, dict) else None
-    if role not in ROLES:
-        raise ChatError(f"message {index} has role {role!r}: it must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or not role:
+        raise ChatError(f"message {index} has role {role!r}: it must be a text, such as {', '.join(ROLES)}")
     message = {key: value for key, value in item.items() if value is not None}
+    message["role"] = SPEAKERS.get(role.lower(), role)
     content = message.get("content")
     if isinstance(content, list):
         content = message["content"] = _joined(index, content)
+    if role.lower() in CALLS and isinstance(content, str):
+        message["tool_calls"] = [json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)]
+    elif message.get("function_call") and not message.get("tool_calls"):
+        message["tool_calls"] = [message.pop("function_call")]
     calls = message.get("tool_calls")
     if calls:
-        if role != "assistant" or not isinstance(calls, list):
+        if message["role"] != "assistant" or not isinstance(calls, list):
             raise ChatError(f"message {index} has `tool_calls`: they must be a list, in a message of the assistant")
         message["tool_calls"] = [_call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)]
     else:
         message.pop("tool_calls", None)
-    if not isinstance(content, str) and (content is not None or not calls):
+    if not isinstance(message.get("content", None if not calls else ""), str):
         raise ChatError(f"message {index} has content of type {type(content).__name__}: it must be text")
     return message
 
@@ -252,11 +374,18 @@ def _call(where: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
     arguments = function.get("arguments", {})
-    arguments = _json(f"`arguments` of {where}", arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(arguments, dict):
-        raise ChatError(f"{where} has arguments of type {type(arguments).__name__}: they must be an object, or its JSON")
+    parsed = parse_arguments(where, arguments)
+    if not isinstance(parsed, dict):
+        raise ChatError(f"{where} has arguments of type {type(parsed).__name__}: they must be an object, or its JSON")
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def parse_arguments(where: str, arguments: Any) -> Any:
+    """Returns the arguments of a tool call as an object, with exact numbers (see `parse_json`); no text means no arguments."""
+    if not isinstance(arguments, str):
+        return arguments
+    return json_in(f"`arguments` of {where}", arguments, exact=True) if arguments.strip() else {}
 
 
 def _sharegpt(value: Any) -> list[Message]:
@@ -268,26 +397,27 @@ def _sharegpt(value: Any) -> list[Message]:
             messages.append(_message(index, item))
             continue
         speaker, text = (item.get("from"), item.get("value")) if isinstance(item, dict) else (None, None)
-        if speaker not in FROM:
-            raise ChatError(f"message {index} is from {speaker!r}: it must be one of {', '.join(FROM)}")
+        if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
+            raise ChatError(f"message {index} is from {speaker!r}: it must be one of {', '.join(SPEAKERS)}")
         if not isinstance(text, str):
             raise ChatError(f"message {index} has a value of type {type(text).__name__}: it must be text")
-        if speaker == "function_call":
-            call = _call(f"message {index}", _json(f"`value` of message {index}", text))
-            messages.append({"role": "assistant", "tool_calls": [call]})
-        else:
-            messages.append({"role": FROM[speaker], "content": text})
+        others = {key: part for key, part in item.items() if key not in ("from", "value")}
+        messages.append(_message(index, {**others, "role": speaker, "content": text}, "value"))
     return messages
 
 
-def _tools(value: Any) -> list[Any] | None:
+def _tools(record: dict[str, Any], key: str) -> list[Any] | None:
+    """Returns the descriptions of tools; OpenAI's older `functions` lack the outer object."""
+    value = record.get(key)
     if isinstance(value, str):
-        value = _json("`tools`", value) if value.strip() else None
+        value = json_in(f"`{key}`", value) if value.strip() else None
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise ChatError("`tools` must be a list of objects, one per tool, or its JSON")
-    return value
+        raise ChatError(f"`{key}` must be a list of objects, one per tool, or its JSON")
+    if key == "tools" and record.get("functions"):
+        raise ChatError("the record has both `tools` and `functions`: remove one of the two")
+    return [tool if key == "tools" or "function" in tool else {"type": "function", "function": tool} for tool in value]
 
 
 def _weight(value: Any) -> float:
@@ -304,20 +434,38 @@ def _text(record: dict[str, Any], key: str) -> str:
     return str(record[key])
 
 
-def _json(what: str, text: str) -> Any:
+def json_in(what: str, text: str, exact: bool = False) -> Any:
+    """Returns the value of a JSON text called `what`. Raises ChatError."""
     try:
-        return parse_json(text)
+        return parse_json(text, exact)
     except FormatError as error:
         raise ChatError(f"{what} is {error}") from error
 
 
-def parse_json(text: str) -> Any:
-    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it."""
+def parse_json(text: str, exact: bool = False) -> Any:
+    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it.
+
+    If `exact`, numbers that Python writes in another way (1e5) become texts, of which `as_written` makes numbers again.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_exact if exact else None)
     except json.JSONDecodeError as error:
         raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except RecursionError as error:
         raise FormatError("not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # Python's limit on digits
         raise FormatError("not JSON that can be read: a number has thousands of digits") from error
+
+
+def _exact(number: str) -> Any:
+    return float(number) if repr(float(number)) == number else f"{NUMBER}{number}{NUMBER}"
+
+
+def as_written(text: str) -> str:
+    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises DigitsError if one is not in JSON."""
+    if NUMBER not in text:
+        return text
+    text = re.sub(f'"{_NUMBER}"', r"\1", text)
+    if number := re.search(_NUMBER, text):
+        raise DigitsError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
+    return text

@@ -50,6 +50,10 @@ class Manifest:
         lightest, heaviest: smallest and largest weight of a document.
         pairs: whether documents 2k and 2k + 1 are the chosen and the rejected completion of one prompt, for every k.
         useless_pairs: number of pairs left out because the completions are equal, or one is empty.
+        untrained_documents: number of conversations left out because all their turns switch off the loss.
+        unused: number of records with each key that is not used.
+        left_out: number of conversations of which the chat template does not show a part, by part.
+        reading: version of how records were read.
     """
 
     request: str
@@ -87,6 +91,10 @@ class Manifest:
     heaviest: float = 1.0
     pairs: bool = False
     useless_pairs: int = 0
+    untrained_documents: int = 0
+    unused: dict[str, int] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    reading: int = 1
     checksums: dict[str, str] = field(default_factory=dict)
 
     @property

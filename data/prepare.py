@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found, open_corpus
 from longctx.data.encode import Encoder
-from longctx.data.formats import PAIRS
+from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.markup import Markup
 from longctx.data.template import Template, marks_generation
@@ -45,7 +46,7 @@ from longctx.errors import UserError
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
 REQUEST = "request"
-LAYOUT = 3  # version of the files in an unfinished store; other versions cannot be resumed
+LAYOUT = 4  # version of the files in an unfinished store; other versions cannot be resumed
 NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
@@ -66,6 +67,7 @@ def prepare(
     vocab_size: int = 4096,
     end_of_document: str | None = None,
     chat_template: str = "auto",
+    template_variables: Mapping[str, Any] | None = None,
     train_on: str = "assistant",
     max_length: int | None = None,
     workers: int | None = None,
@@ -83,6 +85,8 @@ def prepare(
         vocab_size: maximum vocabulary size of a trained tokenizer.
         end_of_document: token that ends a document; None: the checkpoint's, or a well-known one of a given tokenizer.json.
         chat_template: `auto` (the checkpoint's, or ChatML if it has none), `chatml`, or the path of a Jinja template.
+        template_variables: JSON values of variables of the chat template, such as {"enable_thinking": False}. They become
+            defaults in the template of the store, and thus of exports.
         train_on: parts of conversations to train on: the turns of the `assistant`, the `last` of them, or `all` tokens.
         max_length: maximum tokens of a conversation; longer ones are dropped and counted; None: no limit. Texts are always
             kept: training splits them.
@@ -104,7 +108,7 @@ def prepare(
     if max_length is not None and max_length < 2:
         raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
     given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
-    templates = _templates(checkpoint, chat_template)
+    templates = _with_variables(_templates(checkpoint, chat_template), template_variables or {})
     progress("reading the source", 0)
     source = corpus.fingerprint()
     choice = ["bpe", vocab_size] if given is None else [given.fingerprint, given.end_of_document]
@@ -120,7 +124,7 @@ def prepare(
         settings["template"] = [[key, text] for key, text in templates.items()], dict(checkpoint.variables), checkpoint.ends
     request = _digest({"version": VERSION, "source": source, "tokenizer": choice, **settings})
     progress("reading the source", 1)
-    if (present := _present(out, request, overwrite)) is not None:
+    if (present := _present(out, request, corpus, overwrite)) is not None:
         return Prepared(present, made=False)
     with _partial_folder(out, request) as folder:
         used = _tokenizer(folder, corpus, given, vocab_size, progress)
@@ -138,6 +142,8 @@ def prepare(
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
         if PAIRS in found.formats:  # earlier versions may have read other documents from these records
             content["pairs"] = True
+        if found.read_anew:
+            content["reading"] = READING
         fingerprint = _digest({"version": VERSION, **content})
         write_dataset_files(folder, used, parts, fingerprint)
         manifest = _manifest(
@@ -182,6 +188,8 @@ def _check_targets(corpus: Corpus, found: Found, parts: Sequence[Part], max_leng
     dropped = sum(part.dropped_documents for part in parts)
     if not parts:
         left_out = [f"{found.empty} {'is' if found.empty == 1 else 'are'} empty"] * bool(found.empty)
+        if found.untrained:
+            left_out.append(f"{found.untrained} switch off the loss of every turn")
         if found.useless_pairs:
             left_out.append(f"{found.useless_pairs} pairs have equal or empty completions")
         if found.not_text:
@@ -238,6 +246,10 @@ def _manifest(
         formats=found.formats,
         pairs=PAIRS in found.formats,
         useless_pairs=found.useless_pairs,
+        untrained_documents=found.untrained,
+        unused=found.unused,
+        left_out=dict(sum((Counter(part.left_out) for part in parts), Counter())),
+        reading=READING,
         dropped_documents=sum(part.dropped_documents for part in parts),
         spelled_documents=sum(part.spelled_documents for part in parts),
         spelled_name=next((part.spelled_name for part in parts if part.spelled_name), ""),
@@ -254,7 +266,7 @@ def _digest(content: Any) -> str:
 # --- the store at `out`, and the folder beside it in which it is built
 
 
-def _present(out: Path, request: str, overwrite: bool) -> Manifest | None:
+def _present(out: Path, request: str, corpus: Corpus, overwrite: bool) -> Manifest | None:
     """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -266,14 +278,20 @@ def _present(out: Path, request: str, overwrite: bool) -> Manifest | None:
         if overwrite:
             return None
         raise
-    if manifest.request == request:
+    if manifest.request == request and (manifest.reading == READING or not _read_anew(corpus, manifest)):
         return manifest
-    if overwrite:
+    if overwrite or manifest.request == request:  # made by an earlier version, which read these records differently
         return None
     raise StoreError(
         f"{out} holds a store of another source or other settings ({manifest.source}, {manifest.documents:,} documents, "
         f"vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with --overwrite"
     )
+
+
+def _read_anew(corpus: Corpus, manifest: Manifest) -> bool:
+    """Returns whether the version that made a store may have read the records differently."""
+    found = Found()
+    return manifest.conversations and (any(found.read_anew for _ in corpus.documents(found)) or found.read_anew)
 
 
 @contextmanager
@@ -361,6 +379,18 @@ def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[boo
             f"chat template {chat_template!r} cannot be read: {error}; give auto, chatml, or the path of a Jinja template"
         ) from error
     return {False: text, True: text}
+
+
+def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str, Any]) -> Mapping[bool, str] | None:
+    """Returns the templates with default values of variables, set in their first lines."""
+    if not variables:
+        return templates
+    if not isinstance(variables, Mapping) or not all(map(str.isidentifier, variables)):
+        raise TokenizerError("--template-variables must be a JSON object of variables: '{\"enable_thinking\": false}'")
+    if templates is None or templates[False] != templates[True]:
+        raise TokenizerError("--template-variables needs one chat template, for all conversations: give --chat-template FILE")
+    first = "".join(f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in variables.items())
+    return {tools: first + text for tools, text in templates.items()}
 
 
 def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str, used: Tokenizer) -> str:

@@ -6,17 +6,22 @@ first one, they show where each text is; everything between is the template's. A
 previous messages with the generation prompt ends; it ends with the text that the template puts both after the last turn and
 after a turn in the middle (`<|im_end|>`), or with an end-of-text token. If the private-use characters change anything else,
 prefixes decide: the rendering of the messages before the turn with the generation prompt, and that of the messages up to the
-turn's end, must both be prefixes of the whole. A conversation that neither method can split is refused.
+turn's end, must both be prefixes of the whole. A part that the template refuses to render shows nothing, and the other ways are
+tried. A conversation that no method can split is refused.
 """
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 
-from longctx.data.chat import ChatError, Message, trained_turns
+from longctx.data.chat import ChatError, Message, check_role, trained_turns
+from longctx.data.formats import NUMBER, DigitsError, as_written, parse_arguments
+from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -38,10 +43,11 @@ def marks_generation(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text of a conversation, and its spans to train on; None: all of it."""
+    """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out."""
 
     text: str
     spans: Spans | None
+    left_out: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +84,67 @@ class Template:
         self._markup = markup
         self._ends = ends
         self._train_on = train_on
+        self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
         self._outlines: dict[tuple[str, ...], _Outline | None] = {}
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0) -> Rendered:
-        """Renders a conversation and finds its spans to train on, none before message `first_trained`.
+    def render(
+        self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0, without_loss: Collection[int] = ()
+    ) -> Rendered:
+        """Renders a conversation and finds its spans to train on: none before message `first_trained`, nor in `without_loss`.
 
-        Raises ChatError if the template refuses the conversation, or does not show where turns begin and end.
+        Raises ChatError if the template refuses the conversation, leaves an answer empty, or does not show where turns begin
+        and end.
         """
+        turns = trained_turns(messages, first_trained, self._train_on, without_loss)
+        for index, message in enumerate(messages):
+            check_role(index, message["role"], self._texts[bool(tools)])
+        messages = self._with_arguments(messages, bool(tools))
+        marks = self._train_on != "all" and marks_generation(self._texts[bool(tools)])
+        missing = set()
+        try:
+            text, spans = self._render(messages, tools, marks=marks)
+        except DigitsError:  # the template writes numbers in its own way
+            messages, missing = json.loads(as_written(json.dumps(messages, ensure_ascii=False))), {"digits of tool_calls"}
+            text, spans = self._render(messages, tools, marks=marks)
+        missing |= left_out(text, messages, tools, turns, "the chat template")
         if self._train_on == "all":
-            return Rendered(self._text(messages, tools), None)
-        turns = trained_turns(messages, first_trained, self._train_on)
-        if not marks_generation(self._texts[bool(tools)]):
-            text = self._text(messages, tools)
-            return Rendered(text, self._turns(text, messages, tools, turns))
-        text, spans = self._render(messages, tools, marks=True)
+            return Rendered(text, None, missing)
+        if not marks:
+            return Rendered(text, self._turns(text, messages, tools, turns), missing)
         spans = sorted((start, stop) for start, stop in spans if start < stop)
-        if any(message["role"] == "assistant" for message in messages[: turns[0]]):  # earlier turns are not trained on
-            begin = self._turns(text, messages, tools, turns[:1])[0][0]
-            spans = [span for span in spans if span[0] >= begin]
+        if len(turns) < sum(message["role"] == "assistant" for message in messages):  # the other turns are not trained on
+            trained = self._turns(text, messages, tools, turns)
+            spans = [(a, b) for a, b in spans if any(a < stop and start < b for start, stop in trained)]
         if not spans:
             raise ChatError(
                 "the template marks nothing of this conversation as generated, so there is nothing to train on: remove the "
                 "conversation, or correct the template"
             )
-        return Rendered(text, spans)
+        return Rendered(text, spans, missing)
 
     # --- rendering
+
+    def _with_arguments(self, messages: Sequence[Message], tools: bool) -> Sequence[Message]:
+        """Returns the messages with arguments of tool calls that are texts as objects, if the template does not write texts."""
+        if not any(isinstance(call["function"]["arguments"], str) for m in messages for call in m.get("tool_calls", ())):
+            return messages
+        if tools not in self._takes_text:
+            text, function = '{"probe": 1}', {"name": "probe", "description": "", "parameters": {}}
+            tool = {"type": "function", "function": function}
+            call = {**tool, "id": "abcdefghi", "function": {**function, "arguments": text}}
+            probe = [*_probes()[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+            self._takes_text[tools] = False
+            with suppress(ChatError):
+                self._takes_text[tools] = text in self._text(probe, [tool] * tools or None)
+        if self._takes_text[tools]:
+            return messages
+
+        def parsed(call: dict[str, Any]) -> dict[str, Any]:
+            arguments = parse_arguments("a tool call", call["function"]["arguments"])
+            return {**call, "function": {**call["function"], "arguments": arguments}}
+
+        return [{**m, "tool_calls": [*map(parsed, m["tool_calls"])]} if "tool_calls" in m else m for m in messages]
 
     def _render(
         self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False, marks: bool = False
@@ -117,21 +157,24 @@ class Template:
                 # As render_jinja_template, for messages without reasoning, but without copying everything: half the time.
                 template = compiled(self._texts[bool(tools)])
                 given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
-                return template.render(**{**given, **self._variables}), []
-            (text,), spans = chat_template_utils.render_jinja_template(
-                conversations=[list(messages)],
-                tools=tools,
-                chat_template=self._texts[bool(tools)],
-                return_assistant_tokens_mask=marks,
-                add_generation_prompt=prompt,
-                **self._variables,
-            )
+                text, spans = template.render(**{**given, **self._variables}), []
+            else:
+                (text,), spans = chat_template_utils.render_jinja_template(
+                    conversations=[list(messages)],
+                    tools=tools,
+                    chat_template=self._texts[bool(tools)],
+                    return_assistant_tokens_mask=marks,
+                    add_generation_prompt=prompt,
+                    **self._variables,
+                )
         except Exception as error:  # a template's expressions may raise anything
             raise ChatError(
                 f"the chat template refuses this conversation: {type(error).__name__}: {error}; correct or remove the "
                 "conversation, or use another template (--chat-template FILE)"
             ) from error
-        return text, spans[0] if marks else []
+        if NUMBER in text and marks:
+            spans = [[(len(as_written(text[:start])), len(as_written(text[:stop]))) for start, stop in spans[0]]]
+        return as_written(text), spans[0] if marks else []
 
     def _text(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
         return self._render(messages, tools, prompt)[0]
@@ -142,6 +185,7 @@ class Template:
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
     ) -> list[tuple[int, int]]:
         spans = self._by_outline(whole, messages, tools, turns) or self._between_marks(whole, messages, tools, turns)
+        spans = spans or self._between_marks(whole, messages, tools, turns, empty=False)
         return spans or [self._between_prefixes(whole, messages, tools, turn) for turn in turns]
 
     def _by_outline(
@@ -188,14 +232,13 @@ class Template:
         return _Outline(texts[::2], heads, tails)
 
     def _between_marks(
-        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
+        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int], *, empty: bool = True
     ) -> list[tuple[int, int]] | None:
         """Returns the spans of the turns by a rendering with private-use characters; None if it does not show them."""
         if not whole.isascii() and _MARK.search(whole):
             return None
         try:
-            rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], tools)
-            stop = self._stop
+            rendered = self._text([_marked(message, number, empty) for number, message in enumerate(messages)], tools)
         except ChatError:
             return None
         texts = _MARK.split(rendered)
@@ -215,7 +258,9 @@ class Template:
                 return None
             before, after = texts[first[owner]], texts[last[owner] + 1]
             head = self._head(before, messages, tools, turn)
-            tail = self._tail(after, stop)
+            tail = self._tail(after)
+            if not tail and not self._stop and "tool_calls" in messages[turn]:
+                return None  # the template closes a tool call by text that no end of turn follows
             if head is None or tail is None:
                 return None
             spans.append((places[first[owner]] - len(before) + head, places[last[owner]] + tail))
@@ -223,48 +268,65 @@ class Template:
 
     def _head(self, before: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> int | None:
         """Returns the length of the template's text before a turn that is not generated."""
-        if turn == 0:
-            prompt = self._generation_prompt
-            return before.rfind(prompt) + len(prompt) if prompt and prompt in before else None
-        previous = messages[turn - 1]
+        previous = messages[turn - 1] if turn else {"role": ""}
         key = previous["role"], "tool_calls" in previous, bool(tools)
         if key in self._prompts and before.startswith(self._prompts[key]):
             return len(self._prompts[key])
-        marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
-        prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
-        if before.startswith(prompt):
-            self._prompts[key] = prompt
-            return len(prompt)
-        return len(before) if prompt.startswith(before) else None  # the prompt may add text that a finished turn lacks
+        if turn:
+            with suppress(ChatError):  # the template may refuse these messages alone, or a prompt after them
+                marked = [_marked(message, number) for number, message in enumerate(messages[:turn])]
+                prompt = _MARK.split(self._text(marked, tools, prompt=True))[-1]
+                if before.startswith(prompt):
+                    self._prompts[key] = prompt
+                    return len(prompt)
+                if prompt.startswith(before):
+                    return len(before)  # the prompt may add text that a finished turn lacks
+                if before.startswith(prompt.rstrip()):
+                    return len(prompt.rstrip())
+        prompt = self._generation_prompt
+        if prompt and prompt in before:
+            return before.rfind(prompt) + len(prompt)
+        if any(before.endswith(prompt[:length]) for length in range(1, len(prompt))):
+            return len(before)
+        return self._tail(before) if previous["role"] == "assistant" else None
 
-    def _tail(self, after: str, stop: str) -> int | None:
+    def _tail(self, after: str) -> int | None:
         """Returns the length of the template's text after a turn that is generated."""
-        if stop in after:
-            return after.index(stop) + len(stop)
+        if self._stop is not None and self._stop in after:
+            return after.index(self._stop) + len(self._stop)
         return min((after.index(end) + len(end) for end in self._ends if end in after), default=None)
 
     @cached_property
     def _generation_prompt(self) -> str:
-        question = [{"role": "user", "content": "question"}]
-        without, prompt = self._text(question, None), self._text(question, None, prompt=True)
-        return prompt[len(without) :] if prompt.startswith(without) else ""
+        for question in _probes():
+            with suppress(ChatError):
+                without, prompt = self._text(question, None), self._text(question, None, prompt=True)
+                return prompt[len(without) :] if prompt.startswith(without) else ""
+        return ""
 
     @cached_property
-    def _stop(self) -> str:
-        """Text that ends a turn: the common start of the texts after the last turn and after one in the middle, stripped."""
-        asked, answered = ({"role": role, "content": role} for role in ("user", "assistant"))
-        after = []
-        for messages in ([asked, answered], [asked, answered, asked]):
-            texts = _MARK.split(self._text([_marked(message, number) for number, message in enumerate(messages)], None))
-            if len(texts) < 5:
-                raise ChatError("the chat template omits messages")
-            after.append([part for piece in self._markup.pieces(texts[4]) for part in self._parts(piece)])
-        shared = 0
-        for one, other in zip(*after, strict=False):
-            if one != other:
-                break
-            shared += 1
-        return "".join(after[0][:shared]).rstrip()
+    def _stop(self) -> str | None:
+        """Text that ends a turn: the common start of the texts after the last turn and after one in the middle, stripped.
+
+        None if the template refuses the conversations that would show it.
+        """
+        for question in _probes():
+            with suppress(ChatError):
+                turn = len(question)
+                answered = [*question, {"role": "assistant", "content": "assistant"}]
+                after = [self._after(messages, turn) for messages in (answered, [*answered, question[-1]])]
+                shared = sum(1 for _ in takewhile(lambda parts: parts[0] == parts[1], zip(*after, strict=False)))
+                return "".join(after[0][:shared]).rstrip()
+        return None
+
+    def _after(self, messages: Sequence[Message], turn: int) -> list[str]:
+        """Returns the template's text after a message, in parts: special tokens and characters."""
+        rendered = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
+        owners, mark = _MARK.findall(rendered), chr(_FIRST + turn)
+        if mark not in owners:
+            raise ChatError("the chat template omits messages")
+        text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
+        return [part for piece in self._markup.pieces(text) for part in self._parts(piece)]
 
     def _parts(self, piece: str) -> Sequence[str]:
         return [piece] if self._markup.spells_special_tokens(piece) else piece
@@ -278,8 +340,14 @@ class Template:
             raise ChatError(
                 f"the chat template does not show where the first message, the assistant's, begins: remove it, {WAY_OUT}"
             )
-        prompt = self._text(messages[:turn], tools, prompt=True)
-        full = whole if turn == len(messages) - 1 else self._text(messages[: turn + 1], tools)
+        try:
+            prompt = self._text(messages[:turn], tools, prompt=True)
+            full = whole if turn == len(messages) - 1 else self._text(messages[: turn + 1], tools)
+        except ChatError as error:
+            raise ChatError(
+                f"the chat template does not show where the assistant's turn (message {turn}) begins and ends, as it refuses "
+                f"the messages up to there alone ({error.__cause__}): {WAY_OUT}"
+            ) from error
         if not (whole.startswith(full) and full.startswith(prompt)):
             where = "the messages before it" if not whole.startswith(prompt) else "the messages up to its end"
             raise ChatError(
@@ -291,12 +359,21 @@ class Template:
         return len(prompt), len(text) if ends else len(full)
 
 
-def _marked(message: Message, number: int) -> Message:
-    """Returns the message with private-use character `number` at both ends of every text that a template may write."""
+def _probes() -> list[list[Message]]:
+    """Returns conversations that templates accept, each of which ends with a question."""
+    system, question = ({"role": role, "content": role} for role in ("system", "user"))
+    return [[question], [system, question]]
+
+
+def _marked(message: Message, number: int, empty: bool = True) -> Message:
+    """Returns the message with private-use character `number` at both ends of every text that a template may write.
+
+    If not `empty`, there is none for an empty content before tool calls, as templates look whether there is a content.
+    """
     mark = chr(_FIRST + number % _MARKS)
 
     def wrap(value: Any) -> Any:
-        if isinstance(value, str):
+        if isinstance(value, str) and not value.startswith(NUMBER):
             text = value.strip()
             head = len(value) - len(value.lstrip()) if text else 0
             return f"{value[:head]}{mark}{text}{mark}{value[head + len(text) :]}" if text else mark + value
@@ -304,7 +381,8 @@ def _marked(message: Message, number: int) -> Message:
             return {key: wrap(part) for key, part in value.items()}
         return [wrap(part) for part in value] if isinstance(value, list) else value
 
-    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == "content")}}
+    always = "content" if empty or "tool_calls" not in message else None
+    copy = {**message, **{key: wrap(message[key]) for key in _TEXTS if key in message and (message[key] or key == always)}}
     if "tool_calls" in message:
         copy["tool_calls"] = [
             {**call, "function": {key: wrap(part) for key, part in call["function"].items()}} for call in message["tool_calls"]

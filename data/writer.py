@@ -5,9 +5,10 @@ Finished parts are listed in `journal.jsonl`, so that an interrupted preparation
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Part:
     straddling_tokens: int = 0
     lightest: float = math.inf
     heaviest: float = 0.0
+    left_out: dict[str, int] = field(default_factory=dict)
     checksums: str = ""
 
 
@@ -178,6 +180,7 @@ class _PartWriter:
         spelled = [row.document.name for row in rows if row.spelled]
         part.spelled_documents += len(spelled)
         part.spelled_name = part.spelled_name or next(iter(spelled), "")
+        part.left_out = dict(Counter(part.left_out) + Counter(name for row in rows for name in row.left_out))
         part.straddling_tokens += sum(row.straddling for row in rows)
         part.lightest, part.heaviest = min(part.lightest, *weights), max(part.heaviest, *weights)
 

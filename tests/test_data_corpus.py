@@ -80,7 +80,7 @@ def test_jsonl_of_texts_and_conversations(tmp_path: Path) -> None:
         ('{"text": null}', "'text' is of type NoneType"),
         ('{"text": "\\ud800"}', "surrogate"),
         ('{"messages": []}', "at least one message"),
-        ('{"messages": [{"role": "bot", "content": "x"}]}', "message 0 has role 'bot'"),
+        ('{"messages": [{"role": 3, "content": "x"}]}', "message 0 has role 3"),
         ('{"messages": [{"role": "user"}]}', "message 0 has content of type NoneType"),
     ],
 )

@@ -84,10 +84,10 @@ def test_systems_tools_and_inputs_are_kept(tmp_path: Path) -> None:
     ]
     first, second, third, fourth = documents(write_jsonl(tmp_path / "s.jsonl", records))
     assert [message["role"] for message in first.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert first.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
+    assert first.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
     assert first.tools == TOOLS and second.tools is None
     assert [message["content"] for message in second.messages] == ["Calculate.", "Add\n\n2 + 3", "5"]
-    assert third.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+    assert third.messages[1] == {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
     assert (fourth.messages[0]["content"], fourth.first_trained) == ("Brief.", 2)
 
 

@@ -87,7 +87,7 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
         ({"prompt": "Other", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "`prompt` is not among the common first"),
         ({"prompt": "Hello", "chosen": [], "rejected": [BAD]}, "`chosen` must be a list with at least one message"),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "`prompt` must be a list"),
-        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, {"role": "bot"}]}, "message 1 has role 'bot'"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, {"role": ""}]}, "message 1 has role ''"),
         ({"prompt": "x", "chosen": "\ud800", "rejected": "b"}, "unpaired surrogate"),
         ({"text": "no pair"}, "has format text, but the source has chosen-rejected and text"),
     ],

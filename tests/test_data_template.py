@@ -281,7 +281,10 @@ def test_conversations_without_a_token_to_learn_are_named(checkpoints: dict[str,
     for template in ("auto", "chatml"):
         with pytest.raises(ChatError, match=r"s\.jsonl:2: the conversation has no assistant message"):
             remade(checkpoints, tmp_path, [TWO_TURNS, {"messages": chat("one")}], chat_template=template)
-    (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace("message['content'] + '<|im_end|>'", "''"))
+    unmarked = "{% generation %}{% endgeneration %}{{ message['content'] + '<|im_end|>' }}"
+    marked = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    assert marked in SMOLLM2_MARKED
+    (tmp_path / "empty.jinja").write_text(SMOLLM2_MARKED.replace(marked, unmarked))
     with pytest.raises(ChatError, match=r"s\.jsonl:1: the template marks nothing of this conversation as generated"):
         remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "empty.jinja"))
 

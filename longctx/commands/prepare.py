@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the tokenizer of a checkpoint",
     )
     parser.add_argument(
+        "--template-variables",
+        metavar="JSON",
+        help="variables of the chat template, which exports then have by default: '{\"enable_thinking\": false}'",
+    )
+    parser.add_argument(
         "--train-on",
         choices=("assistant", "last", "all"),
         default="assistant",
@@ -78,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.commands.prepare_picture import examples, histogram
     from longctx.data.corpus import open_corpus
+    from longctx.data.formats import json_in
     from longctx.data.prepare import prepare
     from longctx.data.store import Store
     from longctx.data.tokenizer import ANOTHER_TOKENIZER
@@ -89,6 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--max-length is {arguments.max_length}: must be at least 2, as a conversation has at least 2 tokens")
     if arguments.vocab_size is not None and arguments.tokenizer != "bpe":
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
+    variables = json_in("--template-variables", arguments.template_variables) if arguments.template_variables else None
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column, split=arguments.split, as_text=arguments.as_text)
     out = arguments.out or Path("stores", _name(arguments.source))
@@ -100,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             vocab_size=4096 if arguments.vocab_size is None else arguments.vocab_size,
             end_of_document=arguments.end_of_document,
             chat_template=arguments.chat_template,
+            template_variables=variables,
             train_on=arguments.train_on,
             max_length=arguments.max_length,
             workers=arguments.workers,
@@ -165,6 +173,8 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
         yield f"  dropped    {manifest.dropped_documents // together:,} {what} of more than {manifest.max_length:,} tokens"
     if manifest.useless_pairs:
         yield f"  dropped    {manifest.useless_pairs:,} pairs with equal completions or an empty one"
+    if manifest.untrained_documents:
+        yield f"  dropped    {manifest.untrained_documents:,} conversations whose turns all switch off the loss"
     if manifest.empty_documents:
         yield f"  dropped    {manifest.empty_documents:,} empty documents"
     if manifest.not_read:
@@ -172,3 +182,7 @@ def _particulars(manifest: "Manifest") -> Iterator[str]:
     if manifest.skipped_files:
         names = ", ".join(manifest.skipped_names[:3]) + (", .." if manifest.skipped_files > 3 else "")
         yield f"  dropped    {manifest.skipped_files:,} files that are not UTF-8 text: {names}"
+    by_template = "conversations, by the chat template"
+    for title, counts, what in (("not used", manifest.unused, "records"), ("left out", manifest.left_out, by_template)):
+        if counts:
+            yield f"  {title}   {', '.join(f'{name} in {count:,}' for name, count in sorted(counts.items()))} {what}"

@@ -1,0 +1,94 @@
+"""Left out: names what a conversation says and its rendering does not show.
+
+Every text of the messages and tools is looked for in the rendering: as it is, without white space at its ends, or escaped as in
+JSON; if it is not there, its lines and what stands between its tags are. Each place counts once. Long texts are looked for
+before short ones ("5"), and contents before results of tools, as the latter also occur inside the former. Each search begins
+where the last one ended: together they cost a few passes over the rendering.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from longctx.data.chat import ChatError, Message
+from longctx.data.formats import NUMBER, leaves
+
+SHORT = 16  # maximum characters of a text that is looked for after the others
+CONTENTS = ("content of user messages", "content of assistant messages")
+IDENTIFYING = ("name", "tool_calls.id", "tool_call_id", "id")
+"""Parts of a message that are not what it says; they are looked for last."""
+_THINK = re.compile("</?think>")
+_BETWEEN, _WORD = re.compile(r"\n|<[^<>\n]+>|\[/?[A-Z_]+\]"), re.compile(r"\w")  # lines and tags, at which templates cut
+
+
+def left_out(text: str, messages: Sequence[Message], tools: list[Any] | None, trained: Collection[int], by: str) -> set[str]:
+    """Returns the names of the parts of a conversation that its rendering `text` by the template `by` does not show.
+
+    Raises ChatError if it shows nothing of what a message of `trained` says: only the message's end would be trained on.
+    """
+    rest = bytearray(text, "utf-8")
+    missing: set[str] = set()
+    shown: set[int] = set()
+    parts: list[list[tuple[int, str, str]]] = [[], [], [], [], []]
+    for index, name, part in _parts(messages, tools):
+        if (part := part.strip()) and not part.startswith(NUMBER):
+            rank = 2 * (len(part) <= SHORT) + (name not in CONTENTS)
+            parts[4 if name in IDENTIFYING else rank].append((index, name, part))
+    for group in parts:
+        start = 0
+        for index, name, part in group:
+            if name in missing and (index in shown or index not in trained):
+                continue
+            stop = _take(rest, part, start)
+            start = stop or start
+            pieces = [] if stop else [piece.strip() for piece in _BETWEEN.split(part) if _WORD.search(piece)]
+            there = [piece for piece in pieces if _take(rest, piece, start)]
+            if stop or there:
+                shown.add(index)
+            if not stop and (not there or there != pieces):
+                missing.add(name)
+    for turn in trained:
+        names = sorted({name for group in parts[:4] for index, name, _ in group if index == turn})
+        if names and turn not in shown:
+            raise ChatError(
+                f"message {turn} would be an empty answer, as {by} leaves out its {' and '.join(names)}: use a template that "
+                "shows them (--chat-template FILE), or remove the conversation"
+            )
+    return missing
+
+
+def _take(rest: bytearray, part: str, start: int) -> int:
+    """Overwrites a text of a rendering, looked for from `start` on, then everywhere. Returns its end; 0 if it is not there."""
+    for escaped in (None, False, True):
+        form = (part if escaped is None else json.dumps(part, ensure_ascii=escaped)[1:-1]).encode()
+        place = rest.find(form, start)
+        place = rest.find(form) if place < 0 < start else place
+        if place >= 0:
+            rest[place : place + len(form)] = bytes(len(form))
+            return place + len(form)
+    return 0
+
+
+def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tuple[int, str, str]]:
+    """Yields the index of the message (-1: none), the name and the text of every part of a conversation."""
+    yield from ((-1, "tools", part) for part in _texts(tools))
+    for index, message in enumerate(messages):
+        for key, value in message.items():
+            if key == "content":
+                *thoughts, answer = _THINK.split(value) if message["role"] == "assistant" else [value]
+                yield from ((index, "reasoning", thought) for thought in thoughts)
+                yield index, f"content of {message['role']} messages", answer
+            elif key == "tool_calls":
+                yield from ((index, key, part) for call in value for part in _texts(call["function"]))
+                yield from ((index, "tool_calls.id", part) for call in value for part in _texts(call.get("id")))
+            elif key != "role" and value:
+                yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields every text in a JSON value but the names of types, which templates write in their own ways."""
+    if isinstance(value, dict):
+        value = [part for key, part in value.items() if key != "type"]
+    return chain.from_iterable(map(_texts, value)) if isinstance(value, list) else leaves(value)
