@@ -26,11 +26,12 @@ from longctx import tokenizer_files
 from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
 from longctx.data.checkpoint import Checkpoint
-from longctx.data.corpus import STANDARD_LIBRARY, Corpus, CorpusError, Found, open_corpus
+from longctx.data.corpus import STANDARD_LIBRARY, Corpus, Found, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
 from longctx.data.markup import Markup
+from longctx.data.readers import CorpusError
 from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (

@@ -197,6 +197,7 @@ def test_records_are_read_by_the_ending(tmp_path: Path, name: str, content: str,
     (tmp_path / name).write_text("\ufeff" + content, "utf-8")
     documents = list(open_corpus(str(tmp_path / name)).documents())
     assert len(documents) == read
+    assert ("version" in documents[0].unused) == (name == "wrapped.json")
     assert not any("{" in (document.text or "") for document in documents)
     assert sum(document.source_bytes for document in documents) == pytest.approx((tmp_path / name).stat().st_size, rel=0.05)
     assert [document.text for document in open_corpus(str(tmp_path), as_text=True).documents()] == [content], "as asked for"

@@ -1,0 +1,189 @@
+"""Readers: the documents of one file or data set, by its ending.
+
+Every reader yields the documents of record after record (see `longctx.data.formats`). Errors name file and line, row or record.
+"""
+
+import csv
+import io
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from longctx.data.chat import ChatError
+from longctx.data.formats import Document, FormatError, columns_of, parse_json, parse_record, without_nulls
+from longctx.errors import UserError, brief
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class CorpusError(UserError):
+    """A source that is missing, empty or malformed."""
+
+
+def read_text(file: Path) -> str | None:
+    """Returns the text, or None if the file is not UTF-8 text. A NUL byte is valid UTF-8, but indicates a binary file."""
+    content = file.read_bytes()
+    if b"\0" in content:
+        return None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
+def read_jsonl(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            line = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise CorpusError(f"{file}:{number}: not UTF-8 at byte {error.start} of the line") from error
+            except FormatError as error:
+                raise CorpusError(f"{file}:{number}: {error}") from error
+            if not isinstance(record, dict):
+                raise CorpusError(f'{file}:{number}: a line must be an object such as {{"text": ".."}}')
+            yield _documents(record, f"{name}:{number}", f"{file}:{number}", column, len(line))
+
+
+def _read_json(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    """Reads a list of records, one record, an object with one list of records, or JSON Lines."""
+    text = _decoded(file)
+    try:
+        content = parse_json(text)
+    except FormatError as error:
+        first = next((line for line in text.splitlines() if line.strip()), "")
+        try:
+            parse_json(first)
+        except FormatError:
+            raise CorpusError(f"{file}: {error}") from error
+        yield from read_jsonl(file, name, column)
+        return
+    others: dict[str, Any] = {}
+    if isinstance(content, dict):
+        content, others = _records_in(content, column, file)
+    if not isinstance(content, list):
+        raise CorpusError(f"{file} is a {type(content).__name__}: it must be a list of records, one record, or JSON Lines")
+    for number, record in enumerate(content, start=1):
+        if not isinstance(record, dict):
+            raise CorpusError(f'{file}, record {number}: it must be an object such as {{"text": ".."}}')
+        share = file.stat().st_size / len(content)
+        yield _documents({**others, **record}, f"{name}:{number}", f"{file}, record {number}", column, share)
+        others = {}
+
+
+def _records_in(content: dict[str, Any], column: str | None, file: Path) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the records of an object (itself, or those of its only list of objects) and its other keys, as not used."""
+    lists = [key for key, value in content.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    try:
+        columns_of(list(content), column)
+    except FormatError as error:
+        if len(lists) != 1:
+            several = f"has several lists of records, {', '.join(lists)}: put each into a file of its own"
+            raise CorpusError(f"{file}: {several if lists else error}") from error
+        return content[lists[0]], dict.fromkeys(content.keys() - lists, ...)
+    return [content], {}
+
+
+def _read_csv(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    """Reads a table with a header; of weights, an empty cell is null."""
+    csv.field_size_limit(sys.maxsize)
+    stream, dialect = io.StringIO(_decoded(file), newline=""), "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
+    table = csv.DictReader(stream, dialect=dialect, strict=True)
+    try:
+        rows: list[dict[str, Any]] = list(table)
+    except csv.Error as error:
+        raise CorpusError(f"{file}, line {table.line_num}: not CSV: {error}") from error
+    _columns(list(table.fieldnames or ()), column, str(file))
+    for number, row in enumerate(rows):
+        if None in row or None in row.values():
+            raise CorpusError(f"{file}, row {number}: it must have {len(table.fieldnames or ())} cells, as the header has")
+        if "weight" in row:
+            row["weight"] = _number(row["weight"])
+        yield _documents(row, f"{name}:{number}", f"{file}, row {number}", column, file.stat().st_size / len(rows))
+
+
+def _number(cell: str) -> float | str | None:
+    try:
+        return float(cell) if cell else None
+    except ValueError:
+        return cell
+
+
+def _decoded(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{file}: not UTF-8 at byte {error.start}") from error
+
+
+def read_parquet(file: Path, name: str, column: str | None) -> Iterator[list[Document]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    row = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        wanted = _columns(table.schema_arrow.names, column, str(file))
+        unread = dict.fromkeys(set(table.schema_arrow.names) - set(wanted), ...)  # so that records count them as not used
+        share = file.stat().st_size / max(1, table.metadata.num_rows)
+        for batch in table.iter_batches(batch_size=256, columns=wanted):
+            for record in batch.to_pylist():
+                yield _documents(_row(record) | unread, f"{name}:{row}", f"{file}, row {row}", column, share)
+                row += 1
+    except UserError:
+        raise
+    except (pyarrow.ArrowException, ValueError, OSError, OverflowError, TypeError, KeyError) as error:
+        where = f"is damaged after row {row - 1}" if row else "is not a Parquet file, or damaged"
+        raise CorpusError(f"{file} {where}: {brief(error)}; write it again") from error
+
+
+def read_dataset(folder: Path, column: str | None, size: int) -> Iterator[list[Document]]:
+    import datasets
+
+    try:
+        dataset = datasets.load_from_disk(str(folder))
+        rows = dataset.select_columns(_columns(dataset.column_names, column, str(folder)))
+        unread = dict.fromkeys(set(dataset.column_names) - set(rows.column_names), ...)
+        for row, record in enumerate(rows):
+            yield _documents(_row(record) | unread, f"row:{row}", f"{folder}, row {row}", column, size / len(rows))
+    except UserError:
+        raise
+    except Exception as error:  # the library checks none of its files: damage raises whatever Python raises
+        said = f"{type(error).__name__}: {brief(error)}"
+        raise CorpusError(
+            f"{folder} looks like a saved dataset, but `datasets` cannot read it ({said}): save it again"
+        ) from error
+
+
+def _row(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: without_nulls(value) for key, value in record.items()}
+
+
+def _columns(names: list[str], column: str | None, where: str) -> list[str]:
+    try:
+        return columns_of(names, column)
+    except FormatError as error:
+        raise CorpusError(f"{where}: {error}") from error
+
+
+def _documents(record: dict[str, Any], name: str, where: str, column: str | None, source_bytes: float) -> list[Document]:
+    try:
+        return parse_record(record, name, source_bytes, column)
+    except (FormatError, ChatError) as error:
+        raise CorpusError(f"{where}: {error}") from error
+
+
+Reader = Callable[[Path, str, str | None], Iterator[list[Document]]]
+READERS: dict[str, Reader] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": _read_json,
+    ".parquet": read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+}
+"""What reads the records of a file, by its ending."""
