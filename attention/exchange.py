@@ -39,7 +39,7 @@ class Exchange:
     """
 
     held: list[torch.Tensor] | None = None
-    """Messages of `beside` until its end: a GPU's stream may still read them, so their memory must not be used again."""
+    """What `hold` got during `beside`, until its end."""
 
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
         self.group = group
@@ -81,6 +81,11 @@ class Exchange:
             self.held = None
 
         return end
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keeps tensors until the end of `beside`: a GPU's stream may still read their memory, so it must not be used again."""
+        if self.held is not None:
+            self.held += tensors
 
     def _round(self, peer: int) -> int:
         """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
@@ -191,7 +196,6 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             raise self.exchange._failure(self.peers, error) from error
-        if self.exchange.held is not None:
-            self.exchange.held += [self.incoming, *self.sent]
+        self.exchange.hold(self.incoming, *self.sent)
         self.sent = []
         return self.incoming

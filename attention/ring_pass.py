@@ -145,6 +145,7 @@ class RingPass:
             returned = pending.wait()
             self.in_flight -= 1
             if parts:
+                self.exchange.hold(gradients)  # no message holds it if the rank only passes rows on
                 total = parts[-1].to(self.sum_dtype)
                 self._add(hop, returned, total)
                 parts[-1] = total.to(part.dtype)

@@ -38,6 +38,8 @@ class Log:
         assert sum(count for _, count in rows) == len(incoming)
         return Arrived(incoming.zero_())
 
+    def hold(self, *tensors: torch.Tensor) -> None: ...
+
     def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
         hops()
         return lambda: None
