@@ -24,7 +24,7 @@ import torch
 from longctx.attention.host_to_device import copy_to
 from longctx.attention.kernels.contract import DEFAULT, Mode, Request
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import Library, Scores, Sequences
+from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
@@ -117,13 +117,14 @@ class Flash:
                 log.info(
                     "flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over
                 )
-                if capability[0] == 9 and refusals and not library.made_for_hopper:
+                if capability[0] in HOPPER_OR_BLACKWELL and refusals and not library.made_for_hopper:
                     # H100, head size 128, causal, 8192 tokens, forward and deterministic backward: flash-attn 2 306 and 166
                     # TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
                     log.warning(
-                        "attention runs on %s, at about half the speed of flash-attn 4 or 3 on this GPU: install one, such "
-                        "as by pip install 'longctx[flash]'%s",
+                        "attention runs on %s, at most half as fast as flash-attn 4%s on this GPU: install it, such as by "
+                        "pip install 'longctx[flash]'%s",
                         library.name,
+                        " or 3" if capability[0] == 9 else "",
                         passed_over,
                     )
                 return library
