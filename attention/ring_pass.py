@@ -23,6 +23,7 @@ class Ring(Protocol):
     exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
     watch: Callable[[str], AbstractContextManager[object]]
     group: dist.ProcessGroup | None
+    across: tuple[dist.ProcessGroup, int] | None
     scale: float | None
     softcap: float
     kernel: str
@@ -44,6 +45,7 @@ class RingPass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.exchange.across = call.across
         self.in_flight = 0  # exchanges that were started and not waited for
         request = Request(
             k.device.type,

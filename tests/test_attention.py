@@ -532,3 +532,14 @@ def test_a_rank_that_dies(workers: Workers) -> None:
     with pytest.raises(AssertionError, match="process of rank 1 died") as caught:
         workers.run(die, 2, PAIR)
     assert WHERE in str(caught.value)
+
+
+def run_over_two_groups(case: Case) -> tuple[torch.Tensor, ...]:
+    return run_case(replace(case, across=dist.new_group()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_for_messages_between_nodes_changes_no_bit(workers: Workers, dtype: torch.dtype) -> None:
+    case = replace(MIXED, ranks_per_node=2, exchange_stages=2, dtype=dtype)
+    for one, two in zip(workers.run(run_case, 4, case), workers.run(run_over_two_groups, 4, case), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

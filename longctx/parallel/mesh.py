@@ -94,6 +94,7 @@ class Mesh:
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: separate communicator for the messages of ring attention (design invariant I5).
+        across: another one for those between nodes; None on one node.
         control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in
             `weights`; None if no experts are split.
@@ -114,6 +115,7 @@ class Mesh:
     ends: dist.ProcessGroup | None = None
     experts: DeviceMesh | None = None
     tokens: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
     peers: Peers | None = None
     """Signs of life of the other processes, if they have met in a launcher's store."""
 
@@ -336,7 +338,9 @@ def make_groups(
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
     # The domain's group may be the world's, so the exchange gets a separate one.
-    exchange = _my_group(numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout))
+    of_domain = numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout)
+    exchange = _my_group(*of_domain)
+    across = None if processes_per_node(dist.get_world_size()) is None else _my_group(*of_domain)
     assert exchange is not None
     stages = ends = None
     if pipeline > 1:
@@ -347,8 +351,8 @@ def make_groups(
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
         if expert * tensor > 1:
             experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens)
-    for group in (exchange, stages, ends):
+    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens, across)
+    for group in (exchange, across, stages, ends):
         if group is not None:
             warm_up(group, device)
     return mesh
