@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from longctx.attention.kernels import (
     KERNELS,
+    KernelError,
     choose_kernel,
     flash,
     flash_4,
@@ -32,7 +33,7 @@ from longctx.attention.kernels import (
     repeatability,
 )
 from longctx.attention.kernels.compilation import compile_variants
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request, request_of
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import Library
@@ -274,6 +275,33 @@ def test_the_best_library_is_chosen_and_named(
     slow = capability in (HOPPER, BLACKWELL) and wanted == "flash-attn 2"
     assert len(warned) == slow, "slow on Hopper and Blackwell, and said once"
     assert all("pip install 'longctx[flash]' (flash-attn 4: supports head sizes up to 128" in message for message in warned)
+
+
+def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys that were received for a ring, and strides; what a library pads counts too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(flash, "differs", lambda library, request: None)
+    choose_kernel.cache_clear()
+
+    def request(q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1) -> Request:
+        shapes = (q, heads, 128), (keys, packed, 8, 128), (keys, packed, 8, 128)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        whole = [x if x.dim() == 3 else x[:, 0] for x in tensors]
+        made = request_of(*whole, (Segment(0, 1, 0, 1),) * segments, softcap=False, deterministic=False)
+        return replace(made, device="cuda")
+
+    queries, keys, strided, padded = (600_000, 600_000), (300_000, 2_100_000), (9, 1_100_000, 32, 2), (500_000, 9, 32, 1, 100)
+    for large in (request(*queries), request(*keys), request(*strided), request(*padded)):
+        assert choose_kernel("auto", large) is KERNELS["triton"]
+        with pytest.raises(KernelError, match=r"less than 2,147,483,648 elements.*at least 2,\d{3},\d{3},\d{3}: use fewer"):
+            choose_kernel("flash", large)
+    for small in (request(500_000, 500_000), request(9, 1_000_000, packed=2)):
+        assert choose_kernel("auto", small) is KERNELS["flash"]
+    monkeypatch.setattr(flash, "request_of", lambda *given, **more: replace(request_of(*given, **more), device="cuda"))
+    q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
+        Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), 1.0)
+    choose_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(

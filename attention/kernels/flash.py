@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, Mode, Request, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
@@ -57,7 +57,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap, mode)
+        library = self._library_for(q, k, v, segments, softcap, mode)
         out = lse = None
         for plan in _plans_for(q, k, segments):
             part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
@@ -84,7 +84,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap, mode)
+        library = self._library_for(q, k, v, segments, softcap, mode)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[torch.Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
@@ -106,6 +106,11 @@ class Flash:
             return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.v_head_dim % 8:
             return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+        if request.elements:  # flash-attention issue 2611, and pull requests 1500 and 2260
+            return (
+                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries count in 32 bits, and one has at "
+                f"least {request.elements:,}: use fewer tokens per rank, or another kernel, which is slower"
+            )
         capability = torch.cuda.get_device_capability()
         refusals: list[str] = []
         for library in self.libraries:
@@ -131,10 +136,10 @@ class Flash:
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
 
-    def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float, mode: Mode) -> Library:
-        request = Request(
-            q.device.type, q.dtype, q.shape[2], v.shape[2], softcap=bool(softcap), deterministic=mode.deterministic
-        )
+    def _library_for(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softcap: float, mode: Mode
+    ) -> Library:
+        request = request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic)
         found = self.library(request)
         if isinstance(found, str):
             raise UserError(f"kernel flash {found}; use kernel=auto")
