@@ -165,8 +165,7 @@ class Mesh:
 
     def agree(self, digest: str, what: str) -> None:
         """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of `what`."""
-        # 52 bits are exact in float64.
-        numbers = self.gather([float(int(digest[:13], 16))])
+        numbers = self.gather([number_of(digest)])
         if (numbers != numbers[0]).any():
             others = (numbers[:, 0] != numbers[0, 0]).nonzero().flatten().tolist()
             raise RuntimeError(
@@ -178,6 +177,11 @@ class Mesh:
         if self.peers is not None:
             self.peers.close()
         dist.destroy_process_group()
+
+
+def number_of(digest: str) -> float:
+    """Returns the first 52 bits of a hexadecimal digest, which are exact in float64."""
+    return float(int(digest[:13], 16))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
