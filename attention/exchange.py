@@ -1,8 +1,9 @@
 """Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and stage.
 
-Uses only batched point-to-point messages on one communicator, never a process group per degree. Ranks post matching messages
-in the same order, because the order is a function of the plan (invariant I3). Many messages are posted in several batches, or
-rounds; both ends of a message post it in the same round, so that no rank waits for a later round of another.
+Uses only batched point-to-point messages on one communicator, never a process group per degree. NCCL runs the batches of a
+communicator one after the other, so messages between nodes may have a second one, to travel beside those inside a node. Ranks
+post matching messages in the same order, because the order is a function of the plan (invariant I3). Many messages are posted
+in several batches, or rounds; both ends of one post it in the same round, so that no rank waits for a later round of another.
 """
 
 import threading
@@ -39,7 +40,9 @@ class Exchange:
     """
 
     held: list[torch.Tensor] | None = None
-    """Messages of `beside` until its end: a GPU's stream may still read them, so their memory must not be used again."""
+    """What `hold` got during `beside`, until its end."""
+    across: tuple[dist.ProcessGroup, int] | None = None
+    """Another group of the same ranks, for messages between nodes of so many consecutive ranks; None: `group` has all."""
 
     def __init__(self, group: dist.ProcessGroup | None, where: str) -> None:
         self.group = group
@@ -56,9 +59,11 @@ class Exchange:
         parts = incoming.split([count for _, count in rows]) if rows else ()
         messages: list[tuple[Any, torch.Tensor, int]] = [(dist.isend, tensor, peer) for peer, tensor in outgoing]
         messages += [(dist.irecv, part, peer) for (peer, _), part in zip(rows, parts, strict=True)]
-        rounds: dict[int, list[dist.P2POp]] = defaultdict(list)
+        rounds: dict[tuple[bool, int], list[dist.P2POp]] = defaultdict(list)
         for operation, tensor, peer in messages:
-            rounds[self._round(peer)].append(dist.P2POp(operation, tensor, self._global(peer), self.group))
+            other = self._group_to(peer)
+            number = other is not self.group, self._round(peer)
+            rounds[number].append(dist.P2POp(operation, tensor, self._global(peer), other))
         peers = sorted({peer for _, _, peer in messages})
         _Beside.end_others()
         try:
@@ -81,6 +86,18 @@ class Exchange:
             self.held = None
 
         return end
+
+    def hold(self, *tensors: torch.Tensor) -> None:
+        """Keeps tensors until the end of `beside`: a GPU's stream may still read their memory, so it must not be used again."""
+        if self.held is not None:
+            self.held += tensors
+
+    def _group_to(self, peer: int) -> dist.ProcessGroup | None:
+        """Returns the group for messages to and from `peer`."""
+        if self.across is None:
+            return self.group
+        group, node = self.across
+        return self.group if peer // node == dist.get_rank(self.group) // node else group
 
     def _round(self, peer: int) -> int:
         """Returns the round of messages to and from `peer`: near ranks first, by their distance in the ring of all ranks.
@@ -191,7 +208,6 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             raise self.exchange._failure(self.peers, error) from error
-        if self.exchange.held is not None:
-            self.exchange.held += [self.incoming, *self.sent]
+        self.exchange.hold(self.incoming, *self.sent)
         self.sent = []
         return self.incoming

@@ -97,7 +97,7 @@ def one_window(
         return sliding_window
     if not isinstance(attention_mask, CausalMask if causal else BidirectionalMask):
         raise HuggingFaceError("a dense attention mask was given: leave attention_mask out, as the layout defines visibility")
-    if sliding_window not in (None, attention_mask.window):
+    if sliding_window is not None and sliding_window != attention_mask.window:  # torch.compile breaks graphs at `in`
         raise HuggingFaceError(
             f"the layer has a sliding window of {sliding_window}, but its mask has a window of {attention_mask.window}: make "
             "them equal"

@@ -153,16 +153,14 @@ def forward(
     result: tuple[Tensor, Tensor] | None = None
     for received, calls in steps:
         for part in calls:
-            partial = this.kernel.forward(
-                q, *this.keys(k, v, received, part), part.segments, this.scale, this.call.softcap, this.mode
-            )
+            partial = this.forward(q, k, v, received, part)
             if result is None:
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
         del received  # holds at most the rows of this stage and the next one
     if result is None:  # this rank has no tokens in this micro-batch
-        result = this.kernel.forward(q, k, v, (), this.scale, mode=this.mode)
+        result = this.forward(q, k, v, None, Call(None, ()))
     out, lse = result
     if sink_logits is not None:
         total = torch.logaddexp(lse, sink_logits.to(lse.dtype))
@@ -190,9 +188,7 @@ def backward(
     for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
         remote = None if received is None else this.zeros_for(received, calls)
         for part in calls:
-            gradients = this.kernel.backward(
-                dout, q, *this.keys(k, v, received, part), out, lse, part.segments, this.scale, this.call.softcap, this.mode
-            )
+            gradients = this.backward(dout, q, k, v, out, lse, received, part)
             if not sums and remote is None:  # local keys come first, if there are any
                 sums = [this.widened(gradient).contiguous() for gradient in gradients]
                 continue

@@ -102,6 +102,7 @@ class RingAttention(CheckedAttention):
         keep_kv: bool = False,
         deterministic: bool = False,
         ranks_per_node: int | None = None,
+        across: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         exchange: Callable[[dist.ProcessGroup | None, str], Exchange] = Exchange,
         watch: Callable[[str], AbstractContextManager[object]] = nullcontext,
@@ -109,6 +110,8 @@ class RingAttention(CheckedAttention):
         """Builds the schedule. Arguments as in `ring_attention`, and:
 
         Args:
+            across: another group of the same ranks, for messages between nodes if `ranks_per_node` is set: on NCCL these then
+                travel beside those inside a node, not after them. None: all messages use `group`.
             device: device of q, k and v.
             exchange: class that moves the rows.
             watch: returns a context manager for the name of a layer's pass, which runs in it.
@@ -126,6 +129,7 @@ class RingAttention(CheckedAttention):
         self.exchange, self.watch = exchange, watch
         self.group, self.scale, self.softcap, self.kernel, self.keep_kv = group, scale, softcap, kernel, keep_kv
         self.deterministic = deterministic
+        self.across = (across, ranks_per_node) if across is not None and ranks_per_node else None
         self.begun: dict[int, operator.Begun] = {}
         """Forward passes whose K and V are under way, by layer."""
         self.number = operator.register(self)

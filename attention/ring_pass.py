@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Kernel, Mode, Request, choose_kernel
+from longctx.attention.kernels import Kernel, Mode, choose_kernel
+from longctx.attention.kernels.contract import request_of
 from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
 from longctx.attention.segment_builder import Call
+from longctx.attention.segments import Segments
 
 NO_LAYER = -1
 
@@ -23,6 +25,7 @@ class Ring(Protocol):
     exchange: Callable[[dist.ProcessGroup | None, str], Exchange]
     watch: Callable[[str], AbstractContextManager[object]]
     group: dist.ProcessGroup | None
+    across: tuple[dist.ProcessGroup, int] | None
     scale: float | None
     softcap: float
     kernel: str
@@ -44,17 +47,8 @@ class RingPass:
         self.call, self.schedule = call, call.schedule
         call.last = f"{layer_name(layer)}, {name} pass"
         self.exchange = call.exchange(call.group, f"micro-batch {call.schedule.layout.micro_batch}, {call.last}")
+        self.exchange.across = call.across
         self.in_flight = 0  # exchanges that were started and not waited for
-        request = Request(
-            k.device.type,
-            k.dtype,
-            k.shape[-1],
-            v.shape[-1],
-            bands=self.schedule.bands,
-            softcap=bool(call.softcap),
-            deterministic=call.deterministic,
-        )
-        self.kernel: Kernel = choose_kernel(call.kernel, request)
         self.scale = k.shape[-1] ** -0.5 if call.scale is None else call.scale
         self.k_shape, self.v_shape = k.shape[1:], v.shape[1:]
         self.width = self.k_shape.numel() + self.v_shape.numel()
@@ -84,6 +78,24 @@ class RingPass:
             return k, v
         k, v = part.rows.read(received).split([self.k_shape.numel(), self.v_shape.numel()], dim=1)
         return k.unflatten(1, self.k_shape), v.unflatten(1, self.v_shape)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None, part: Call) -> tuple[Tensor, Tensor]:
+        """Returns out and lse of a kernel call. Raises KernelError if no kernel supports it."""
+        given = q, *self.keys(k, v, received, part), part.segments
+        return self._kernel(*given).forward(*given, self.scale, self.call.softcap, self.mode)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, received: Tensor | None, part: Call
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns dq, dk and dv of a kernel call."""
+        keys, segments = self.keys(k, v, received, part), part.segments
+        kernel = self._kernel(q, *keys, segments)
+        return kernel.backward(dout, q, *keys, out, lse, segments, self.scale, self.call.softcap, self.mode)
+
+    def _kernel(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Kernel:
+        call, bands = self.call, self.schedule.bands
+        request = request_of(q, k, v, segments, bands=bands, softcap=bool(call.softcap), deterministic=call.deterministic)
+        return choose_kernel(call.kernel, request)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
         """Yields (None, calls on local keys), then for each stage (received rows, its calls).
@@ -145,6 +157,7 @@ class RingPass:
             returned = pending.wait()
             self.in_flight -= 1
             if parts:
+                self.exchange.hold(gradients)  # no message holds it if the rank only passes rows on
                 total = parts[-1].to(self.sum_dtype)
                 self._add(hop, returned, total)
                 parts[-1] = total.to(part.dtype)

@@ -1,7 +1,7 @@
 """Checks attention kernels on packed documents of mixed degrees; one process plays all ranks of the ring in turn.
 
 The errors of out, dQ, dK and dV against float64 may have at most twice the norm of the errors of the same kernel on whole
-documents, and a second run must be bit-identical.
+documents, and a second run must be bit-identical unless a kernel supports only backward passes that are not deterministic.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,9 @@ from longctx.planning.layout import Layout, Placement
 
 Tensors = tuple[torch.Tensor, ...]
 MOST_ROUNDINGS = 10  # maximum error of a kernel, in units of rounding of the largest number in a result
-COLUMNS = ("kernel", "mask", "dtype", "head_dim", "tensor", "ring", "single", "same_bits", "right", "failed")
-"""`ring` and `single` are distances from float64 by norm, relative to the norm of the result."""
+COLUMNS = ("kernel", "mask", "dtype", "head_dim", "deterministic", "tensor", "ring", "single", "same_bits", "right", "failed")
+"""`ring` and `single` are distances from float64 by norm, relative to the norm of the result. Two runs of a kernel may differ
+if it is not `deterministic`, as it refuses to be."""
 TIMED_MASKS = "causal", "dense"  # masks of a ring's parts; a kernel that fails only other masks is timed all the same
 
 
@@ -40,31 +41,37 @@ def check_cases(kernel: str, sizes: Sizes, device: torch.device) -> Iterator[dic
     timed = sizes.dtype, sizes.head_dim
     kinds = sorted(product(sizes.checked_dtypes, sizes.checked_head_dims), key=lambda kind: kind != timed)
     for dtype, head_dim in kinds:
-        if not KERNELS[kernel].refusal(Request(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)):
-            for mask in masks(sizes.checked_window):
-                yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim}
+        request = Request(device.type, dtype, head_dim, head_dim, bands=True, deterministic=True)
+        why = KERNELS[kernel].refusal(request)
+        if why is not None and KERNELS[kernel].refusal(replace(request, deterministic=False)) is not None:
+            continue
+        if why is not None:
+            print(f"two runs may differ: {kernel} {why}")
+        for mask in masks(sizes.checked_window):
+            yield {"kernel": kernel, "mask": mask, "dtype": dtype, "head_dim": head_dim, "deterministic": why is None}
 
 
 def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yields a row for every result of a case."""
-    kernel, mask_name, dtype, head_dim = case.values()
+    kernel, mask_name, dtype, head_dim, deterministic = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
     places = (0, 4), (1, 3), (0, 2), (3, 1), (0, 2)
     rings = [Placement(document, *place, stages=2) for document, place in enumerate(places)]
     alone = [Placement(document, 0, 1) for document in range(len(lengths))]
     generator = torch.Generator().manual_seed(head_dim)
-    shapes = [(sum(lengths), heads, head_dim) for heads in (4, 2, 2, 4)]
+    heads, kv_heads = sizes.checked_heads, sizes.checked_heads * sizes.kv_heads // sizes.heads
+    shapes = [(sum(lengths), count, head_dim) for count in (heads, kv_heads, kv_heads, heads)]
     inputs = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
     q, k, v = (x.double().requires_grad_() for x in inputs[:3])
     out = reference_attention(q, k, v, lengths, mask=mask)
     truth = out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3].double())
-    single = play(kernel, inputs, lengths, alone, 1, mask)
-    ring, again = (play(kernel, inputs, lengths, rings, 4, mask) for _ in range(2))
+    single = play(kernel, inputs, lengths, alone, 1, mask, deterministic)
+    ring, again = (play(kernel, inputs, lengths, rings, 4, mask, deterministic) for _ in range(2))
     rounding = torch.finfo(dtype).eps
     for tensor, exact, whole, split, second in zip(("out", "dq", "dk", "dv"), truth, single, ring, again, strict=True):
         single_error, ring_error = (float((x - exact).norm() / exact.norm()) for x in (whole, split))
         same = torch.equal(split, second)
-        right = same and ring_error <= 2 * single_error + rounding / 4
+        right = (same or not deterministic) and ring_error <= 2 * single_error + rounding / 4
         # Errors in a few numbers hardly change the norm, and errors of the kernel itself are in both norms.
         most = MOST_ROUNDINGS * rounding * float(exact.abs().max())
         right &= all(float((x - exact).abs().max()) <= most for x in (whole, split))
@@ -79,14 +86,20 @@ def document_rows(layout: Layout, lengths: Sequence[int], device: torch.device) 
 
 
 def play(
-    kernel: str, inputs: Tensors, lengths: Sequence[int], placements: Sequence[Placement], ranks: int, mask: Mask
+    kernel: str,
+    inputs: Tensors,
+    lengths: Sequence[int],
+    placements: Sequence[Placement],
+    ranks: int,
+    mask: Mask,
+    deterministic: bool,
 ) -> Tensors:
     """Returns out, dq, dk, dv (float64) of ring attention, with this process as every rank in turn."""
     device = inputs[0].device
     # Every layout gets rank 0, the rank of this process, but keeps its ring indices.
     layouts = [replace(Layout.of(placements, lengths, 0, rank), rank=0) for rank in range(ranks)]
     rows = [document_rows(layout, lengths, device) for layout in layouts]
-    options: dict[str, Any] = {"mask": mask, "kernel": kernel, "keep_kv": True, "deterministic": True}
+    options: dict[str, Any] = {"mask": mask, "kernel": kernel, "keep_kv": True, "deterministic": deterministic}
     rings = [RingAttention(layout, device=device, **options) for layout in layouts]
     kv = torch.cat([x.flatten(1) for x in inputs[1:3]], dim=1)
     results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=device) for x in (inputs[3], *inputs[:3]))

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,7 +114,11 @@ def measure_kernel(name: str, sizes: Sizes, device: torch.device, times: Table, 
         return
     columns = "kernel", "tokens", "degree", "documents"
     cells = product([name], sizes.tokens, sizes.degrees, sizes.documents)
-    for cell in times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline):
+
+    def needed_s(cell: dict[str, Any]) -> float:
+        return attention_times.needed_s(cell, times.find(kernel=name, failed=""), sizes)
+
+    for cell in times.missing((dict(zip(columns, cell, strict=True)) for cell in cells), deadline, needed_s):
         with failures(times, device, **cell):
             row = attention_times.measure_cell(cell, sizes, device)
             times.append(row)

@@ -8,7 +8,7 @@ a copy.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from harness import median_s
+from harness import median_s, repeats
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.attention.kernels import Request, choose_kernel
@@ -40,7 +40,8 @@ COLUMNS = [
 class Sizes:
     """Sizes to measure: tokens per rank, degrees, documents per rank; heads of an 8B model unless it is a smoke test.
 
-    In the order of interest, as time may not suffice for all.
+    In the order of interest, as time may not suffice for all. Checked heads are as many for each key head as those timed, and
+    a multiple of 16 too: kernels that compile by such properties do it once.
     """
 
     tokens: tuple[int, ...] = (8192, 1024, 32768, 4096, 2048, 16384)
@@ -52,6 +53,7 @@ class Sizes:
     dtype: torch.dtype = torch.bfloat16
     checked_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
     checked_head_dims: tuple[int, ...] = (64, 128, 256)
+    checked_heads: int = 16
     checked_lengths: tuple[int, ...] = (2500, 900, 513, 130, 1)
     checked_window: int = 100
     longest_s: float = 0.3
@@ -80,6 +82,7 @@ SMOKE = Sizes(
     dtype=torch.float32,
     checked_dtypes=(torch.float32,),
     checked_head_dims=(16,),
+    checked_heads=4,
     checked_lengths=(90, 33, 17, 5, 1),
     checked_window=12,
     longest_s=0.005,
@@ -148,6 +151,20 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
     for kind in KINDS:
         row[f"{kind}_share"] = row[f"{kind}_tflops"] / row[f"{kind.partition('_')[0]}_single_tflops"]
     return cell | row
+
+
+def needed_s(cell: dict[str, Any], rows: Sequence[dict[str, str]], sizes: Sizes) -> float:
+    """Returns the seconds that a row is expected to take, from the last of `rows`; 0 without any."""
+    if not rows:
+        return 0.0
+    more = _work(cell) / _work(rows[-1])
+    once = [float(rows[-1][kind]) * more for kind in KINDS]
+    return sum(each * (2 + repeats(each, sizes.longest_s)) for each in once)
+
+
+def _work(cell: dict[str, Any]) -> float:
+    tokens, degree, documents = (int(cell[name]) for name in ("tokens", "degree", "documents"))
+    return tokens**2 * degree / documents
 
 
 def from_pool(pool: torch.Tensor, copied: list[int]) -> type[Exchange]:

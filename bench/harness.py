@@ -88,12 +88,20 @@ class Table:
         """Returns the rows with these values."""
         return [row for row in self.rows if all(row[name] == _text(value) for name, value in values.items())]
 
-    def missing(self, wanted: Iterable[dict[str, Any]], deadline: float) -> Iterator[dict[str, Any]]:
-        """Yields the wanted rows that the file does not have, until `time.monotonic()` reaches the deadline."""
+    def missing(
+        self,
+        wanted: Iterable[dict[str, Any]],
+        deadline: float,
+        needed_s: Callable[[dict[str, Any]], float] = lambda values: 0.0,
+    ) -> Iterator[dict[str, Any]]:
+        """Yields the wanted rows that the file does not have and that end before `time.monotonic()` reaches the deadline.
+
+        `needed_s` returns the seconds that a row is expected to take.
+        """
         for values in wanted:
             if self.find(**values):
                 continue
-            if time.monotonic() < deadline:
+            if time.monotonic() + needed_s(values) < deadline:
                 yield values
             else:
                 print(f"skipped, out of time: {', '.join(f'{name} {value}' for name, value in values.items())}")
@@ -149,8 +157,12 @@ def median_s(run: Callable[[], object], device: torch.device, longest_s: float) 
         return seconds(began, ended)
 
     timed_s()
-    count = min(50, max(3, int(longest_s / timed_s())))
-    return statistics.median(timed_s() for _ in range(count))
+    return statistics.median(timed_s() for _ in range(repeats(timed_s(), longest_s)))
+
+
+def repeats(once_s: float, longest_s: float) -> int:
+    """Returns the number of calls that `median_s` times."""
+    return min(50, max(3, int(longest_s / once_s)))
 
 
 def make_store(lengths: Sequence[int], folder: Path) -> Path:

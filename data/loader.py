@@ -110,6 +110,13 @@ class Loader(Iterator[StepBatch]):
         self._ahead = self._submit()
         return replace(batch, data_wait_s=waited)
 
+    def next_hash(self) -> str | None:
+        """Returns the hash of the plan of the step that comes next; None while that is prepared, or if it failed."""
+        ahead = self._ahead
+        if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
+            return None
+        return ahead.result()[0].plan.hash
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the position after the last returned step, as plain JSON data; the same on every rank."""
         earlier = {"earlier": self._earlier} if self._earlier else {}

@@ -42,6 +42,7 @@ class Case:
     keep_kv: bool = False
     ranks_per_node: int | None = None
     ulysses_degree: int = 1
+    across: Any = None
 
     def layout(self, rank: int) -> Layout:
         return Layout.of(in_stages(self.placements, self.exchange_stages), self.lengths, 0, rank)
@@ -62,6 +63,7 @@ class Case:
             "kernel": self.kernel,
             "keep_kv": self.keep_kv,
             "ranks_per_node": self.ranks_per_node,
+            "across": self.across,
             "exchange": exchange,
         }
         return packed_attention(self.layout(rank), self.ulysses_degree, **options)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention
+from longctx.attention import Mask, RingAttention, Schedule, reference_attention, ring_attention, ring_pass
 from longctx.attention.inputs import AttentionInputError
-from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel
+from longctx.attention.kernels import KERNELS, KernelError, Request, choose_kernel, contract, cpu
 from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
@@ -532,3 +532,25 @@ def test_a_rank_that_dies(workers: Workers) -> None:
     with pytest.raises(AssertionError, match="process of rank 1 died") as caught:
         workers.run(die, 2, PAIR)
     assert WHERE in str(caught.value)
+
+
+def run_over_two_groups(case: Case) -> tuple[torch.Tensor, ...]:
+    return run_case(replace(case, across=dist.new_group()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_group_for_messages_between_nodes_changes_no_bit(workers: Workers, dtype: torch.dtype) -> None:
+    case = replace(MIXED, ranks_per_node=2, exchange_stages=2, dtype=dtype)
+    for one, two in zip(workers.run(run_case, 4, case), workers.run(run_over_two_groups, 4, case), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_kernels_are_chosen_by_the_sizes_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash libraries are not used for tensors that 32 bits cannot count."""
+    asked: set[int] = set()
+    monkeypatch.setattr(contract, "MOST_ELEMENTS", 8)
+    monkeypatch.setattr(ring_pass, "choose_kernel", lambda name, request: (asked.add(request.elements), cpu)[1])
+    case = Case(1, (40, 3), (Placement(0, 0, 1), Placement(1, 0, 1)))
+    run_case(case)
+    padded = 43 + 128 * (2 * 2 + 1)
+    assert asked == {padded * 2 * 8}

@@ -5,6 +5,7 @@ Every rank runs forward and backward alone, with an exchange that only records i
 
 from collections import defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,8 @@ class Log:
         self.received += rows
         assert sum(count for _, count in rows) == len(incoming)
         return Arrived(incoming.zero_())
+
+    def hold(self, *tensors: torch.Tensor) -> None: ...
 
     def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
         hops()
@@ -93,8 +96,18 @@ def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
     assert sent == awaited
 
 
-Message = tuple[int, int, int]
-"""(sender, receiver, number): the first message between two ranks has number 0."""
+Message = tuple[Any, int, int, int]
+"""(group, sender, receiver, number): the first message of a group between two ranks has number 0."""
+ACROSS: Any = "group of messages between nodes"
+
+
+@dataclass
+class Batch:
+    """A batch that a rank posts to a group, after it has waited for the batches with some numbers."""
+
+    group: Any
+    messages: set[Message]
+    after: frozenset[int]
 
 
 class Batches:
@@ -102,26 +115,28 @@ class Batches:
 
     def __init__(self, patch: pytest.MonkeyPatch, rank: int, ranks: int) -> None:
         self.rank = rank
-        self.posted: list[set[Message]] = []
-        self.counts: dict[tuple[int, int], int] = defaultdict(int)
+        self.posted: list[Batch] = []
+        self.waited: set[int] = set()
+        self.counts: dict[tuple[Any, int, int], int] = defaultdict(int)
         for name, value in {"is_initialized": True, "get_rank": rank, "get_world_size": ranks}.items():
             patch.setattr(dist, name, lambda *group, value=value: value)
         patch.setattr(dist, "P2POp", lambda *arguments: arguments)
         patch.setattr(dist, "batch_isend_irecv", self.post)
 
     def post(self, operations: list[Any]) -> list[Any]:
-        batch = set()
-        for operation, tensor, peer, _ in operations:
-            ends = (self.rank, peer) if operation is dist.isend else (peer, self.rank)
+        batch, number = Batch(operations[0][3], set(), frozenset(self.waited)), len(self.posted)
+        for operation, tensor, peer, group in operations:
+            ends = (group, self.rank, peer) if operation is dist.isend else (group, peer, self.rank)
             if operation is dist.irecv:
                 tensor.zero_()
-            batch.add((*ends, self.counts[ends]))
+            assert group == batch.group
+            batch.messages.add((*ends, self.counts[ends]))
             self.counts[ends] += 1
         self.posted.append(batch)
-        return [SimpleNamespace(wait=lambda: None)]
+        return [SimpleNamespace(wait=lambda: self.waited.add(number))]
 
 
-def batches(case: Case) -> list[list[set[Message]]]:
+def batches(case: Case) -> list[list[Batch]]:
     """Returns the batches that every rank posts in forward and backward."""
     found = []
     for rank in range(case.ranks):
@@ -133,30 +148,57 @@ def batches(case: Case) -> list[list[set[Message]]]:
     return found
 
 
-def left_over(posted: list[list[set[Any]]]) -> int:
-    """Plays the batches; a rank begins one when all messages of the one before have met. Returns how many never end."""
-    waiting = [list(batches) for batches in posted]
+def begun(batches: list[Batch], *, in_order: bool) -> set[Message]:
+    """Returns the messages of a rank that are under way: of the first batch of each group that is not over.
+
+    A batch begins when those are over that were waited for before it was posted; `in_order`, when all before it are.
+    """
+    under_way: dict[Any, set[Message]] = {}
+    for number, batch in enumerate(batches):
+        before = range(number) if in_order else batch.after
+        if batch.messages and not any(batches[other].messages for other in before):
+            under_way.setdefault(batch.group, batch.messages)
+    return set().union(*under_way.values())
+
+
+def left_over(posted: list[list[Batch]], *, in_order: bool = False) -> int:
+    """Plays the batches. Returns how many never end."""
     while True:
-        begun = [batches[0] if batches else set() for batches in waiting]
-        met = set().union(*(begun[a] & begun[b] for a in range(len(begun)) for b in range(a)))
+        ranks = [begun(batches, in_order=in_order) for batches in posted]
+        met = set().union(*(ranks[a] & ranks[b] for a in range(len(ranks)) for b in range(a)))
+        for batch in (batch for batches in posted for batch in batches):
+            batch.messages -= met
         if not met:
-            return sum(map(len, waiting))
-        for batch in begun:
-            batch -= met
-        waiting = [batches[1:] if batches and not batches[0] else batches for batches in waiting]
+            return sum(bool(batch.messages) for batches in posted for batch in batches)
 
 
 @given(data=st.data(), case=cases(max_ranks=9))
 @settings(max_examples=40, deadline=None)
 def test_rounds_meet(data: st.DataObject, case: Case) -> None:
-    """No rank waits for ever if it must end a batch before the next, as in a stream of NCCL; batches have at most the cap."""
-    case = varied(data, case)
+    """No rank waits for ever if it must end a batch before the next of its group, as in a stream of NCCL, or before the next of
+    any group, as in one queue of a GPU. Batches have at most the cap.
+    """
+    case = replace(varied(data, case), across=data.draw(st.sampled_from([None, ACROSS])))
     cap = data.draw(st.sampled_from([4, 8, 64]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "OPERATIONS_PER_BATCH", cap)
         posted = batches(case)
-    assert all(0 < len(batch) <= cap for batches in posted for batch in batches)
-    assert left_over(posted) == 0
+    assert all(0 < len(batch.messages) <= cap for batches in posted for batch in batches)
+    assert left_over(deepcopy(posted), in_order=True) == left_over(posted) == 0
+
+
+@pytest.mark.parametrize("ranks", [16, 24])
+def test_messages_between_nodes_do_not_wait_for_those_inside(ranks: int) -> None:
+    """They have a communicator of their own, and the first ones are posted before anything is waited for."""
+    case = Case(ranks, (160 * ranks,), (Placement(0, 0, ranks),), ranks_per_node=8, across=ACROSS, exchange_stages=2)
+    for rank, posted in enumerate(batches(case)):
+        for batch in posted:
+            crosses = {sender // 8 != receiver // 8 for _, sender, receiver, _ in batch.messages}
+            assert crosses == {batch.group == ACROSS}
+        first = [batch.group for batch in posted if not batch.after]
+        assert first[:2] == [None, ACROSS], f"rank {rank}"
+        # A second hop leaves beside the next first hop, also in backward.
+        assert len([batch for batch in posted if batch.group == ACROSS]) >= 6
 
 
 def test_a_ring_of_64_ranks_has_two_rounds() -> None:
@@ -166,7 +208,7 @@ def test_a_ring_of_64_ranks_has_two_rounds() -> None:
         recorded = Batches(patch, 5, case.ranks)
         q, k, v, dout = (tensor[case.rows(5)].requires_grad_() for tensor in case.inputs())
         case.attention(5, Exchange)(q, k, v).backward(dout.detach())
-    assert [len(batch) for batch in recorded.posted] == [64, 62] * 3
+    assert [len(batch.messages) for batch in recorded.posted] == [64, 62] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 17, 64, 100, 513])

@@ -41,7 +41,9 @@ class VirtualClock:
         self.worked += nanoseconds
 
     def exchange(self, group: Any, where: str) -> Any:
-        return SimpleNamespace(start=self.start, beside=self.beside)
+        one = SimpleNamespace(beside=self.beside, hold=lambda *tensors: None, across=None)
+        one.start = lambda *arguments: self.start(one.across is None, *arguments)
+        return one
 
     def beside(self, hops: Callable[[], None], device: torch.device) -> Callable[[], None]:
         began = self.now
@@ -53,9 +55,11 @@ class VirtualClock:
 
         return end
 
-    def start(self, outgoing: Any, incoming: torch.Tensor, rows: Sequence[tuple[int, int]]) -> Any:
+    def start(self, together: bool, outgoing: Any, incoming: torch.Tensor, rows: Sequence[tuple[int, int]]) -> Any:
+        """Posts messages, inside the node and across `together` on one communicator, or each on its own."""
         profile, node = self.profile, self.profile.ranks_per_node
         arrives = self.now
+        self.free = [max(self.free)] * 2 if together else self.free
         for across, rate in enumerate((profile.intra_node_bytes_per_s, profile.inter_node_bytes_per_s)):
             tokens = sum(count for peer, count in rows if (peer // node != self.rank // node) == across)
             if tokens:
@@ -70,7 +74,9 @@ class VirtualClock:
         return SimpleNamespace(wait=wait)
 
 
-def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: int, stages: Integers) -> tuple[float, float]:
+def waited(
+    profile: HardwareProfile, lengths: list[int], a: Assignment, rank: int, stages: Integers, across: Any = "another group"
+) -> tuple[float, float]:
     """Returns the times that `rank` waits for messages and computes in both passes, by the code of the runtime."""
     clock = VirtualClock(profile, rank)
     layout = Layout.of(a.placements(stages)[0], lengths, 0, rank)
@@ -81,7 +87,7 @@ def waited(profile: HardwareProfile, lengths: list[int], a: Assignment, rank: in
         mock.patch.object(inputs.dist, "is_initialized", return_value=True),
         mock.patch.object(inputs.dist, "get_rank", return_value=rank),
     ):
-        attention = RingAttention(layout, exchange=clock.exchange, mask=seen, ranks_per_node=per_node)
+        attention = RingAttention(layout, exchange=clock.exchange, mask=seen, ranks_per_node=per_node, across=across)
         lengths_here, degrees = (np.array([getattr(s, name) for s in layout.shards]) for name in ("length", "degree"))
         total = attention_ns(profile, lengths_here, degrees).sum()
         clock.s_per_pair = total / sum(pairs(call.segments) for call in attention.schedule.calls)
@@ -187,6 +193,14 @@ def test_queries_hide_both_hops_of_returning_gradients(node: int, tokens: int, s
 
     assert waits(0.0) > 0
     assert waits(1.0) == pytest.approx(0, abs=1e-3)
+
+
+def test_on_one_communicator_messages_between_nodes_wait_longer_than_predicted() -> None:
+    """NCCL runs its batches one after the other: those of the own node first, then those of others."""
+    ring, two_stages = Assignment(*(np.array([x]) for x in (0, 0, 16)), np.array([False])), np.array([2])
+    slow = replace(HIDING, inter_node_bytes_per_s=H100.inter_node_bytes_per_s / 5)
+    predicted = waits_as_predicted(slow, [160_000], ring, 3, two_stages)
+    assert waited(slow, [160_000], ring, 3, two_stages, across=None)[0] > 1.1 * predicted > 0
 
 
 def test_the_planner_takes_the_stages_that_hide_the_exchange() -> None:

@@ -97,6 +97,50 @@ def test_grouped_product_is_used_and_equal(monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found, experts.grouped_product(rows, weight, counts))
 
 
+class OfBlackwell(torch.autograd.Function):
+    """The grouped product as on Blackwell, where gradients of matrices without rows are what was in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        groups = zip(rows.split(ctx.sizes), matrices, strict=True)
+        return torch.cat([group @ matrix for group, matrix in groups])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        rows, matrices = ctx.saved_tensors
+        each = list(zip(rows.split(ctx.sizes), gradient.split(ctx.sizes), matrices, strict=True))
+        of_matrices = [a.T @ b if len(a) else torch.full_like(matrix, torch.nan) for a, b, matrix in each]
+        return torch.cat([b @ matrix.T for _, b, matrix in each]), torch.stack(of_matrices), None
+
+
+@pytest.mark.parametrize("most_rows", [None, 2])
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_experts_without_tokens_have_no_gradient_on_blackwell(
+    tokens: int, most_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on ranks and in micro-batches without tokens."""
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, b, offs: OfBlackwell.apply(a, b, offs))
+    monkeypatch.setattr(experts, "_is_grouped", lambda *_: True)
+    mlp = sparse(shape_of())
+    mlp.most_rows = most_rows
+    x = torch.randn(tokens, 16, dtype=torch.float64, requires_grad=True)
+    weights = list(mlp.experts.parameters())
+    wanted = torch.autograd.grad(reference(mlp, x).sum(), weights, allow_unused=True, materialize_grads=True)
+    assert any(gradient.isnan().any() for gradient in torch.autograd.grad(mlp(x).sum(), weights))
+    monkeypatch.setattr(experts, "leaves_gradients", lambda: True)
+    for gradient, correct in zip(torch.autograd.grad(mlp(x).sum(), weights), wanted, strict=True):
+        torch.testing.assert_close(gradient, correct)
+
+
+@pytest.mark.parametrize(("capability", "leaves"), [(None, False), ((9, 0), False), ((10, 0), True), ((10, 3), True)])
+def test_which_gpus_leave_gradients(capability: tuple[int, int] | None, leaves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert experts.leaves_gradients.__wrapped__() == leaves
+
+
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_losses_are_those_of_the_papers(scores: str) -> None:
     mlp = sparse(shape_of(router_scores=scores))

@@ -1,16 +1,23 @@
 """The first script for a GPU: its answers say what the rows say, and a part that fails takes no other with it."""
 
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import attention_checks
+import attention_gpu
 import attention_times
 import first_contact
 import training_gpu
-from harness import Table
+from attention_times import FIRST, SMOKE
+from harness import Table, repeats
+from longctx.attention.kernels import KERNELS, Request, cpu
 
 
 def run(patch: pytest.MonkeyPatch, out: Path, *options: str) -> int:
@@ -57,11 +64,84 @@ def test_answers(tmp_path: Path) -> None:
     assert "not measured" in page  # the profile
 
 
+def test_a_row_that_would_end_too_late_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's flash attention on an H100: a rank's part of 131,072 tokens in a ring of 4 takes 170 s, of a share of 90 s."""
+    clock, deadline = [0.0], 90.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(attention_checks, "check_cases", lambda *_: [])
+
+    def measure_cell(cell: dict[str, Any], sizes: attention_times.Sizes, device: torch.device) -> dict[str, Any]:
+        pairs = cell["tokens"] ** 2 * cell["degree"] / 2
+        s_per_flop = {"forward": 1 / 306e12, "backward": 2.5 / 166e12}
+        times = {kind: pairs * 4 * 32 * 128 * s_per_flop[kind.partition("_")[0]] for kind in attention_times.KINDS}
+        clock[0] += 5 + sum(each * (2 + repeats(each, sizes.longest_s)) for each in times.values())
+        return {**cell, **times, **{f"{kind}_{what}": 1.0 for kind in times for what in ("tflops", "share")}}
+
+    monkeypatch.setattr(attention_times, "measure_cell", measure_cell)
+    times = Table(tmp_path / "times.csv", attention_times.COLUMNS, {})
+    checks = Table(tmp_path / "checks.csv", attention_checks.COLUMNS, {})
+    checks.append({"kernel": "flash", "mask": "causal", "dtype": FIRST.dtype, "head_dim": FIRST.head_dim, "right": True})
+    attention_gpu.measure_kernel("flash", FIRST, torch.device("cpu"), times, checks, deadline)
+    cells = [(row["tokens"], row["degree"]) for row in times.rows]
+    assert cells == [("8192", "1"), ("8192", "4"), ("32768", "1"), ("32768", "4"), ("131072", "1")]
+    assert 60 < clock[0] < deadline + 15
+    assert attention_times.needed_s({"tokens": 131072, "degree": 4, "documents": 1}, times.rows, FIRST) > 150
+
+
+def test_a_kernel_that_is_refused_for_determinism_alone_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`auto` trains with it, unless settings ask for determinism. Checks have as many heads for a key head as what is timed."""
+    asked: list[tuple[bool, tuple[int, ...]]] = []
+
+    class Unordered:
+        forward = staticmethod(cpu.forward)
+
+        @staticmethod
+        def refusal(request: Request) -> str | None:
+            return "adds in any order" if request.deterministic else None
+
+        @staticmethod
+        def backward(dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+            asked.append((rest[-1].deterministic, (q.shape[1], k.shape[1])))
+            dq, dk, dv = cpu.backward(dout, q, k, *rest)
+            return dq * (1 + 1.2e-7 * (len(asked) % 3 == 0)), dk, dv
+
+    monkeypatch.setitem(KERNELS, "unordered", Unordered())
+    sizes = replace(SMOKE, heads=32, kv_heads=8, checked_heads=16)
+    device = torch.device("cpu")
+    (case, *others) = attention_checks.check_cases("unordered", sizes, device)
+    assert len(others) == 4 and "two runs may differ: unordered adds in any order" in capsys.readouterr().out
+    checks = Table(tmp_path / "first-attention-checks.csv", attention_checks.COLUMNS, {})
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for row in attention_checks.check_kernel(case, sizes, device):
+            checks.append(row)
+    finally:
+        dist.destroy_process_group()
+    assert set(asked) == {(False, (16, 4))}
+    assert [row["same_bits"] for row in checks.rows] == ["True", "False", "True", "True"]
+    assert line_of("\n".join(first_contact.kernels(checks.rows)), "| unordered").endswith("| two runs may differ |")
+
+
+def test_the_script_itself_takes_no_memory_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lack in the training rows, which fill the GPU."""
+
+    def here(**_: Any) -> Any:
+        raise AssertionError("in the process that waits for all parts")
+
+    monkeypatch.setattr(first_contact, "median_s", here)
+    monkeypatch.setattr(first_contact, "commands", lambda *_, **__: ["-c", ""])
+    assert run(monkeypatch, tmp_path / "first") == 0
+    assert "matrix product: " in (tmp_path / "first.md").read_text()
+
+
 def test_a_part_that_fails_or_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     codes = {"attention": "raise SystemExit(3)", "training": "print('trained')", "profile": "import time; time.sleep(600)"}
     monkeypatch.setattr(first_contact, "commands", lambda part, *_, **__: ["-c", codes[part]])
+    monkeypatch.setattr(first_contact, "SHARES", {"attention": 0.0, "training": 0.0, "profile": 1.0})
     assert run(monkeypatch, tmp_path / "first", "--minutes", "-0.95") == 1
     page = (tmp_path / "first.md").read_text()
     assert "**Failed** attention: exit status 3: its output says why" in page

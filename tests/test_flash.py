@@ -8,6 +8,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 
 from longctx.attention.kernels import (
     KERNELS,
+    KernelError,
     choose_kernel,
     flash,
     flash_4,
@@ -32,7 +34,7 @@ from longctx.attention.kernels import (
     repeatability,
 )
 from longctx.attention.kernels.compilation import compile_variants
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, Mode, Request, request_of
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.attention.kernels.flash_library import Library
@@ -253,6 +255,7 @@ def test_tables_are_made_once() -> None:
         (Request("cuda", torch.bfloat16, 192, 128), HOPPER, "flash-attn 3"),
         (Request("cuda", torch.bfloat16, 256, 256), HOPPER, "flash-attn 3"),
         (Request("cuda", torch.bfloat16, 256, 256, deterministic=True), HOPPER, "flash-attn 2"),
+        (Request("cuda", torch.bfloat16, 256, 256), BLACKWELL, "flash-attn 2"),
         (Request("cuda", torch.bfloat16, 64, 64, bands=True, softcap=True), HOPPER, "flash-attn 4"),
     ],
 )
@@ -270,12 +273,40 @@ def test_the_best_library_is_chosen_and_named(
     assert isinstance(found, Library) and found.name == wanted
     assert f": {wanted}" in caplog.text
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warned) == (capability == HOPPER and wanted == "flash-attn 2"), "slow on Hopper, and said once"
+    slow = capability in (HOPPER, BLACKWELL) and wanted == "flash-attn 2"
+    assert len(warned) == slow, "slow on Hopper and Blackwell, and said once"
     way_out = "pip install '.[flash]' in the folder of longctx's source code (flash-attn 4: supports head sizes up to 128"
     assert all(way_out in message for message in warned)
     monkeypatch.setitem(KERNELS, "flash", Flash())
     choose_kernel.cache_clear()
     assert kernel_name("auto", request_) == wanted, "as the first line of a run says"
+    choose_kernel.cache_clear()
+
+
+def test_tensors_that_32_bits_cannot_count_go_to_other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, keys that were received for a ring, and strides; what a library pads counts too."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(flash, "differs", lambda library, request: None)
+    choose_kernel.cache_clear()
+
+    def request(q: int, keys: int, heads: int = 32, packed: int = 1, segments: int = 1) -> Request:
+        shapes = (q, heads, 128), (keys, packed, 8, 128), (keys, packed, 8, 128)
+        tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        whole = [x if x.dim() == 3 else x[:, 0] for x in tensors]
+        made = request_of(*whole, (Segment(0, 1, 0, 1),) * segments, softcap=False, deterministic=False)
+        return replace(made, device="cuda")
+
+    queries, keys, strided, padded = (600_000, 600_000), (300_000, 2_100_000), (9, 1_100_000, 32, 2), (500_000, 9, 32, 1, 100)
+    for large in (request(*queries), request(*keys), request(*strided), request(*padded)):
+        assert choose_kernel("auto", large) is KERNELS["triton"]
+        with pytest.raises(KernelError, match=r"less than 2,147,483,648 elements.*at least 2,\d{3},\d{3},\d{3}: use fewer"):
+            choose_kernel("flash", large)
+    for small in (request(500_000, 500_000), request(9, 1_000_000, packed=2)):
+        assert choose_kernel("auto", small) is KERNELS["flash"]
+    monkeypatch.setattr(flash, "request_of", lambda *given, **more: replace(request_of(*given, **more), device="cuda"))
+    q = torch.empty(600_000, 32, 128, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(UserError, match="less than 2,147,483,648 elements"):
+        Flash().forward(q, q, q, (Segment(0, 600_000, 0, 600_000, None, 0),), 1.0)
     choose_kernel.cache_clear()
 
 
@@ -380,18 +411,37 @@ def test_flash_4_keeps_compiled_kernels(writable: bool, tmp_path: Path, monkeypa
         assert environment["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"] == str(folder / "flash-attn-4")
 
 
+Variant = tuple[bool, ...]
+RATIO = 2
+"""Query heads of a key head."""
+
+
+def variants(segments: Any, q_rows: int, k_rows: int) -> dict[str, set[Variant]]:
+    """Returns by what flash-attn 4 compiles the calls for some segments.
+
+    Of both passes: causal, limited to the left and to the right, and whether there are more than 256 sequences. Forward also by
+    the queries of one block, or of two on Blackwell; backward by queries and keys of one block, for all sizes of these blocks.
+    """
+    seen: dict[str, set[Variant]] = {"forward": set(), "backward": set()}
+    for plan in flash._plans(tuple(segments), q_rows, k_rows, torch.device("cpu"), None):
+        calls = plan.sequences
+        both = calls.causal, calls.left is not None, calls.right is not None, len(calls.edges_q) > 257
+        seen["forward"].add((*both, *(RATIO * calls.longest_q <= rows for rows in (128, 192, 256))))
+        seen["backward"].add((*both, *(calls.longest_q <= rows for rows in (64, 80, 128)), calls.longest_k <= 128))
+    return seen
+
+
 class Variants:
-    """A kernel that records which windows it is called with, instead of compiling."""
+    """A kernel that records the variants that it is called for, instead of compiling."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, set[tuple[bool, bool, bool]]] = {"forward": set(), "backward": set()}
+        self.seen: dict[str, set[Variant]] = {"forward": set(), "backward": set()}
 
     refusal = staticmethod(reference.refusal)
 
     def record(self, way: str, q: torch.Tensor, k: torch.Tensor, segments: Any, mode: Mode) -> None:
-        assert (q.shape[1], k.shape[1]) == (4, 2) and len(q) > 128 and mode.deterministic
-        for left, right in calls_made(segments):
-            self.seen[way].add((left is None and right == 0, left is not None, right is not None))
+        assert (q.shape[1], k.shape[1]) == (2 * RATIO, 2) and mode.deterministic
+        self.seen[way] |= variants(segments, len(q), len(k))[way]
 
     def forward(self, q: Any, k: Any, v: Any, segments: Any, scale: float, softcap: float, mode: Mode) -> Any:
         self.record("forward", q, k, segments, mode)
@@ -401,26 +451,53 @@ class Variants:
         self.record("backward", q, k, segments, rest[-1])
 
 
-@given(
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=4),
-    degree=st.integers(1, 6),
-    window=st.none() | st.integers(1, 200),
-)
-@settings(max_examples=60, deadline=None)
-def test_all_variants_of_a_ring_are_compiled(lengths: list[int], degree: int, window: int | None) -> None:
-    """Flash-attn 4 compiles by: causal, limited to the left, limited to the right."""
+@cache
+def compiled(window: bool) -> dict[str, set[Variant]]:
     kernel = Variants()
     with mock.patch.dict(KERNELS, {"variants": kernel}):  # type: ignore[dict-item]  # it only records
         choose_kernel.cache_clear()
         request = Request("cpu", torch.float32, 8, 8, deterministic=True)
-        compile_variants("variants", request, (4, 2), window=window is not None)
+        compile_variants("variants", request, (2 * RATIO, 2), window=window)
     choose_kernel.cache_clear()
-    case = Case(degree, tuple(lengths), tuple(Placement(i, 0, degree) for i in range(len(lengths))), exchange_stages=2)
+    return kernel.seen
+
+
+BLOCKS: list[Any] = [
+    ("forward", 4),
+    ("forward", 5),
+    ("forward", 4, 6),
+    ("backward", 4, 7),
+    ("backward", 5, 7),
+    ("backward", 6, 7),
+]
+"""A pass, and the places in its variants that depend on the blocks of some GPU and head size."""
+
+
+def same(a: Variant, b: Variant, places: list[int]) -> bool:
+    return all(a[place] == b[place] for place in places)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=4),
+    short=st.sampled_from([0, 0, 1, 250, 300]),
+    degree=st.integers(1, 6),
+    window=st.none() | st.integers(1, 200),
+)
+@settings(max_examples=80, deadline=None)
+def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, degree: int, window: int | None) -> None:
+    """A GPU has one size of each block."""
+    rings = [Placement(i, 0, degree) for i in range(len(lengths))]
+    rings += [Placement(len(lengths) + i, i % 2 % degree, 1) for i in range(short)]
+    case = Case(degree, (*lengths, *[2] * short), tuple(rings), exchange_stages=2)
+    known = compiled(window is not None)
     for rank in range(degree):
-        for call in Schedule.build(case.layout(rank), mask=Mask(window=window)).calls:
-            for left, right in calls_made(call.segments):
-                variant = left is None and right == 0, left is not None, right is not None
-                assert all(variant in seen for seen in kernel.seen.values()), (left, right, kernel.seen)
+        schedule = Schedule.build(case.layout(rank), mask=Mask(window=window))
+        tokens = schedule.layout.tokens
+        for call in schedule.calls:
+            made = variants(call.segments, tokens, tokens if call.rows is None else len(call.rows))
+            for way, *block in BLOCKS:
+                for variant in made[way]:
+                    assert any(same(variant, other, [0, 1, 2, 3, *block]) for other in known[way]), (way, block, variant)
 
 
 def test_the_extra_installs_the_tested_flash_4() -> None:

@@ -10,7 +10,7 @@ from tests.host_waits import HostWaits, waits_of_a_step
 from tests.training_cases import make_store
 from tests.workers import Workers
 
-ONCE = {"__float__ at norm_over_mesh", "__float__ at _share"}
+ONCE = {"__float__ at sum_of_squares", "__float__ at _share"}
 RING = ["batch.tokens_per_rank=750"]
 RUNS = {
     "ring, recompute selective, bfloat16": (2, [*RING, "train.recompute=selective", "train.dtype=bfloat16"]),

@@ -107,6 +107,32 @@ def test_blocks_compile_once_for_all_layers_and_micro_batches(workers: Workers, 
         assert 1 <= graphs <= 2  # of six layers and five layouts
 
 
+@pytest.mark.parametrize("options", [{}, {"partial_rotary_factor": 0.5}, {"qk_norm": True}], ids=str)
+def test_only_tokens_layer_and_attention_are_variables_of_a_program(options: dict[str, Any]) -> None:
+    """Kernels that know the size of heads need no divisions to find their place."""
+    torch._dynamo.reset()
+    sizes = {"num_hidden_layers": 4, "vocab_size": 8, **options}
+    model = Decoder(PRESETS["tiny"].model_copy(update=sizes))
+    model.initialize(0)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compile_blocks(model, backend=counter)
+    for length in (40, 30, 77, 50, 2):
+        attention = RingAttention(Layout.of((Placement(0, 0, 1),), (length,), 0, 0))
+        x = torch.randn(length, model.spec.hidden_size).requires_grad_()
+        tables = model.rope.tables(torch.arange(length))
+        for block in model.layers:
+            x = block(x, *tables, attention)
+        x.sum().backward()
+    assert len(counter.graphs) <= 2
+    for graph in counter.graphs:
+        variables = set()
+        for node in graph.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            for size in value.shape if isinstance(value, torch.Tensor) else [value]:
+                variables |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+        assert len(variables) <= 3
+
+
 def run_head_exchange_compiled(cases: list[Case]) -> int:
     """Compares a plain block with the compiled one; returns the number of graphs."""
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import PipelineStage
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from longctx.attention import RingAttention
 from longctx.model.decoder import Decoder
@@ -25,7 +26,7 @@ from longctx.model.presets import ModelShape
 from longctx.parallel.pipeline import Inputs, PipelineRun, Stage
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import Layout, Placement
-from tests.test_exchange_order import left_over
+from tests.test_exchange_order import Batch, left_over
 from tests.training_cases import zero_bubble
 
 ROWS = 6
@@ -92,6 +93,9 @@ class Recorder:
     """Stage and micro-batch that ran last."""
     unnamed: Message | None = None
     """What was received for the stage that runs next."""
+    sent: list[StorageWeakRef] = field(default_factory=list)
+    most: int = 0
+    """Largest number of tensors sent alone that were alive at once."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -126,7 +130,16 @@ class Recorder:
 
     def isend(self, tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: Any = 0, group_dst: int = -1) -> Any:
         peer = group.ranks[group_dst] if dst is None else dst
-        return self._posted(Post(group, False, [self._message(True, tensor, peer, tag)]))
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self.sent.append(storage)
+        self.most = max(self.most, sum(not each.expired() for each in self.sent))
+        posted = self._posted(Post(group, False, [self._message(True, tensor, peer, tag)]))
+
+        def wait() -> None:
+            assert tag or not storage.expired(), "freed before it was sent"  # tags are of torch's schedules
+            posted.wait()
+
+        return SimpleNamespace(wait=wait)
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: Any = 0, group_src: int = -1) -> Any:
         peer = group.ranks[group_src] if src is None else src
@@ -177,6 +190,9 @@ class Run:
 
     def log(self, rank: int) -> list[Post]:
         """Returns what a rank posts."""
+        return self.recorded(rank).log
+
+    def recorded(self, rank: int) -> Recorder:
         place, mine = divmod(rank, self.domain)
         column = Group("pipeline", tuple(range(mine, self.pipeline.ranks * self.domain, self.domain)))
         domain = Group("exchange", tuple(range(place * self.domain, (place + 1) * self.domain)))
@@ -211,7 +227,7 @@ class Run:
                     return Inputs(f"micro-batch {number}", rows, rows, attention, head)
 
                 (run.forward_backward if trains else run.forward)(len(micro_batches), inputs)
-        return recorder.log
+        return recorder
 
 
 @st.composite
@@ -275,4 +291,15 @@ def test_messages_of_pipelines_meet(data: st.DataObject, schedule: str) -> None:
     logs = [run.log(rank) for rank in range(run.pipeline.ranks * run.domain)]
     for communicator in COMMUNICATORS.values():
         assert mismatched(logs, communicator) == []
-        assert left_over([numbered(log, communicator) for log in logs]) == 0
+        posts = [[Batch(None, messages, frozenset()) for messages in numbered(log, communicator)] for log in logs]
+        assert left_over(posts) == 0
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_validation_keeps_two_sent_tensors(chunks: int) -> None:
+    """However many micro-batches it has: the others have arrived."""
+    micro_batches = (((3,), (Placement(0, 0, 1),)),) * 9
+    run = Run(Pipeline(3, chunks, "interleaved" if chunks > 1 else "1f1b"), 1, ((False, micro_batches),))
+    recorders = [run.recorded(rank) for rank in range(3)]
+    assert [len(recorder.sent) for recorder in recorders] == [9 * chunks, 9 * chunks, 9 * (chunks - 1)]
+    assert all(recorder.most <= 2 for recorder in recorders)

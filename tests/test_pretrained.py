@@ -5,17 +5,24 @@ from collections import Counter
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch._dynamo.testing
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from longctx.attention import ring_pass
+from longctx.attention import Mask, RingAttention, ring_pass
 from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
+from longctx.config import load
+from longctx.model import huggingface
 from longctx.model.source import adapted, pretrained
+from longctx.parallel.compilation import compile_blocks
+from longctx.planning.layout import Layout, Placement
 from longctx.training import checkpoint
 from tests.marks import slow_unless
 from tests.training_cases import make_store
@@ -47,6 +54,40 @@ def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str,
             assert torch.equal(found_state[name], value), name
         assert found_loss == pytest.approx(loss, rel=1e-5)
         assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def test_blocks_compile_once_for_all_layers_of_a_kind(tmp_path: Path) -> None:
+    """With a window or without, and once more for the first layer, whose number 0 is a constant for torch."""
+    torch._dynamo.reset()
+    build_model("gemma2", "eager", num_hidden_layers=4).save_pretrained(tmp_path)
+    model = load(None, [*SETTINGS, f"model.from_pretrained={tmp_path}"]).model_source().build()
+    model.finish(torch.device("cpu"), torch.float32)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compile_blocks(model, backend=counter)
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks.clear()
+    for length in (40, 30, 77):
+        layout = Layout.of((Placement(0, 0, 1),), (length,), 0, 0)
+
+        def make(scale: float | None, softcap: float, window: int | None, layout: Layout = layout) -> RingAttention:
+            return RingAttention(layout, scale=scale, softcap=softcap, mask=Mask(window=window))
+
+        attention, places = model.attention(make), torch.arange(length)
+        model(places % 16, places, attention).sum().backward()
+    assert not breaks and len(counter.graphs) <= 3
+
+
+def step_on_blackwell(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A step where torch's grouped product must not be used, as its gradients are wrong for experts without tokens."""
+    with mock.patch.object(huggingface, "leaves_gradients", return_value=True), mock.patch.object(F, "grouped_mm", None):
+        return step(folder, [])
+
+
+def test_experts_run_one_after_the_other_on_blackwell(workers: Workers, checkpoints: dict[str, Path]) -> None:
+    loss, gradients, _ = reference(checkpoints["mixtral"])
+    ((found_loss, found_gradients, _),) = workers.run(step_on_blackwell, 1, checkpoints["mixtral"])
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert largest_error(found_gradients, gradients) < 1e-4
 
 
 OPTIONS = {

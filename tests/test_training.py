@@ -464,6 +464,23 @@ def test_ranks_that_disagree_on_the_plan(workers: Workers, store: Path, tmp_path
         workers.run(training_cases.with_another_plan_on_rank_1, 2, store, tmp_path)
 
 
+def test_ranks_that_disagree_on_a_later_plan(workers: Workers, store: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="ranks disagree on the plan of step 3: ranks \\[1\\] differ from rank 0"):
+        workers.run(training_cases.with_another_plan_later, 2, store, tmp_path)
+
+
+RECALIBRATED = ["context.recalibrate=true"]
+
+
+@pytest.mark.parametrize(("ready", "settings", "gathers"), [(True, [], 1), (False, [], 2), (True, RECALIBRATED, 2)])
+def test_a_step_gathers_once_over_all_processes(
+    workers: Workers, store: Path, tmp_path: Path, ready: bool, settings: list[str], gathers: int
+) -> None:
+    """Once more if the next step is not ready on some rank, and once more to recalibrate; the first step compares plans."""
+    for counts in workers.run(training_cases.host_gathers, 2, store, tmp_path, settings, ready):
+        assert counts[1:] == [gathers] * 3 and counts[0] == gathers + ready
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
     answers = workers.run(training_cases.with_loss_of_rank_1_not_finite, 2, store, tmp_path)
     assert answers[0] == answers[1]

@@ -47,19 +47,24 @@ def test_every_rank_of_a_group_is_in_one_batch(workers: Workers, ranks: int) -> 
         assert batches == [[2] if size > 1 else [] for size in sizes]
 
 
-def groups_without_a_batch(tensor: int, pipeline: int) -> list[str]:
+def groups_without_a_batch(tensor: int, pipeline: int, nodes: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size() // nodes}.items():
+            patch.setenv(name, str(value))
         batches = Batches()
         patch.setattr(dist, "batch_isend_irecv", batches)
         mesh = make_groups(torch.device("cpu"), tensor=tensor, pipeline=pipeline, timeout_s=30.0)
     warm = [group for group, _ in batches.seen]
-    groups = {"exchange": mesh.exchange, "pipeline": mesh.pipeline, "ends": mesh.ends}
+    assert (mesh.across is not None) == (nodes > 1) and mesh.across is not mesh.exchange
+    groups = {"exchange": mesh.exchange, "across": mesh.across, "pipeline": mesh.pipeline, "ends": mesh.ends}
     return [name for name, group in groups.items() if group is not None and group.size() > 1 and group not in warm]
 
 
-@pytest.mark.parametrize(("ranks", "tensor", "pipeline"), [(3, 1, 1), (3, 1, 3), (4, 1, 2), (4, 2, 2)])
-def test_the_mesh_warms_up_all_groups_for_messages(workers: Workers, ranks: int, tensor: int, pipeline: int) -> None:
-    assert workers.run(groups_without_a_batch, ranks, tensor, pipeline) == [[]] * ranks
+@pytest.mark.parametrize(("ranks", "tensor", "pipeline", "nodes"), [(3, 1, 1, 1), (3, 1, 3, 3), (4, 1, 2, 1), (4, 2, 2, 2)])
+def test_the_mesh_warms_up_all_groups_for_messages(
+    workers: Workers, ranks: int, tensor: int, pipeline: int, nodes: int
+) -> None:
+    assert workers.run(groups_without_a_batch, ranks, tensor, pipeline, nodes) == [[]] * ranks
 
 
 def with_a_silent_neighbor() -> str:

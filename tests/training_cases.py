@@ -207,6 +207,47 @@ def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
         trainer.loader.close()
 
 
+def host_gathers(store: Path, run: Path, settings: list[str], ready: bool) -> list[int]:
+    """Returns how often each step gathers over all processes on the host; its next step is `ready` at that time, or not."""
+    trainer = start(store, run, settings)
+    share = trainer._share
+    if ready:
+        trainer._share = lambda *given: (trainer.loader._ahead.result(), share(*given))[1]
+    else:
+        trainer.loader.next_hash = lambda: None if dist.get_rank() else "0" * 64
+    counts: list[int] = []
+
+    def counting(collective: Any) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            counts[-1] += named.get("group") is trainer.mesh.control
+            return collective(*given, **named)
+
+        return counted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_gather_object", "all_reduce", "broadcast", "barrier"):
+            patch.setattr(dist, name, counting(getattr(dist, name)))
+        with trainer.loader:
+            for _ in range(4):
+                counts.append(0)
+                trainer.step()
+    return counts
+
+
+def with_another_plan_later(store: Path, run: Path) -> None:
+    """The plan of step 3 is another one on rank 1."""
+    trainer = start(store, run, [])
+    with trainer.loader:
+        trainer.step()
+        trainer.loader._ahead.result()
+        if dist.get_rank() == 1:
+            trainer.loader.planner = start(store, run, ["context.mode=static"]).loader.planner
+        else:
+            start(store, run, [])  # as it is collective
+        trainer.step()
+        trainer.step()
+
+
 def clipped_and_at_the_right_rate(store: Path, run: Path) -> None:
     """Looks at the gradients and rates that the optimizer is given."""
     greatest = 0.01

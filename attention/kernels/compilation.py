@@ -1,13 +1,19 @@
 """Compilation before the first step: some kernels compile every variant when it is first called."""
 
+from itertools import pairwise, product
+
 import torch
 
 from longctx.attention.kernels import Request, choose_kernel
 from longctx.attention.kernels.contract import Mode
 from longctx.attention.segments import Segment
 
-TOKENS = 512
-"""Queries and keys of a call: several blocks, as calls of a single block are other variants."""
+LONG = 512
+"""Queries and keys of several blocks. Flash-attn 4 has other variants for calls within one block of queries or of keys."""
+BLOCK_ROWS = 128
+"""Rows that a block of queries always holds, which are queries times query heads of a key head; Blackwell takes two blocks."""
+MANY = 257
+"""Sequences of a call for which flash-attn 4 has other variants."""
 
 
 def compile_variants(kernel: str, request: Request, heads: tuple[int, int], *, window: bool) -> None:
@@ -21,14 +27,15 @@ def compile_variants(kernel: str, request: Request, heads: tuple[int, int], *, w
     """
     q_heads, kv_heads = heads
     dim, v_dim = request.head_dim, request.v_head_dim
-    shapes = (q_heads, dim), (kv_heads, dim), (kv_heads, v_dim), (q_heads, v_dim)
-    q, k, v, dout = (torch.randn(TOKENS, *shape, device=request.device).to(request.dtype) for shape in shapes)
-    bands: list[tuple[int | None, int | None]] = [(None, 0), (None, None)]
-    if window:
-        bands += [(-TOKENS // 2, 0), (-TOKENS // 2, None)]
     chosen, mode = choose_kernel(kernel, request), Mode(request.deterministic)
     scale, softcap = dim**-0.5, 30.0 if request.softcap else 0.0
-    for lo, hi in bands:
-        segments = (Segment(0, TOKENS, 0, TOKENS, lo, hi),)
-        out, lse = chosen.forward(q, k, v, segments, scale, softcap, mode)
-        chosen.backward(dout, q, k, v, out, lse, segments, scale, softcap, mode)
+    ratio = q_heads // kv_heads
+    short, double = max(2, BLOCK_ROWS // max(2, ratio)), max(2, 2 * BLOCK_ROWS // ratio)
+    for q_rows, k_rows, sequences in product((short, double, LONG), (short, LONG), (1, MANY)):
+        longest, more = min(q_rows, k_rows), sequences - 1  # rows that are left are a sequence too, as they are in rings
+        shapes = (q_rows, q_heads, dim), (k_rows, kv_heads, dim), (k_rows, kv_heads, v_dim), (q_rows, q_heads, v_dim)
+        q, k, v, dout = (torch.randn(rows + more, *shape, device=request.device).to(request.dtype) for rows, *shape in shapes)
+        for lo, hi in product((None, 1 - longest // 2) if window else (None,), (0, None)):
+            segments = tuple(Segment(a, b, a, b, lo, hi) for a, b in pairwise([0, *range(longest, longest + sequences)]))
+            out, lse = chosen.forward(q, k, v, segments, scale, softcap, mode)
+            chosen.backward(dout, q, k, v, out, lse, segments, scale, softcap, mode)

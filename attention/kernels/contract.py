@@ -26,7 +26,8 @@ from longctx.attention.segments import Segments
 class Request:
     """The properties of a call that a kernel must support.
 
-    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Mode`.
+    `bands`: some segments are neither dense nor plain causal; `deterministic`: see `Mode`. `elements`:
+    of the largest tensor or buffer, rounded down, or 0 if it has less than MOST_ELEMENTS.
     """
 
     device: str
@@ -36,6 +37,23 @@ class Request:
     bands: bool = False
     softcap: bool = False
     deterministic: bool = False
+    elements: int = 0
+
+
+MOST_ELEMENTS = 1 << 31
+"""From so many elements on, a tensor has places that 32 bits cannot count."""
+PADDING = 128
+"""Rows that libraries add to a sequence in some of their buffers, at most."""
+
+
+def request_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, **properties: bool) -> Request:
+    """Returns the request of a call, with its other properties."""
+    rows = PADDING * (2 * len(segments) + 1)  # rows between segments are sequences too
+    sizes = [(len(x) + rows) * x.shape[1] * max(x.shape[2], v.shape[2]) for x in (q, k)]
+    largest = max(*sizes, *(len(x) * x.stride(0) for x in (q, k, v)))
+    step = MOST_ELEMENTS // 8  # kernels are chosen once for a request
+    large = largest // step * step if largest >= MOST_ELEMENTS else 0
+    return Request(q.device.type, q.dtype, q.shape[2], v.shape[2], elements=large, **properties)
 
 
 class Mode(NamedTuple):

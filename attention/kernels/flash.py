@@ -22,9 +22,9 @@ from itertools import pairwise
 import torch
 
 from longctx.attention.host_to_device import copy_to
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, MOST_ELEMENTS, Mode, Request, request_of
 from longctx.attention.kernels.flash_libraries import LIBRARIES
-from longctx.attention.kernels.flash_library import Library, Scores, Sequences
+from longctx.attention.kernels.flash_library import HOPPER_OR_BLACKWELL, Library, Scores, Sequences
 from longctx.attention.kernels.repeatability import differs
 from longctx.attention.segment_builder import row_index
 from longctx.attention.segments import Segment, Segments
@@ -64,7 +64,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap, mode)
+        library = self._library_for(q, k, v, segments, softcap, mode)
         out = lse = None
         for plan in _plans_for(q, k, segments):
             part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
@@ -91,7 +91,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, v, softcap, mode)
+        library = self._library_for(q, k, v, segments, softcap, mode)
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[torch.Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
@@ -113,6 +113,11 @@ class Flash:
             return f"supports bfloat16 and float16, not {request.dtype}"
         if request.head_dim % 8 or request.v_head_dim % 8:
             return f"needs head sizes divisible by 8, not {request.head_dim} and {request.v_head_dim}"
+        if request.elements:  # flash-attention issue 2611, and pull requests 1500 and 2260
+            return (
+                f"supports tensors of less than {MOST_ELEMENTS:,} elements, as its libraries count in 32 bits, and one has at "
+                f"least {request.elements:,}: use fewer tokens per rank, or another kernel, which is slower"
+            )
         capability = torch.cuda.get_device_capability()
         refusals: list[str] = []
         for library in self.libraries:
@@ -124,13 +129,13 @@ class Flash:
                 log.info(
                     "flash attention of %s, head size %d: %s%s", request.dtype, request.head_dim, library.name, passed_over
                 )
-                if capability[0] == 9 and refusals and not library.made_for_hopper:
+                if capability[0] in HOPPER_OR_BLACKWELL and refusals and not library.made_for_hopper:
                     # H100, head size 128, causal, 8192 tokens, forward and deterministic backward: flash-attn 2 306 and 166
                     # TFLOP/s, flash-attn 3 660 and 474 (flash-attention pull request 1893).
                     log.warning(
-                        "attention runs on %s, at about half the speed of flash-attn 4 or 3 on this GPU: install one, such "
-                        "as by %s%s",
+                        "attention runs on %s, at most half as fast as flash-attn 4%s on this GPU: install it, such as by %s%s",
                         library.name,
+                        " or 3" if capability[0] == 9 else "",
                         install("flash"),
                         passed_over,
                     )
@@ -138,9 +143,10 @@ class Flash:
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
 
-    def _library_for(self, q: torch.Tensor, v: torch.Tensor, softcap: float, mode: Mode) -> Library:
-        sizes = q.shape[2], v.shape[2]
-        return self.chosen(Request(q.device.type, q.dtype, *sizes, softcap=bool(softcap), deterministic=mode.deterministic))
+    def _library_for(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softcap: float, mode: Mode
+    ) -> Library:
+        return self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from longctx.attention.kernels.contract import Mode, Request
 from longctx.attention.kernels.flash_library import (
+    HOPPER_OR_BLACKWELL,
     Capability,
     Gradients,
     Scores,
@@ -86,7 +87,7 @@ def _keep_compiled() -> None:
 
 
 def refusal(request: Request, capability: Capability) -> str | None:
-    if capability[0] not in (9, 10, 11):
+    if capability[0] not in HOPPER_OR_BLACKWELL:
         # On other GPUs it is not faster than flash-attn 2.
         return f"is used only on Hopper and data-center Blackwell, not on capability {capability}"
     # Its own tests cover backward up to head size 128, and unequal sizes (192 and 128) only without GQA.

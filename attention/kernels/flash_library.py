@@ -16,6 +16,9 @@ from longctx.attention.kernels.contract import Mode, Request
 
 Capability = tuple[int, int]
 
+HOPPER_OR_BLACKWELL = (9, 10, 11)
+"""Major capabilities of Hopper and data-center Blackwell, on which flash-attn 2 is at most half as fast as its successors."""
+
 
 @dataclass(frozen=True)
 class Sequences:
@@ -81,7 +84,7 @@ class Library:
         missing: returns why the library is not available, or None.
         refusal: returns why it does not support a request on a GPU of some capability, or None.
         forward, backward: its functions. Results for queries without keys and keys without queries may be arbitrary.
-        made_for_hopper: whether it reaches the speed of Hopper GPUs.
+        made_for_hopper: whether it reaches the speed of Hopper or Blackwell GPUs.
     """
 
     name: str

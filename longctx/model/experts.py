@@ -7,6 +7,7 @@ their own backward: two runs are bitwise identical.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -83,6 +84,9 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tens
     """
     matrices = weight.unflatten(0, (len(counts), -1))
     if _is_grouped(rows, matrices):
+        if leaves_gradients() and matrices.requires_grad:
+            unused = (counts == 0)[:, None, None]
+            matrices.register_hook(lambda gradient: gradient.masked_fill(unused, 0))
         out: torch.Tensor = F.grouped_mm(rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
         return out
     groups = zip(rows.split(counts.tolist()), matrices.unbind(), strict=True)
@@ -94,6 +98,15 @@ def _is_grouped(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     known = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
     aligned = all(size * rows.element_size() % 16 == 0 for size in matrices.shape[1:])
     return hasattr(F, "grouped_mm") and rows.dtype in known and aligned
+
+
+@cache
+def leaves_gradients() -> bool:
+    """Returns whether torch's grouped product leaves gradients of matrices without rows as it found them in memory.
+
+    So it does on Blackwell (pytorch issue 172439, seen on a B200 and open for torch 2.13).
+    """
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10
 
 
 class SparseMLP(nn.Module):

@@ -26,6 +26,7 @@ from longctx.model.balance import Documents, RouterWatch
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion, groups
 from longctx.model.encoders import auto_class, check_direction, other_objective
+from longctx.model.experts import leaves_gradients
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.router_names import ROUTERS
 from longctx.model.spec import LayerSpec, ModelSpec
@@ -178,6 +179,8 @@ class TransformersModel(Model):
         """
         self._fill_buffers(device)
         self._device = device
+        if leaves_gradients():
+            self.hf.set_experts_implementation("eager")  # one expert after the other
         with torch.compiler.set_stance("force_eager"):  # compiling for these calls too would exceed the recompilation limit
             self.kinds = check_packed(self.hf, self._as_transformers, dtype, causal=not self.masked)
             self._choose_head(dtype)

@@ -19,7 +19,8 @@ def compile_blocks(model: Model, backend: Any = "inductor") -> None:
     depend on data.
     """
     config = torch._dynamo.config
-    config.allow_unspec_int_on_nn_module = True  # otherwise the number of each layer is a constant of its program
+    # Otherwise the number of each layer is a constant of its program; other numbers, such as the size of heads, are one.
+    torch.compiler.config.dynamic_sources = r".*\.layer(_idx|_id|_number)?$"
     config.capture_dynamic_output_shape_ops = True  # the number of rows that attention receives is known only at run time
     for block in model.layers:
         if hasattr(block, "moe"):
@@ -29,6 +30,11 @@ def compile_blocks(model: Model, backend: Any = "inductor") -> None:
 
 def _from_two_tokens(compiled: Forward, plain: Forward) -> Forward:
     def forward(x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        return (compiled if x.shape[-2] > 1 else plain)(x, *others, **named)
+        if x.shape[-2] < 2:
+            return plain(x, *others, **named)
+        for table in others:
+            if isinstance(table, torch.Tensor) and x.dim() == 2:  # of the native decoder: [tokens, ..]
+                torch._dynamo.mark_static(table, list(range(1, table.dim())))
+        return compiled(x, *others, **named)
 
     return forward

@@ -112,6 +112,7 @@ class Mesh:
         tensor: one-dimensional mesh over the ranks of tensor parallelism, which have the same tokens (`tp`).
         copies: `tensor` and `weights` as one mesh, in the order in which a weight matrix is split.
         exchange: separate communicator for the messages of ring attention (design invariant I5).
+        across: another one for those between nodes; None on one node.
         control: gloo group over all ranks, for flags, hashes and checkpoints; on GPUs the only one for host memory.
         experts: mesh of the ranks with this stage of the model: those that hold each expert once, then the others, as in
             `weights`; None if no experts are split.
@@ -132,6 +133,7 @@ class Mesh:
     ends: dist.ProcessGroup | None = None
     experts: DeviceMesh | None = None
     tokens: dist.ProcessGroup | None = None
+    across: dist.ProcessGroup | None = None
     peers: Peers | None = None
     """Signs of life of the other processes, if they have met in a launcher's store."""
 
@@ -181,8 +183,7 @@ class Mesh:
 
     def agree(self, digest: str, what: str) -> None:
         """Raises RuntimeError on every rank unless all ranks have the same hexadecimal `digest` of `what`."""
-        # 52 bits are exact in float64.
-        numbers = self.gather([float(int(digest[:13], 16))])
+        numbers = self.gather([number_of(digest)])
         if (numbers != numbers[0]).any():
             others = (numbers[:, 0] != numbers[0, 0]).nonzero().flatten().tolist()
             raise RuntimeError(
@@ -194,6 +195,11 @@ class Mesh:
         if self.peers is not None:
             self.peers.close()
         dist.destroy_process_group()
+
+
+def number_of(digest: str) -> float:
+    """Returns the first 52 bits of a hexadecimal digest, which are exact in float64."""
+    return float(int(digest[:13], 16))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -361,7 +367,9 @@ def make_groups(
     for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
         SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
     # The domain's group may be the world's, so the exchange gets a separate one.
-    exchange = _my_group(numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout))
+    of_domain = numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout)
+    exchange = _my_group(*of_domain)
+    across = None if processes_per_node(dist.get_world_size()) is None else _my_group(*of_domain)
     assert exchange is not None
     stages = ends = None
     if pipeline > 1:
@@ -372,8 +380,8 @@ def make_groups(
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
         if expert * tensor > 1:
             experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens)
-    for group in (exchange, stages, ends):
+    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens, across)
+    for group in (exchange, across, stages, ends):
         if group is not None:
             warm_up(group, device)
     return mesh

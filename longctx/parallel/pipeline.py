@@ -12,6 +12,7 @@ circular wait between ranks would be one between the stages of a single pipeline
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -241,7 +242,8 @@ class PipelineRun:
 
         All ranks of the pipeline and of the domain must call it with the same number. Micro-batches run through all stages one
         after the other; with one stage per rank they overlap. In this order no rank sends a message alone that another one does
-        not receive next; with stages in the outer loop, two ranks of several chunks would wait for each other on NCCL.
+        not receive next; with stages in the outer loop, two ranks of several chunks would wait for each other on NCCL. No
+        more than two outputs are kept until they are sent.
         """
         given = [inputs(number) for number in range(micro_batches)]
         for stage in self.stages:
@@ -249,20 +251,26 @@ class PipelineRun:
         found = [torch.zeros(len(one.tokens), device=self.mesh.device) for one in given]
         place, ranks = self.mesh.stage, self.pipeline.ranks
         before, after = (dist.get_global_rank(self.group, (place + step) % ranks) for step in (-1, 1))
-        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        sent: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
+
+        def wait_for_sent(left: int) -> None:
+            while len(sent) > left:
+                work, _ = sent.popleft()
+                if work is not None:
+                    work.wait()
+
         for number, stage in itertools.product(range(micro_batches), self.stages):
             hidden = self.hidden(self.mesh.device)
             if not stage.is_first:
                 dist.recv(hidden, before, group=self.group)
             stage.micro_batch = number
+            wait_for_sent(1)
             out = stage(hidden)
             if stage.is_last:
                 found[number] = out
             else:
                 sent.append((dist.isend(out, after, group=self.group), out))
-        for work, _ in sent:
-            if work is not None:
-                work.wait()
+        wait_for_sent(0)
         return found
 
     def hidden(self, device: torch.device) -> torch.Tensor:

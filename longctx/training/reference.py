@@ -25,7 +25,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh
-from longctx.training.gradients import norm_over_mesh
+from longctx.training.gradients import norm_of, sum_of_squares
 from longctx.training.loss import log_probabilities
 from longctx.training.objective import document_sums
 from longctx.training.setup import padding
@@ -74,7 +74,7 @@ class Reference:
             "store": store.fingerprint,
             "dtype": self.config.dtype,
             "model": self.model.describe(),
-            "weights": norm_over_mesh(self.weights, mesh),
+            "weights": norm_of(mesh.gather([sum_of_squares(self.weights)])),
         }
         files = [path, path.with_name(FILE)][: 1 + self.resumes]  # either has the norm of the initial weights
         kept = mesh.gather_objects(next(filter(None, map(_read, files)), None) if mesh.world_rank == 0 else None)[0]

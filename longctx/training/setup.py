@@ -360,6 +360,7 @@ def make_attention(
             layout,
             degree,
             group=mesh.exchange,
+            across=mesh.across,
             mask=Mask(causal=spec.causal, window=window),
             scale=scale,
             softcap=softcap,
