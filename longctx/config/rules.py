@@ -13,7 +13,7 @@ from longctx.config.run import Config
 from longctx.config.speed_rules import float8_rules, fused_rules
 from longctx.errors import UserError
 from longctx.model.adapters import ALL_LINEAR, LoraError
-from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.context_extension import ROPE_SETTINGS, RopeError
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.validation import MOST_RANKS, MOST_TOKENS
@@ -87,6 +87,11 @@ def _model(config: Config) -> Iterator[Problem]:
     model, found = config.model, _sizes(config)
     if isinstance(found, ConfigError):
         yield from found.problems
+    elif isinstance(found, RopeError):
+        fix = "correct the RoPE settings, or omit them to keep the checkpoint's RoPE"
+        yield Problem(
+            f"model.{model.changed_rope[0][0]}", model.changed_rope[0][1], str(found), fix, ("model.from_pretrained",)
+        )
     elif isinstance(found, UserError) and not isinstance(found, LoraError):  # `_lora` reports LoraError
         yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
     elif config.train.compile and isinstance(found, ModelSpec) and any(layer.state_size for layer in found.layers):
