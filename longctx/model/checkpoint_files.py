@@ -53,12 +53,14 @@ class CheckpointFiles:
         files: file of each tensor, by the tensor's name.
         rope: RoPE settings that replace those of config.json, see `context_extension`.
         masked: whether the model is an encoder that predicts masked tokens, not a causal language model.
+        untied: whether tied weights of config.json are not tied, as the files have different values for them.
     """
 
     folder: Path
     files: Mapping[str, Path]
     rope: tuple[tuple[str, Any], ...] = ()
     masked: bool = False
+    untied: bool = False
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
@@ -71,7 +73,7 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> Any:
-        """Config as transformers loads it, changed by `rope`. Raises PretrainedError if transformers cannot load it."""
+        """Config as transformers loads it, changed by `rope` and `untied`. Raises PretrainedError if it cannot be loaded."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
@@ -87,6 +89,8 @@ class CheckpointFiles:
             from longctx.model.context_extension import with_rope
 
             with_rope(config, dict(self.rope))
+        if self.untied:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         return config
 
     @cached_property
@@ -113,7 +117,7 @@ class CheckpointFiles:
     def describe(self, folder: Path) -> None:
         """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose weights cannot be read."""
         tokenizer_files.copy(small_files(self.folder), self.folder, folder)
-        if self.rope:
+        if self.rope or self.untied:
             self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,12 +87,12 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, masked
     `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens.
     Raises PretrainedError if the checkpoint cannot be used.
     """
-    from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+    from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.family import NoNativeModel
-    from longctx.model.huggingface import TransformersSource
+    from longctx.model.huggingface import TransformersSource, open_checkpoint
     from longctx.model.pretrained_decoder import NativeSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = open_checkpoint(source, rope, masked)
     why = "as model.implementation says"
     if implementation == "auto":
         why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"
@@ -120,9 +120,8 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
         raise LoraError("adapters need peft, which is not installed: pip install 'longctx[huggingface]'")
     import torch
 
-    from longctx.model.checkpoint_files import CheckpointFiles
-    from longctx.model.huggingface import TransformersSource
+    from longctx.model.huggingface import TransformersSource, open_checkpoint
     from longctx.model.lora import AdaptedSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = open_checkpoint(source, rope, masked)
     return AdaptedSource(TransformersSource(files), lora, getattr(torch, dtype))

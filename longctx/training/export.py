@@ -22,7 +22,7 @@ from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
-from longctx.model.huggingface import TransformersSource
+from longctx.model.huggingface import TransformersSource, open_checkpoint
 from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapter
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
@@ -205,7 +205,7 @@ def _adapted(described: dict[str, Any]) -> Model:
     targets = values["target_modules"]
     lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
     try:
-        base = replace(CheckpointFiles.open(values["base"]), masked=described.get("masked", False))
+        base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
         raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
     if fingerprint(base) != values["base_fingerprint"]:
