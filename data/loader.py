@@ -26,6 +26,7 @@ _WAYS_OUT = {
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
+    "without_targets": "earlier versions did not leave out pieces without a target: resume with the version that began the run",
 }
 """Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
@@ -78,6 +79,7 @@ class Loader(Iterator[StepBatch]):
             max_length=max_length,
             long_documents=long_documents,
             held_out_share=held_out_share,
+            masked=masking is not None,
         )
         self._identity = {
             **_identity_of(store),
@@ -85,6 +87,7 @@ class Loader(Iterator[StepBatch]):
             "max_length": max_length,
             "long_documents": long_documents,
             "held_out": held_out_share,
+            "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }
         self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier stages that this one lacks
         self._store = store
@@ -144,7 +147,9 @@ class Loader(Iterator[StepBatch]):
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
         """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
-        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # absent in earlier versions or for single stores
+        none = [0] * len(self._store.sources) if isinstance(state.get("fingerprint"), list) else 0
+        # absent in earlier versions or for single stores
+        state = {"held_out": 0.0, "longest": None, "mix": None, "without_targets": none, **state}
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(
@@ -215,10 +220,11 @@ def _identity_of(store: Store) -> dict[str, Any]:
 def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the position in each store, and how its documents are cut, by the fingerprint of the store."""
     several = isinstance(state["fingerprint"], list)
-    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch", "longest")]
+    keys = ("fingerprint", "cursor", "epoch", "longest", "without_targets")
+    columns = [state[key] if several else [state[key]] for key in keys]
     return {
-        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
-        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
+        fingerprint: {"cut": [longest, state["long_documents"], several, left_out], "cursor": cursor, "epoch": epoch}
+        for fingerprint, cursor, epoch, longest, left_out in zip(*columns, strict=True)
     }
 
 

@@ -225,6 +225,19 @@ class Store:
             return int(self.trained_tokens[document])
         return int(self._trained(*self._locate(document), start + 1, stop).sum()) if stop > start + 1 else 0
 
+    def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
+        """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
+        found: npt.NDArray[np.bool_] = stops - starts > 1
+        whole, targets, lengths = (
+            stops - starts == self.lengths[documents],
+            self.trained_tokens[documents],
+            self.lengths[documents],
+        )
+        found[whole] = targets[whole] > 0
+        for place in np.flatnonzero(found & ~whole & (targets < lengths - 1)):
+            found[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
+        return found
+
     def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""
         batch, row = self._locate(document)

@@ -217,6 +217,7 @@ def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, lon
         max_length=data.max_length or longest,
         long_documents=data.long_documents,
         held_out_share=data.held_out,
+        masked=given.masked.share is not None,
     )
     assert isinstance(steps, Sampler), "there is one store"
     wanted = math.ceil(epochs * steps.pieces)

@@ -246,12 +246,14 @@ class Trainer:
             grad_norm = clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, self.mesh, copy)
         domain = self._share(batch, losses)
         loss = domain["loss"].sum().item() if weights.loss is None else weights.loss
-        self._count_skipped(batch, losses, loss, grad_norm)
+        if batch.target_tokens:
+            self._count_skipped(batch, losses, loss, grad_norm)
+        updates = batch.target_tokens > 0 and not self.skipped
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.doing = "optimizer"
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
-            if not self.skipped:
+            if updates:
                 self.optimizer.step()
                 self.balance.move_biases()
             self.optimizer.zero_grad()
@@ -264,7 +266,7 @@ class Trainer:
         if self.online_fit is not None:
             self._recalibrate(self.online_fit, batch, seconds)
         metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
-        return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
+        return replace(metrics, loss=loss if batch.target_tokens else math.nan, skipped=not updates, **weights.reported)
 
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
