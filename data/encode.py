@@ -141,5 +141,5 @@ class Encoder:
             tokens, mask = self._chatml.join(document.messages, [text.tokens for text in texts], turns)
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
-        trained = None if self.train_on == "all" else np.append(mask, False)
+        trained = None if self.train_on == "all" else np.append(mask, mask[-1])
         return Row(document, np.concatenate([tokens, self._end]), trained, *counts)

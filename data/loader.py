@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,7 +27,7 @@ _WAYS_OUT = {
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
-    "without_targets": "earlier versions did not leave out pieces without a target: resume with the version that began the run",
+    "without_targets": "give the masked.share that the run began with, or none",
 }
 """Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
@@ -72,15 +73,16 @@ class Loader(Iterator[StepBatch]):
         masking: Masking | None = None,
         ahead: int = 0,
     ) -> None:
-        self.sampler = make_steps(
+        self._make_steps = partial(
+            make_steps,
             store,
             global_tokens=global_tokens,
             seed=seed,
             max_length=max_length,
             long_documents=long_documents,
             held_out_share=held_out_share,
-            masked=masking is not None,
         )
+        self.sampler = self._make_steps(masked=masking is not None)
         self._identity = {
             **_identity_of(store),
             "seed": seed,
@@ -146,10 +148,17 @@ class Loader(Iterator[StepBatch]):
         self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
-        none = [0] * len(self._store.sources) if isinstance(state.get("fingerprint"), list) else 0
+        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here.
+
+        Runs of earlier versions took pieces without a target, and go on so.
+        """
+        several = isinstance(state.get("fingerprint"), list)
+        taken = [None] * len(state["fingerprint"]) if several else None
         # absent in earlier versions or for single stores
-        state = {"held_out": 0.0, "longest": None, "mix": None, "without_targets": none, **state}
+        state = {"held_out": 0.0, "longest": None, "mix": None, "without_targets": taken, **state}
+        if state["without_targets"] == taken:
+            self.sampler = self._make_steps(masked=True)
+            self._identity["without_targets"] = self.sampler.state(self.sampler.start)["without_targets"]
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(

@@ -110,7 +110,7 @@ class Sampler:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch.
-        without_targets: number of pieces that are left out because they have no target.
+        without_targets: number of pieces that are left out because they have no target; None: such pieces are taken.
 
     Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
     """
@@ -171,7 +171,7 @@ class Sampler:
         self._start = (np.arange(len(first_piece)) - first_piece) * max_length
         self._stop = np.minimum(self._start + max_length, lengths[self._document])
         self._together = 2 if pairs else 1
-        self.without_targets = 0
+        self.without_targets: int | None = None
         if has_targets is not None:
             kept = has_targets(self._document, self._start, self._stop)
             kept = np.repeat(kept.reshape(-1, self._together).any(axis=1), self._together)

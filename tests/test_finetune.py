@@ -24,6 +24,7 @@ from tests.training_cases import make_store
 
 transformers = pytest.importorskip("transformers")
 
+from tests.evaluation_cases import save_checkpoint  # noqa: E402
 from tests.huggingface_cases import build_model  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
@@ -178,6 +179,38 @@ def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     assert running.returncode == 130
     assert f"stopped by SIGINT after step {step}; checkpoint written" in said
     assert f"run the same command to resume from step {step}\n" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("markers", "more"), [("tokens", []), ("text", []), ("template", []), ("tokens", ["--lora", "16"])])
+def test_generation_stops_where_the_trained_answer_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], markers: str, more: list[str]
+) -> None:
+    """Of a base model that ends texts with another token than turns, overfitted to eight copies of a question."""
+    if markers == "text":
+        base = save_checkpoint(tmp_path / "base", chat=False)
+    else:
+        base = FAMILIES["SmolLM2"].save(tmp_path / "base")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        tokenizer.eos_token = "<|endoftext|>"
+        tokenizer.chat_template = tokenizer.chat_template if markers == "template" else None
+        shutil.rmtree(base)
+        tokenizer.save_pretrained(base)
+        end = tokenizer.eos_token_id
+        build_model("llama", "eager", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=end).save_pretrained(base)
+    talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]}
+    data, out = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text((json.dumps(talk) + "\n") * 8, "utf-8")
+    settings = ["--train.steps=80", "--batch.global_tokens=200", "--optimizer.learning_rate=0.02", "--log.tensorboard=false"]
+    assert main(["finetune", str(base), str(data), "--out", str(out), "--processes=1", *settings, *more]) == 0
+    export = out / "export"
+    if more:
+        assert main(["export", str(out), str(out / "merged"), "--merge"]) == 0
+        ends = json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+        export = out / "merged"
+        assert ends == json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+    capfd.readouterr()
+    assert main(["generate", str(export), "--chat=2 + 2?", "--max-new-tokens=60", "--device=cpu"]) == 0
+    assert capfd.readouterr().out == ("Four.<|im_end|>\n\n" if markers == "text" else "Four.\n")
 
 
 @pytest.fixture(scope="module")

@@ -20,9 +20,11 @@ BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
 """Files of a checkpoint other than weights: config, tokenizer, chat template."""
 DESCRIBED = "tensors.json"
 """File with the name and dtype of every tensor, in a checkpoint without its weights."""
+ENDS = "ends.json"
+"""File with the ids of the tokens that a run trains as ends."""
 MASKED_CLASS = "ForMaskedLM"
 """End of the names of transformers' classes that predict masked tokens."""
-OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
+OF_WEIGHTS = {INDEX, DESCRIBED, ENDS, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
