@@ -27,13 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompt and completion, instruction and output, chosen and rejected, or text; the format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_data_arguments(parser)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `finetune` too."""
     parser.add_argument(
         "--tokenizer",
         default="bpe",
         help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a tokenizer.json; or a "
         "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and chat template are used too",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
@@ -65,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a store that was made from another source or with other settings"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -84,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--vocab-size needs --tokenizer bpe, but --tokenizer is {arguments.tokenizer}: omit one of the two")
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column)
-    out = arguments.out or Path("stores", _name(arguments.source))
+    out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
             corpus,
@@ -121,7 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _name(source: str) -> str:
+def default_name(source: str) -> str:
     """Returns the default name of the store of a source."""
     path = Path(source).resolve()
     return (path.stem if path.is_file() else path.name) or "store"

@@ -11,7 +11,7 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import domain_rules, mesh_rules
 from longctx.config.run import Config
 from longctx.config.speed_rules import float8_rules, fused_rules
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS, RopeError
 from longctx.model.spec import ModelSpec
@@ -135,7 +135,7 @@ def _without(config: Config) -> str:
     if config.lora.rank is not None:
         return f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
     return (
-        f"restore it, or use the weights in the checkpoints of {run}: longctx export {run} OUT, then "
+        f"restore it, or use the weights in the checkpoints of {run}: longctx export {shell(run)} OUT, then "
         "--model.from_pretrained OUT without RoPE settings"
     )
 

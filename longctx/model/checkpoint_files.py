@@ -1,5 +1,6 @@
 """Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.errors import UserError, brief
+from longctx.errors import UserError, brief, shell
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -108,6 +109,21 @@ class CheckpointFiles:
             found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
         return found
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash that identifies the weights by every tensor's name, shape and first row, whatever its file and dtype."""
+        from safetensors import safe_open
+
+        digest = hashlib.sha256()
+        opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt") for file in set(self.files.values())}
+        for name, file in sorted(self.files.items()):
+            part = opened[file].get_slice(name)
+            shape = part.get_shape()
+            first = part[:1] if shape else opened[file].get_tensor(name)
+            digest.update(f"{name} {shape}".encode())
+            digest.update(first.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor by its name in transformers; if the files lack this name, the most common dtype."""
         bare = name.partition(".")[2]  # its name in a base model that was saved alone
@@ -163,8 +179,8 @@ def check_name(source: str) -> None:
         return
     if (folder / "config.yaml").is_file():
         raise PretrainedError(
-            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first (longctx export {source} "
-            "OUT), and give OUT"
+            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first "
+            f"(longctx export {shell(source)} OUT), and give OUT"
         )
     if (folder / "adapter_config.json").is_file():
         raise PretrainedError(

@@ -41,13 +41,20 @@ class ModelSource(Protocol):
         """Builds the model, or only `layers` of it, on torch's default device; values are set later (`Model.initial_value`)."""
 
 
-def lines_on(source: ModelSource, name: str | None) -> list[str]:
-    """Returns the log lines on a run's model, requested as `name`; none for new weights."""
+def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
+    """Returns the log lines on a run's model, requested as `name`, and its longest document; none for new weights."""
     lines = [f"{name}: {source.said}"] if source.said else []
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
         lines.append(f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack them: {named}")
+    limit = None if source.files is None else getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
+    if limit and longest > limit and source.files is not None and not source.files.rope:
+        lines.append(
+            f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for {limit:,} "
+            "(max_position_embeddings): extend it by model.rope_scaling and model.rope_factor, or by model.rope_theta, or "
+            "set data.max_length"
+        )
     return lines
 
 

@@ -23,7 +23,7 @@ from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
 from longctx.model.huggingface import TransformersSource, open_checkpoint
-from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapter
+from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
@@ -68,7 +68,7 @@ def check_place(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ExportError(f"{out} exists: choose another folder, or replace it with longctx export --overwrite")
-    if not (out / "config.json").is_file():
+    if not any((out / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ExportError(f"{out} is not a transformers checkpoint (no config.json) and is not replaced: choose another folder")
 
 
@@ -209,7 +209,7 @@ def _adapted(described: dict[str, Any]) -> Model:
         base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
         raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
-    if fingerprint(base) != values["base_fingerprint"]:
+    if base.fingerprint != values["base_fingerprint"]:
         raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
     with torch.device("meta"):
         return AdaptedModel(base, lora, torch.float32)

@@ -99,6 +99,8 @@ class Trainer:
     """Whether `saver.advance` would not wait."""
     skipped: int = 0
     """Number of last steps in a row without an update, because loss or gradient was not finite."""
+    base: dict[str, str] | None = None
+    """Folder and fingerprint of the checkpoint that the run began from."""
     tracer: Tracer | None = None
     attend: Attend | None = None
     """Replaces the attention of the settings, for measurements."""
@@ -146,6 +148,8 @@ class Trainer:
         source = config.model_source(store.tokenizer.vocab_size)
         trainer = cls.build(config, mesh, source)
         trainer.stage, trainer.until = stage, run.stage_ends[stage]
+        if source.files is not None:
+            trainer.base = {"folder": str(source.files.folder), "fingerprint": source.files.fingerprint}
         same_stage = resume_from is not None and resume_from.stage == stage
         found = resume_from if same_stage else None
         max_length = choose_max_length(config, mesh.world_size, found, longest_of(config, store))
@@ -277,6 +281,7 @@ class Trainer:
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
+        state["base"] = self.base
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()
@@ -477,6 +482,12 @@ class Trainer:
             raise CheckpointError(
                 f"{found.folder} belongs to stage {stage + 1}, but with these stages step {found.step} belongs to stage "
                 f"{self.stage + 1}: use the stages of that run"
+            )
+        began = found.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
+        if began and self.base and began["fingerprint"] != self.base["fingerprint"] and Path(began["folder"]).is_dir():
+            raise CheckpointError(
+                f"{found.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
+                f"{self.base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
             )
         different = model.differences(found.state["model"])
         if different:
