@@ -217,12 +217,8 @@ class Sampler:
 
     def state(self, cursor: int) -> dict[str, Any]:
         """Returns a cursor as plain JSON data, with its epoch, the length of the longest piece and the pieces left out."""
-        return {
-            "cursor": cursor,
-            "epoch": self.epoch(cursor),
-            "longest": self.longest,
-            "without_targets": self.without_targets,
-        }
+        cut = {"longest": self.longest, "without_targets": self.without_targets}
+        return {"cursor": cursor, "epoch": self.epoch(cursor), **cut}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""

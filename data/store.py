@@ -234,13 +234,9 @@ class Store:
     def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
         """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
         found: npt.NDArray[np.bool_] = stops - starts > 1
-        whole, targets, lengths = (
-            stops - starts == self.lengths[documents],
-            self.trained_tokens[documents],
-            self.lengths[documents],
-        )
-        found[whole] = targets[whole] > 0
-        for place in np.flatnonzero(found & ~whole & (targets < lengths - 1)):
+        whole = stops - starts == self.lengths[documents]
+        found[whole] = self.trained_tokens[documents[whole]] > 0
+        for place in np.flatnonzero(found & ~whole & (self.trained_tokens < self.lengths - 1)[documents]):
             found[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
         return found
 

@@ -96,8 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
-        before = parse(read_text(out / "config.yaml"))
-        first["batch"] = {"global_tokens": before["batch"]["global_tokens"]}
+        first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
     given = load(arguments.config, arguments.overrides, defaults=first)
     _check_data(given)
     _check_out(out, arguments.overwrite)

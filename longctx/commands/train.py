@@ -297,7 +297,7 @@ def _finish(config: Config, step: int, trained: bool) -> None:
     print(f"  pictures     longctx runs {shell(run_dir)}", flush=True)
     if saves and out is None:
         print(f"  export       {exportable(config)}")
-    elif saves and out is not None and out.exists() and not (trained and _is_own(config, out)):
+    elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):
         print(f"{out} exists and was not written again: longctx export {shell(run_dir, out)} --overwrite")
     elif saves and out is not None:
         print(export(run_dir, out, step=step, overwrite=out.exists()).said, how_to_load(out), sep="\n", flush=True)
@@ -332,18 +332,13 @@ def _check_export(config: Config, found: "Checkpoint | None") -> None:
     out = config.checkpoint.export
     if out is None or (found is not None and found.step >= config.train.steps):
         return
-    check_place(out, overwrite=found is not None and _is_own(config, out))
+    check_place(out, overwrite=found is not None and out.is_relative_to(config.train.run_dir))  # of this run, before
     if config.lora.rank is not None and config.model.changed_rope:
         raise UserError(
             "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
             f"and merge them later (longctx export {shell(config.train.run_dir)} OUT --merge)"
         )
     _check_family(config)
-
-
-def _is_own(config: Config, out: Path) -> bool:
-    """Returns whether a folder is inside the run folder, so that a longer run may replace its earlier export there."""
-    return out.absolute().is_relative_to(config.train.run_dir.absolute())
 
 
 def _left_out(trainer: "Trainer", store: "Store") -> list[str]:

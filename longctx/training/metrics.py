@@ -42,8 +42,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if it is not finite, as without
-            targets.
+        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if none, or not finite.
         tokens: of all documents of the step.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
         degrees: number of documents at each degree.
@@ -174,14 +173,12 @@ class StepMetrics:
         if validated:
             accuracy = "" if self.validation_accuracy is None else f"accuracy {self.validation_accuracy:.1%} "
             validated += f"{accuracy}on {self.validation_tokens:,} tokens in {self.validation_s:.1f}s"
-        marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * (
-            self.skipped and self.target_tokens > 0
-        )
+        marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
         learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
         return (
-            f"step {self.step} {learned if self.target_tokens else 'has no target, so no update,'} lr {self.lr:.1e} "
+            f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
             f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "

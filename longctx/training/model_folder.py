@@ -24,7 +24,7 @@ SAMPLED = 32
 
 
 def trained_ends(store: Store) -> list[int]:
-    """Returns the special tokens with which the targets of documents end: of turns, of texts."""
+    """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
     special, whole = np.ones(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
     special[store.tokenizer.ordinary] = False
     found: set[int] = set()
@@ -33,11 +33,8 @@ def trained_ends(store: Store) -> list[int]:
         for kind in (whole[documents], ~whole[documents]):
             for document in documents[kind][:SAMPLED].tolist():
                 tokens, trained = store.tokens(document, 0, int(store.lengths[document]))
-                if trained.all():
-                    found.update(tokens[special[tokens]][-1:].tolist())
-                else:
-                    last = tokens[trained & ~np.append(trained[1:], False)]
-                    found.update(last[special[last]].tolist())
+                last = tokens[special[tokens]][-1:] if trained.all() else tokens[trained][-1:]
+                found.update(last[special[last]].tolist())
     return sorted(found)
 
 

@@ -483,15 +483,15 @@ class Trainer:
                 f"{found.folder} belongs to stage {stage + 1}, but with these stages step {found.step} belongs to stage "
                 f"{self.stage + 1}: use the stages of that run"
             )
+        different = model.differences(found.state["model"])
+        if different:
+            raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
         began = found.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
         if began and self.base and began["fingerprint"] != self.base["fingerprint"] and Path(began["folder"]).is_dir():
             raise CheckpointError(
                 f"{found.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
                 f"{self.base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
             )
-        different = model.differences(found.state["model"])
-        if different:
-            raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
         data = found.state["data"]
         self.loader.load_state_dict(data) if stage == self.stage else self.loader.begin_stage(data)
         self.steps_done = found.step
