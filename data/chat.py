@@ -5,7 +5,8 @@ Every message becomes
     <|im_start|>ROLE\\n CONTENT <|im_end|> \\n          (without the spaces)
 
 and the assistant's CONTENT and the <|im_end|> that ends it are trained on. If the tokenizer has the two markers as special
-tokens, they are used; otherwise the markers are encoded as text. Contents are encoded separately, so that no token spans a
+tokens, they are used; otherwise the markers are encoded as text, and after the assistant's last turn the end of the document is
+trained on too, as generation can stop only at a single token. Contents are encoded separately, so that no token spans a
 marker and a content, and never yield a special token, whatever a user has typed.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longctx.data.tokenizer import TokenArray, Tokenizer
+from longctx.data.tokenizer import TokenArray, Tokenizer, TokenizerError
 from longctx.errors import UserError
 
 CHATML = (
@@ -78,6 +79,14 @@ class ChatML:
         encode = self._tokenizer.encode_markup
         return {role: encode(f"<|im_start|>{role}\n") for role in ROLES}, encode("<|im_end|>"), encode("\n")
 
+    @cached_property
+    def ends_as_text(self) -> bool:
+        """Whether no single token ends a message."""
+        try:
+            return len(self._markers[1]) > 1
+        except TokenizerError:  # `join` raises it, and texts need no markers
+            return True
+
     @property
     def matches_rendering(self) -> bool:
         """Whether `join` gives the tokens of the text that `CHATML` renders, checked with one short conversation.
@@ -95,6 +104,7 @@ class ChatML:
         """Joins the encoded `contents` of `messages`.
 
         Returns token ids `[tokens]` and a mask `[tokens]` of targets: the tokens of the messages with the indices `trained`.
+        The last token is a target if the end of the document that follows it shall be one.
         Raises TokenizerError if the tokenizer lacks characters of the markers, as roles would be indistinguishable, and
         ChatError for tool calls and other roles, which ChatML does not support.
         """
@@ -106,5 +116,6 @@ class ChatML:
             if "tool_calls" in message:
                 raise ChatError(f"message {index} calls a tool, which ChatML does not support: {TOOLS_WAY_OUT}")
             parts += [heads[message["role"]], content, stop, newline]
-            mask += [False, index in trained, index in trained, False]
+            closes = self.ends_as_text and index == len(messages) - 1
+            mask += [False, index in trained, index in trained, index in trained and closes]
         return np.concatenate(parts), np.repeat(mask, [len(part) for part in parts])

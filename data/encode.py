@@ -147,5 +147,5 @@ class Encoder:
             missing = left_out("\0".join(document.texts), document.messages, None, turns, "ChatML")
         except ChatError as error:
             raise ChatError(f"{document.name}: {error}") from error
-        trained = None if self.train_on == "all" else np.append(mask, False)
+        trained = None if self.train_on == "all" else np.append(mask, mask[-1])
         return Row(document, np.concatenate([tokens, self._end]), trained, *counts, left_out=missing)

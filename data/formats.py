@@ -265,6 +265,10 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     for kind in ("text", *FORMATS) if text_column is None else FORMATS:  # so that a null value is reported as such
         if kind in names:
             return kind
+    if "input_ids" in names:
+        raise FormatError(
+            "has input_ids: tokens of another program are not read yet; give the texts or messages they come from"
+        )
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
         "chosen and rejected, "

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ _WAYS_OUT = {
     "max_length": "set data.max_length to the run's value (by default it depends on ranks and batch.tokens_per_rank)",
     "long_documents": "set data.long_documents to the run's value",
     "held_out": "set data.held_out to the run's value",
+    "without_targets": "give the masked.share that the run began with, or none",
 }
 """Values that must be unchanged for the cursor to mean the same documents, and the way out if they differ."""
 
@@ -71,7 +73,8 @@ class Loader(Iterator[StepBatch]):
         masking: Masking | None = None,
         ahead: int = 0,
     ) -> None:
-        self.sampler = make_steps(
+        self._make_steps = partial(
+            make_steps,
             store,
             global_tokens=global_tokens,
             seed=seed,
@@ -79,12 +82,14 @@ class Loader(Iterator[StepBatch]):
             long_documents=long_documents,
             held_out_share=held_out_share,
         )
+        self.sampler = self._make_steps(masked=masking is not None)
         self._identity = {
             **_identity_of(store),
             "seed": seed,
             "max_length": max_length,
             "long_documents": long_documents,
             "held_out": held_out_share,
+            "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }
         self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier stages that this one lacks
         self._store = store
@@ -150,8 +155,17 @@ class Loader(Iterator[StepBatch]):
         self._earlier = {fingerprint: found for fingerprint, found in seen.items() if fingerprint not in here}
 
     def _checked(self, state: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here."""
-        state = {"held_out": 0.0, "longest": None, "mix": None, **state}  # absent in earlier versions or for single stores
+        """Returns a saved state with defaults filled in. Raises LoaderError if one of `keys` has another value here.
+
+        Runs of earlier versions took pieces without a target, and go on so.
+        """
+        several = isinstance(state.get("fingerprint"), list)
+        taken = [None] * len(state["fingerprint"]) if several else None
+        # absent in earlier versions or for single stores
+        state = {"held_out": 0.0, "longest": None, "mix": None, "without_targets": taken, **state}
+        if state["without_targets"] == taken:
+            self.sampler = self._make_steps(masked=True)
+            self._identity["without_targets"] = self.sampler.state(self.sampler.start)["without_targets"]
         missing = [key for key in (*self._identity, "step", "cursor") if key not in state]
         if missing:
             raise LoaderError(
@@ -222,10 +236,11 @@ def _identity_of(store: Store) -> dict[str, Any]:
 def _positions(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the position in each store, and how its documents are cut, by the fingerprint of the store."""
     several = isinstance(state["fingerprint"], list)
-    columns = [state[key] if several else [state[key]] for key in ("fingerprint", "cursor", "epoch", "longest")]
+    keys = ("fingerprint", "cursor", "epoch", "longest", "without_targets")
+    columns = [state[key] if several else [state[key]] for key in keys]
     return {
-        fingerprint: {"cut": [longest, state["long_documents"], several], "cursor": cursor, "epoch": epoch}
-        for fingerprint, cursor, epoch, longest in zip(*columns, strict=True)
+        fingerprint: {"cut": [longest, state["long_documents"], several, left_out], "cursor": cursor, "epoch": epoch}
+        for fingerprint, cursor, epoch, longest, left_out in zip(*columns, strict=True)
     }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longctx.checksums import Read, damage, inside, persistent, sealed, unsealed
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 
 FORMAT = "longctx-store"
 VERSION = 1
@@ -123,7 +123,7 @@ class Manifest:
         """Reads a folder's manifest and checks that every file exists with its full size. Raises StoreError."""
         path = folder / MANIFEST
         if not folder.is_dir():
-            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {folder}`")
+            raise StoreError(f"there is no store at {folder}: make one with `longctx prepare --out {shell(folder)}`")
         if not path.is_file():
             raise StoreError(
                 f"{folder} is not a store: it has no {MANIFEST}; make one elsewhere with `longctx prepare --out FOLDER`"
@@ -138,9 +138,9 @@ class Manifest:
         if (kind, version) != (FORMAT, VERSION):
             raise StoreError(
                 f"{folder} has format {kind} {version}, but this longctx reads {FORMAT} {VERSION}: "
-                f"prepare it again with `longctx prepare --out {folder} --overwrite`"
+                f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
             )
-        again = f"prepare it again with `longctx prepare --out {folder} --overwrite`"
+        again = f"prepare it again with `longctx prepare --out {shell(folder)} --overwrite`"
         try:
             content, has_checksum = unsealed(content)
             manifest = cls(**content)

@@ -20,11 +20,22 @@ Place = tuple[int, int]
 
 
 def make_steps(
-    store: Store, *, global_tokens: int, seed: int, max_length: int, long_documents: str, held_out_share: float
+    store: Store,
+    *,
+    global_tokens: int,
+    seed: int,
+    max_length: int,
+    long_documents: str,
+    held_out_share: float,
+    masked: bool = False,
 ) -> Steps:
-    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`."""
+    """Returns the steps over a store, or over several. Raises SamplerError, see `Sampler`.
+
+    `masked`: whether tokens are masked, which makes targets by chance; otherwise pieces without a target are left out.
+    """
     left_out = held_out(store.names, held_out_share) if held_out_share else np.zeros(len(store), np.bool_)
     cut: dict[str, Any] = {"seed": seed, "max_length": max_length, "long_documents": long_documents}
+    cut["has_targets"] = None if masked else store.has_targets
     if len(store.sources) > 1:
         return Mixture(store, global_tokens=global_tokens, left_out=left_out, **cut)
     return Sampler(store.lengths, global_tokens=global_tokens, name=store.name, left_out=left_out, pairs=store.pairs, **cut)
@@ -50,6 +61,7 @@ class Mixture:
         max_length: int,
         long_documents: str,
         left_out: npt.NDArray[np.bool_],
+        has_targets: Any = None,
     ) -> None:
         def make(source: Source) -> Sampler:
             others = np.ones(len(store), np.bool_)
@@ -64,6 +76,7 @@ class Mixture:
                     long_documents=long_documents,
                     name=store.name,
                     left_out=others,
+                    has_targets=has_targets,
                     stream=np.frombuffer(bytes.fromhex(source.fingerprint)[:16], ">u4").tolist(),
                 )
             except SamplerError as error:

@@ -123,11 +123,14 @@ def prepare(
         settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
     if checkpoint is not None and templates is not None:
         settings["template"] = [[key, text] for key, text in templates.items()], dict(checkpoint.variables), checkpoint.ends
-    request = _digest({"version": VERSION, "source": source, "tokenizer": choice, **settings})
+    # Earlier versions trained no end of such conversations.
+    ends = {"end": True} if templates is None and (given is None or ChatML(given).ends_as_text) and train_on != "all" else {}
+    request = {"version": VERSION, "source": source, "tokenizer": choice, **settings}
+    requests = {False: _digest(request), True: _digest({**request, **ends})}
     progress("reading the source", 1)
-    if (present := _present(out, request, corpus, overwrite)) is not None:
+    if (present := _present(out, requests, corpus, overwrite)) is not None:
         return Prepared(present, made=False)
-    with _partial_folder(out, request) as folder:
+    with _partial_folder(out, requests[True]) as folder:
         used = _tokenizer(folder, corpus, given, vocab_size, progress)
         if given is not None and not used.is_bytes:
             _check_covered(used, corpus)
@@ -143,6 +146,8 @@ def prepare(
         content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
         if PAIRS in found.formats:  # earlier versions may have read other documents from these records
             content["pairs"] = True
+        if conversations:
+            content |= ends
         if found.read_anew:
             content["reading"] = READING
         fingerprint = _digest({"version": VERSION, **content})
@@ -153,7 +158,7 @@ def prepare(
             used,
             parts,
             found,
-            request=request,
+            request=requests[conversations],
             fingerprint=fingerprint,
             template=_in_words(tokenizer, chat_template, templates, train_on, used) if conversations else "",
             train_on=train_on,
@@ -267,8 +272,11 @@ def _digest(content: Any) -> str:
 # --- the store at `out`, and the folder beside it in which it is built
 
 
-def _present(out: Path, request: str, corpus: Corpus, overwrite: bool) -> Manifest | None:
-    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError."""
+def _present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: bool) -> Manifest | None:
+    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError.
+
+    `requests` are that of stores without (False) and with conversations (True).
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not is_store(out):
@@ -279,13 +287,15 @@ def _present(out: Path, request: str, corpus: Corpus, overwrite: bool) -> Manife
         if overwrite:
             return None
         raise
-    if manifest.request == request and (manifest.reading == READING or not _read_anew(corpus, manifest)):
+    matches = manifest.request == requests[manifest.conversations]
+    if matches and (manifest.reading == READING or not _read_anew(corpus, manifest)):
         return manifest
-    if overwrite or manifest.request == request:  # made by an earlier version, which read these records differently
+    if overwrite or matches:  # made by an earlier version, which read these records differently
         return None
     raise StoreError(
-        f"{out} holds a store of another source or other settings ({manifest.source}, {manifest.documents:,} documents, "
-        f"vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with --overwrite"
+        f"{out} holds a store of another source, other settings or an earlier version ({manifest.source}, "
+        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with "
+        "--overwrite"
     )
 
 

@@ -2,6 +2,7 @@
 
 Documents longer than `max_length` are first split into pieces of `max_length` tokens and a rest, or dropped, or refused. A
 piece is trained as a document of its own: attention, positions and labels restart. Below, "piece" includes whole documents.
+Pieces without a target are left out.
 
 Every epoch has its own permutation of all P pieces, given by the seed. The cursor is the number of pieces taken since the first
 step: the next piece is number `cursor mod P` in the permutation of epoch `cursor div P`. A step takes pieces until they have
@@ -27,6 +28,9 @@ MOST_EPOCHS = 1024
 """Maximum number of epochs in one step; more are a mistake in the settings, and would take too long to draw."""
 MOST_PIECES = 1 << 17
 """Maximum number of documents in one step, on average."""
+
+
+Numbers = npt.NDArray[np.int64]
 
 
 class SamplerError(UserError):
@@ -69,7 +73,7 @@ class Steps(Protocol):
         """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""
 
     def state(self, cursor: Any) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece."""
+        """Returns a cursor as plain JSON data, with how documents are cut: see `Sampler.state`."""
 
     def cursor(self, state: dict[str, Any]) -> Any:
         """Returns the cursor of a saved `state`."""
@@ -99,12 +103,14 @@ class Sampler:
         name: returns the name of a document for error messages.
         left_out: documents that no step takes, bool `[documents]`; they are not counted as dropped.
         pairs: whether documents 2k and 2k + 1 belong together.
+        has_targets: returns which pieces have a target, given their documents, starts and ends; None: all have.
         stream: numbers added to the seed, so that the orders of several stores are independent.
 
     Attributes:
         pieces, tokens, longest: number of pieces P per epoch, number of their tokens, and length of the longest piece.
         long: number of documents longer than `max_length`.
         dropped, dropped_tokens: number of documents and tokens that `drop` leaves out of every epoch.
+        without_targets: number of pieces that are left out because they have no target; None: such pieces are taken.
 
     Raises SamplerError for a long document under `error`, or in a pair under `split`, and if no document is left.
     """
@@ -122,6 +128,7 @@ class Sampler:
         name: Callable[[int], str] = str,
         left_out: npt.NDArray[np.bool_] | None = None,
         pairs: bool = False,
+        has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
         if global_tokens < 1 or max_length < 1:
@@ -158,27 +165,37 @@ class Sampler:
                 if self.dropped
                 else "there are no documents to train on: give a store with more documents, or lower data.held_out"
             )
-        self.tokens = int(lengths[documents].sum())
+        counts = -(-lengths[documents] // max_length)
+        self._document = np.repeat(documents, counts)
+        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
+        self._start = (np.arange(len(first_piece)) - first_piece) * max_length
+        self._stop = np.minimum(self._start + max_length, lengths[self._document])
+        self._together = 2 if pairs else 1
+        self.without_targets: int | None = None
+        if has_targets is not None:
+            kept = has_targets(self._document, self._start, self._stop)
+            kept = np.repeat(kept.reshape(-1, self._together).any(axis=1), self._together)
+            self.without_targets = int((~kept).sum())
+            if not kept.any():
+                raise SamplerError(
+                    f"none of the {len(kept):,} documents has a token to train on: give a store with other documents"
+                )
+            self._document, self._start, self._stop = self._document[kept], self._start[kept], self._stop[kept]
+        self.pieces = len(self._document)
+        self.tokens = int((self._stop - self._start).sum())
         if global_tokens > MOST_EPOCHS * self.tokens:
             raise SamplerError(
                 f"global_tokens is {global_tokens:,}: a step would read all {self.tokens:,} tokens of the store more than "
                 f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
             )
-        self._together = 2 if pairs else 1
         self._seed, self._stream = seed, stream
         self._global_tokens = global_tokens
-        counts = -(-lengths[documents] // max_length)
-        self.pieces = int(counts.sum())
         if global_tokens > MOST_PIECES * (self.tokens / self.pieces):
             mean = self.tokens / self.pieces
             raise SamplerError(
                 f"global_tokens is {global_tokens:,}: with {mean:,.0f} tokens per document, a step would have "
                 f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise data.max_length"
             )
-        self._document = np.repeat(documents, counts)
-        first_piece = np.repeat(np.cumsum(counts) - counts, counts)
-        self._start = (np.arange(self.pieces) - first_piece) * max_length
-        self._stop = np.minimum(self._start + max_length, lengths[self._document])
         self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
 
@@ -199,8 +216,9 @@ class Sampler:
         return tuple(Piece(*span) for span in spans)
 
     def state(self, cursor: int) -> dict[str, Any]:
-        """Returns a cursor as plain JSON data, with its epoch and the length of the longest piece (how documents are cut)."""
-        return {"cursor": cursor, "epoch": self.epoch(cursor), "longest": self.longest}
+        """Returns a cursor as plain JSON data, with its epoch, the length of the longest piece and the pieces left out."""
+        cut = {"longest": self.longest, "without_targets": self.without_targets}
+        return {"cursor": cursor, "epoch": self.epoch(cursor), **cut}
 
     def cursor(self, state: dict[str, Any]) -> int:
         """Returns the cursor of a saved `state`."""

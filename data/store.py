@@ -32,6 +32,7 @@ from longctx.data import IGNORED_LABEL
 from longctx.data.manifest import ARROW, TOKENIZER, Manifest, StoreError
 from longctx.data.mapped import Batch, MappedFile
 from longctx.data.tokenizer import Tokenizer, TokenizerError, fingerprint
+from longctx.errors import shell
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -113,7 +114,7 @@ class Store:
         """
         path = Path(path)
         manifest = Manifest.load(path)
-        again = f"prepare it again with `longctx prepare --out {path} --overwrite`"
+        again = f"prepare it again with `longctx prepare --out {shell(path)} --overwrite`"
         try:
             for name in manifest.files:
                 if not name.endswith(ARROW) and (problem := manifest.damage(path, name)):
@@ -135,7 +136,7 @@ class Store:
         if tokenizer is not None and _fingerprint_of(tokenizer) != used.fingerprint:
             raise StoreError(
                 f"store {path} was made with another tokenizer than {tokenizer}: prepare it again with that one "
-                f"(`longctx prepare --tokenizer {tokenizer}`), or remove data.tokenizer to use the store's tokenizer"
+                f"(`longctx prepare --tokenizer {shell(tokenizer)}`), or remove data.tokenizer to use the store's tokenizer"
             )
         return cls(path, manifest, used, table, [batch for file in files for batch in file.batches])
 
@@ -155,7 +156,7 @@ class Store:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise StoreError(
                     f"store {store.path} was made with another tokenizer than store {first.path}: prepare both with the same "
-                    f"tokenizer (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
+                    f"tokenizer (`longctx prepare --tokenizer {shell(first.path / TOKENIZER)}`)"
                 )
         ends = itertools.accumulate(map(len, stores))
         sources = [
@@ -184,6 +185,11 @@ class Store:
         """Names of all documents, in order."""
         for part in self._names.chunks:
             yield from part.to_pylist()
+
+    @property
+    def largest_token(self) -> int:
+        """Largest token id of all documents; reads all of them."""
+        return max(int(batch.tokens.max()) for batch in self._batches if len(batch.tokens))
 
     def tokens_by_source(self, documents: Sequence[int], tokens: Sequence[int]) -> dict[str, int]:
         """Returns the sum of `tokens`, given per entry of `documents`, by the path of their store; {} for a single store."""
@@ -224,6 +230,15 @@ class Store:
         if stop - start == self.lengths[document]:
             return int(self.trained_tokens[document])
         return int(self._trained(*self._locate(document), start + 1, stop).sum()) if stop > start + 1 else 0
+
+    def has_targets(self, documents: Int64Array, starts: Int64Array, stops: Int64Array) -> npt.NDArray[np.bool_]:
+        """Returns which of these spans have a target as separate documents; reads those that are parts of conversations."""
+        found: npt.NDArray[np.bool_] = stops - starts > 1
+        whole = stops - starts == self.lengths[documents]
+        found[whole] = self.trained_tokens[documents[whole]] > 0
+        for place in np.flatnonzero(found & ~whole & (self.trained_tokens < self.lengths - 1)[documents]):
+            found[place] = self.target_tokens(int(documents[place]), int(starts[place]), int(stops[place])) > 0
+        return found
 
     def _read(self, document: int, start: int, stop: int) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """Returns tokens of a document and which may be targets. Raises StoreError if they are damaged."""

@@ -1,6 +1,7 @@
 """Base class of errors that a user can fix: the command line prints only their text; all others keep their traceback."""
 
 import re
+import shlex
 
 LONGEST_MESSAGE = 3500
 """Characters of a printed message; longer ones lose their middle."""
@@ -33,3 +34,8 @@ def shortened(text: str, most: int) -> str:
         end = most // 3
         text = f"{text[: most - end]}[.. {len(text) - most:,} characters ..]{text[-end:]}"
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def shell(*words: object) -> str:
+    """Returns words of a command as a shell takes them, for commands in messages."""
+    return shlex.join(map(str, words))

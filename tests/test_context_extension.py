@@ -1,5 +1,6 @@
 """Another RoPE for a checkpoint: the same logits as transformers with that RoPE in its config."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,89 @@ def test_a_checkpoint_takes_another_rope(workers: Workers, tmp_path: Path, kind:
     (found_loss, found_gradients, _), _ = workers.run(step, 2, tmp_path / "plain", [f"model.{each}" for each in settings])
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert largest_error(found_gradients, gradients) < 1e-4
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 3.0},
+    "yarn": {**YARN, "beta_fast": 24.0, "beta_slow": 2.0, "attention_factor": 1.3},
+    "mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False},
+    "longrope": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0, 1.2, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "attention_factor": 1.2,
+    },
+}
+"""RoPE of checkpoints, with all fields of their types."""
+NAMED: dict[str, dict[str, Any]] = {"rope_theta": {"rope_theta": 8e6}, "rope_factor": {"factor": 8.0}}
+"""What a setting changes in a config."""
+
+
+@pytest.mark.parametrize("setting", NAMED)
+@pytest.mark.parametrize(
+    ("kind", "old"),
+    [
+        *(("llama", old) for old in SCALED),
+        *((kind, old) for kind in ("gpt_oss", "deepseek_v3") for old in ("yarn", "mscale")),
+        ("gemma3_text", "linear"),
+    ],
+)
+def test_a_change_of_rope_keeps_the_rest(workers: Workers, tmp_path: Path, kind: str, old: str, setting: str) -> None:
+    before = {"rope_theta": 1e4, **SCALED[old]}
+    whole: Callable[[dict[str, Any]], dict[str, Any]] = lambda rope: rope  # noqa: E731
+    if kind == "gemma3_text":
+        whole = lambda rope: {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}  # noqa: E731
+    layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
+    made: dict[str, Any] = {"max_position_embeddings": 128, **layers}
+    build_model(kind, "eager", **made, rope_parameters=whole(before)).save_pretrained(tmp_path / "plain")
+    value = next(iter(NAMED[setting].values()))
+    settings = [f"model.{setting}={value}"]
+    if setting == "rope_factor" and old in ("default", "longrope"):
+        with pytest.raises(ConfigError, match=r"(?s)rope_scaling is not set.*omit them to keep the checkpoint's RoPE"):
+            load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings])
+        return
+    config = load(None, [f"model.from_pretrained={tmp_path / 'plain'}", *settings]).model_source().files.config
+    wanted = transformers.AutoConfig.from_pretrained(tmp_path / "plain")
+    wanted.rope_parameters = whole({**before, **NAMED[setting]})
+    if setting == "rope_factor" and old == "linear":
+        wanted.max_position_embeddings = 512  # 128 were reached with a factor of 2
+    assert config.to_dict() == wanted.to_dict()
+    model = build_model(kind, "eager", **made, rope_parameters=whole(before))
+    model.config = wanted
+    model.save_pretrained(tmp_path / "changed")
+    loss = reference(tmp_path / "changed")[0]
+    if old != "dynamic" or setting == "rope_theta":  # its factor acts above the maximum length
+        assert abs(reference(tmp_path / "plain")[0] - loss) > 1e-5, "a RoPE that changes nothing proves nothing"
+    (found_loss, _, _), _ = workers.run(step, 2, tmp_path / "plain", settings)
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+
+
+def test_naming_the_type_keeps_its_fields_and_another_type_replaces_them(tmp_path: Path) -> None:
+    def changed(old: str, *settings: str) -> Any:
+        made = {"rope_parameters": {"rope_theta": 1e4, **SCALED[old]}, "max_position_embeddings": 128}
+        build_model("llama", "eager", **made).save_pretrained(tmp_path / old)
+        given = [f"model.from_pretrained={tmp_path / old}", *(f"model.{each}" for each in settings)]
+        return load(None, given).model_source().files
+
+    yarn = {"rope_theta": 1e4, **SCALED["yarn"]}
+    assert changed("yarn", "rope_scaling=yarn", "rope_factor=16.0").config.rope_parameters == {**yarn, "factor": 16.0}
+    assert changed("yarn", "rope_beta_fast=16.0").config.rope_parameters == {**yarn, "beta_fast": 16.0}
+    assert changed("llama3", "rope_scaling=none").config.rope_parameters == {"rope_theta": 1e4, "rope_type": "default"}
+    found = changed("llama3", "rope_scaling=yarn", "rope_factor=16.0").config
+    assert found.rope_parameters == {"rope_theta": 1e4, **YARN, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    assert found.max_position_embeddings == 256
+    for settings, named in (
+        (["rope_scaling=yarn", "rope_factor=16"], "set rope_original_length"),
+        (["rope_scaling=ntk", "rope_factor=16"], "ntk, which cannot replace the checkpoint's RoPE of type linear"),
+        (["rope_beta_fast=16"], "RoPE of type linear has no rope_beta_fast"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            changed("linear", *settings)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -209,7 +209,7 @@ def test_the_command_shows_what_is_learnt(
         "dropped    1 conversations of more than 500 tokens",
         "≤ 512          2",
         "examples, text with loss between ⟦ and ⟧",
-        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>⟧\n<|endoftext|>",
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi.<|im_end|>\n<|endoftext|>⟧",
     ):
         assert line in out, line
     assert "my chats.jsonl:1: " in out and "my chats.jsonl:15: " in out and out.count(" tokens, ") == 3

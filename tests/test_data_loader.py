@@ -12,13 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longctx.data.corpus import open_corpus
 from longctx.data.loader import Loader, LoaderError
 from longctx.data.packing import MicroBatch, StepBatch, pack
+from longctx.data.prepare import prepare
 from longctx.data.sampler import Piece, SamplerError
 from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from tests.data_cases import PROFILE, byte_store, random_plan
+from tests.data_cases import PROFILE, byte_store, random_plan, write_jsonl
 
 LENGTHS = (2, 3, 5, 8, 13, 40, 100, 257)
 
@@ -190,6 +192,7 @@ def test_state_is_that_of_the_last_step_handed_out(store: Store) -> None:
         "cursor": cursor,
         "epoch": cursor // source.sampler.pieces,
         "longest": 100,
+        "without_targets": 2,
     }
 
 
@@ -281,6 +284,36 @@ def test_close_ends_the_thread(store: Store) -> None:
     assert threading.active_count() == before + 1
     source.close()
     assert threading.active_count() == before
+
+
+def test_pieces_without_a_target_are_not_taken(tmp_path: Path) -> None:
+    """Of a long prompt, and of a rest of one token; a run that took them before, in an earlier version, goes on so."""
+    talk = {"messages": [{"role": "user", "content": "q" * 150}, {"role": "assistant", "content": "a" * 10}]}
+    for name, records in (("talk", [talk, talk]), ("rest", [{"text": "t" * 120}]), ("whole", [{"text": "t" * 110}])):
+        write_jsonl(tmp_path / f"{name}.jsonl", records)
+        prepare(open_corpus(str(tmp_path / f"{name}.jsonl")), tmp_path / name, tokenizer="bytes")
+    stores = [Store.open(tmp_path / name) for name in ("talk", "rest", "whole")]
+    cut = {"global_tokens": 1, "max_length": 40}
+    for opened in (*stores, Store.join(stores, [1.0, 1.0, 1.0])):
+        lengths = opened.lengths.tolist()
+        spans = {(number, start) for number, length in enumerate(lengths) for start in range(0, length, 40)}
+        learned = {span for span in spans if opened.target_tokens(*span, min(span[1] + 40, lengths[span[0]]))}
+        with loader(opened, **cut) as source:
+            assert all(batch.target_tokens for batch in take(source, 12))
+            state = source.state_dict()
+            pieces = [*source.coming(40)]
+        assert {(piece.document, piece.start) for piece in pieces} <= learned
+        if opened in stores:
+            assert state["without_targets"] == len(spans) - len(learned)
+        del state["without_targets"]  # of an earlier version
+        with loader(opened, **cut) as source:
+            source.load_state_dict(state)
+            taken = {(piece.document, piece.start) for piece in source.coming(200)}
+            assert taken == spans if opened in stores else taken > learned
+            again = source.state_dict()
+        with loader(opened, **cut) as source:
+            source.load_state_dict(again)
+            assert {(piece.document, piece.start) for piece in source.coming(200)} == taken
 
 
 def test_targets_of_conversations_are_counted(store: Store) -> None:

@@ -71,8 +71,8 @@ def test_the_completion_alone_is_learnt(tmp_path: Path) -> None:
     for document in range(len(store)):
         _, labels = store.read(document, 0, int(store.lengths[document]))
         learnt.append(store.tokenizer.decode(label for label in labels.tolist() if label != -100))
-    end = "<|im_end|>"
-    assert learnt == [f"Hi.{end}more{end}", f"Go.{end}", f"Hi.{end}", f"Go.{end}"]
+    end, last = "<|im_end|>", "<|im_end|>\n<|endoftext|>"
+    assert learnt == [f"Hi.{end}more{last}", f"Go.{last}", f"Hi.{last}", f"Go.{last}"]
     assert store.weights.tolist() == [2, 2, 1, 1]
     assert list(store.names) == [f"s.jsonl:{line}#{side}" for line in (1, 2) for side in ("chosen", "rejected")]
     assert store.pairs and store.manifest.formats == {"chosen-rejected": 4}

@@ -64,6 +64,7 @@ def test_trained_tokens_count_the_labels(store: Store) -> None:
         labels = store.read(document, 0, int(store.lengths[document]))[1]
         assert store.trained_tokens[document] == (labels != IGNORED_LABEL).sum()
     learnt = sum(len(f"{m['content']}<|im_end|>".encode()) for m in CONVERSATION if m["role"] == "assistant")
+    learnt += len("\n") + 1  # and the end of the document, as no single token ends a turn
     assert store.trained_tokens.tolist() == [length - 1 for length in LENGTHS] + [learnt] * 2
     assert store.manifest.trained_tokens == store.trained_tokens.sum()
     assert store.manifest.tokens == store.lengths.sum()
@@ -118,7 +119,9 @@ def test_another_request_is_refused_unless_overwritten(tmp_path: Path) -> None:
     old = byte_store(tmp_path, [20])
     source = open_corpus(str(write_jsonl(tmp_path / "other.jsonl", [{"text": "other " * 50}])))
     for options in ({"tokenizer": "bytes"}, {"tokenizer": "bpe", "vocab_size": 300}):
-        with pytest.raises(StoreError, match=r"holds a store of another source or other settings .*--overwrite"):
+        with pytest.raises(
+            StoreError, match=r"holds a store of another source, other settings or an earlier version .*--overwrite"
+        ):
             prepare(source, old.path, **options)
     assert Store.open(old.path).fingerprint == old.fingerprint
     assert prepare(source, old.path, tokenizer="bytes", overwrite=True).made

@@ -196,7 +196,8 @@ def test_only_the_assistants_tokens_are_targets(tokenizer: Tokenizer) -> None:
     expected = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     assert tokenizer.decode(tokens) == expected
     learnt = "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
-    assert tokenizer.decode(tokens[trained]) == learnt
+    assert tokenizer.decode(tokens[trained]) == learnt + "\n"  # no single token ends a turn, so the document's end is learnt
+    assert not ChatML(tokenizer).join([*messages, messages[1]], [*contents, contents[1]], {2, 4})[1][-1]
 
 
 def test_chat_markers_use_the_special_tokens_that_a_tokenizer_has() -> None:

@@ -12,18 +12,23 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from longctx.cli import main
 from longctx.commands import finetune as command
-from longctx.config import Config
+from longctx.config import Config, load
 from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
+from longctx.data.tokenizer import same_tokens
+from longctx.errors import UserError
 from longctx.training.checkpoint import steps
+from longctx.training.setup import check_model
 from tests.template_cases import FAMILIES
 from tests.training_cases import make_store
 
 transformers = pytest.importorskip("transformers")
 
+from tests.evaluation_cases import save_checkpoint  # noqa: E402
 from tests.huggingface_cases import build_model  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
@@ -118,18 +123,15 @@ def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys:
         (["{checkpoint}", "{data}", "--lora", "0"], "--lora is 0: the rank must be at least 1"),
         (["{checkpoint}", "{data}", "--lora", "4", "--lora.target_modules", "[wq]"], "no layer is called wq"),
         (["{checkpoint}", "{data}", "--train.stepz", "4"], "did you mean train.steps?"),
-        (["{few}", "{data}"], "but the model's embedding has 64: use a checkpoint with its own tokenizer"),
         (["{no_tokenizer}", "{data}"], "there is no tokenizer in"),
     ],
 )
 def test_invalid_requests_are_refused_before_the_run_starts(
     checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
 ) -> None:
-    if arguments[0].startswith("{few") or arguments[0].startswith("{no"):
-        shutil.copytree(checkpoint, tmp_path / "few")
-        build_model("llama", "eager").save_pretrained(tmp_path / "few")
-        shutil.copytree(tmp_path / "few", tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*"))
-    places = {"checkpoint": checkpoint, "data": conversations, "few": tmp_path / "few", "no_tokenizer": tmp_path / "none"}
+    if arguments[0].startswith("{no"):
+        shutil.copytree(checkpoint, tmp_path / "none", ignore=shutil.ignore_patterns("tokenizer*"))
+    places = {"checkpoint": checkpoint, "data": conversations, "no_tokenizer": tmp_path / "none"}
     given = [each.format(**places) for each in arguments]
     assert main(["finetune", *given, "--out", str(tmp_path / "run")]) == 2
     assert named in capsys.readouterr().err
@@ -159,6 +161,124 @@ def test_data_are_replaced_if_requested_and_not_trained_on_yet(
     assert "contains a run trained to step 3, whose data cannot be replaced" in capsys.readouterr().err
 
 
+def test_a_tokenizer_may_have_more_entries_than_the_embedding(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As that of Gemma 3; unless the data have such a token."""
+    larger = shutil.copytree(checkpoint, tmp_path / "larger")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(larger)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(larger)
+    command = ["finetune", str(larger), "{data}", "--out", "{out}", "--processes=2", "--prepare-only", "--train-on=all"]
+    assert main([each.format(data=conversations, out=tmp_path / "a") for each in command]) == 0
+    with_token = tmp_path / "pictures.jsonl"
+    with_token.write_text(conversations.read_text() + conversations.read_text().replace("There", "<image>"))
+    assert main([each.format(data=with_token, out=tmp_path / "b") for each in command]) == 2
+    told = capsys.readouterr().err
+    assert f"token {len(tokenizer) - 1} of" in told and "('<image>') is beyond the embedding" in told
+
+
+def test_the_tokenizer_is_the_one_that_transformers_builds(tmp_path: Path, conversations: Path) -> None:
+    """Qwen 2's class makes its own pre-tokenizer, whatever tokenizer.json says."""
+    folder = FAMILIES["Qwen 3"].save(tmp_path / "qwen")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Qwen2Tokenizer"}))
+    entries = len(transformers.AutoTokenizer.from_pretrained(folder))
+    build_model("qwen2", "eager", vocab_size=entries, bos_token_id=None, eos_token_id=None).save_pretrained(folder)
+    built = transformers.AutoTokenizer.from_pretrained(folder)
+    assert not same_tokens(built.backend_tokenizer.to_str(), (folder / "tokenizer.json").read_text()), "nothing to show"
+    out = tmp_path / "my run"
+    told = finetune(folder, conversations, "--out", out)
+    assert f"try it: longctx generate '{out}/export' --chat" in told
+    messages = json.loads(conversations.read_text().splitlines()[0])["messages"]
+    exported, store = transformers.AutoTokenizer.from_pretrained(out / "export"), Store.open(out / "store")
+    expected = exported.apply_chat_template(messages, return_dict=False)
+    assert (
+        store.tokens(0, 0, int(store.lengths[0]))[0].tolist()
+        == expected
+        == built.apply_chat_template(messages, return_dict=False)
+    )
+    raw = tmp_path / "raw"
+    assert (
+        main(["prepare", "--source", str(conversations), "--tokenizer", str(folder / "tokenizer.json"), "--out", str(raw)]) == 0
+    )
+    config = load(None, [f"model.from_pretrained={folder}", f"data.store={raw}", "batch.tokens_per_rank=1100"], world_size=1)
+    with pytest.raises(UserError, match="was prepared with another tokenizer than"):
+        check_model(config, Store.open(raw), 1)
+
+
+def test_more_epochs_continue_and_another_base_does_not(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a folder with a space, named by model and data; printed commands run as they are."""
+    monkeypatch.chdir(tmp_path)
+    Path("a b").symlink_to(conversations.parent)
+    base = shutil.copytree(checkpoint, tmp_path / "tiny llama")
+    command = ["finetune", str(base), f"a b/{conversations.name}", "--processes=1", "--log.tensorboard=false"]
+    run, documents = Path("runs/tiny llama-counted"), 10
+
+    def steps_done() -> int:
+        return len((run / "metrics.jsonl").read_text().splitlines())
+
+    assert main([*command, "--epochs=1"]) == 0
+    first, tokens = steps_done(), yaml.safe_load((run / "config.yaml").read_text())["batch"]["global_tokens"]
+    before = transformers.AutoModelForCausalLM.from_pretrained(run / "export")
+    capfd.readouterr()
+    assert main([*command, "--epochs=2"]) == 0
+    told = capfd.readouterr().out
+    assert f"from step {first}" in told and "exported to" in told
+    assert yaml.safe_load((run / "config.yaml").read_text())["batch"]["global_tokens"] == tokens
+    drawn = [json.loads(line)["documents"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(drawn[:first]) >= documents and sum(drawn) >= 2 * documents and sum(drawn[:-1]) < 2 * documents
+    after = transformers.AutoModelForCausalLM.from_pretrained(run / "export")
+    assert not torch.equal(logits(before), logits(after))
+    (line,) = (line for line in told.splitlines() if line.startswith("try it: "))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    shell = line.removeprefix("try it: ").replace("longctx ", f"{sys.executable} -m longctx ", 1) + " --max-new-tokens 2"
+    assert subprocess.run(shell, shell=True, env=environment, check=False).returncode == 0
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    model = transformers.AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1)
+    model.save_pretrained(other)
+    capfd.readouterr()
+    assert main(["finetune", str(other), *command[2:], "--epochs=3", "--out", str(run)]) == 2
+    assert f"began from {base}, whose weights differ from those of {other}" in capfd.readouterr().err
+    shutil.rmtree(base)  # then an export may replace it
+    export = shutil.copytree(run / "export", tmp_path / "export")
+    assert main(["finetune", str(export), *command[2:], "--epochs=3", "--out", str(run)]) == 0
+    assert steps_done() > len(drawn)
+
+
+def test_torchrun_is_refused(checkpoint: Path, conversations: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with pytest.raises(UserError, match=r"omit torchrun, and give --processes; .* -m longctx train OUT/finetune\.yaml"):
+        command.run(argparse.Namespace())
+
+
+def test_every_option_of_data_is_one_of_finetune(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"body": "Some text."}\n' * 3)
+    given = ["--text-column=body", "--end-of-document=<|im_start|>", "--chat-template=chatml", "--prepare-only"]
+    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "run"), "--processes=1", *given]) == 0
+    store = Store.open(tmp_path / "run" / "store")
+    assert store.tokenizer.end_of_document_token == "<|im_start|>" and len(store) == 3
+    texts.write_text('{"input_ids": [1, 2], "labels": [1, 2]}\n')
+    assert main(["finetune", str(checkpoint), str(texts), "--out", str(tmp_path / "other"), "--processes=1"]) == 2
+    told = capsys.readouterr().err
+    assert "has input_ids: tokens of another program are not read yet" in told and "--text-column" not in told
+
+
+def test_documents_beyond_the_models_length_are_told(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+    short = shutil.copytree(checkpoint, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 300}))
+    told = finetune(short, conversations, "--out", tmp_path / "run")
+    assert "and the checkpoint is made for 300 (max_position_embeddings): extend it by model.rope_scaling" in told
+    extended = ["--model.rope_scaling=yarn", "--model.rope_factor=16"]
+    assert "max_position_embeddings" not in finetune(short, conversations, "--out", tmp_path / "extended", *extended)
+
+
 def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     checkpoint: Path, conversations: Path, tmp_path: Path
 ) -> None:
@@ -178,6 +298,38 @@ def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     assert running.returncode == 130
     assert f"stopped by SIGINT after step {step}; checkpoint written" in said
     assert f"run the same command to resume from step {step}\n" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("markers", "more"), [("tokens", []), ("text", []), ("template", []), ("tokens", ["--lora", "16"])])
+def test_generation_stops_where_the_trained_answer_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], markers: str, more: list[str]
+) -> None:
+    """Of a base model that ends texts with another token than turns, overfitted to eight copies of a question."""
+    if markers == "text":
+        base = save_checkpoint(tmp_path / "base", chat=False)
+    else:
+        base = FAMILIES["SmolLM2"].save(tmp_path / "base")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        tokenizer.eos_token = "<|endoftext|>"
+        tokenizer.chat_template = tokenizer.chat_template if markers == "template" else None
+        shutil.rmtree(base)
+        tokenizer.save_pretrained(base)
+        end = tokenizer.eos_token_id
+        build_model("llama", "eager", vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=end).save_pretrained(base)
+    talk = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "Four."}]}
+    data, out = tmp_path / "data.jsonl", tmp_path / "run"
+    data.write_text((json.dumps(talk) + "\n") * 8, "utf-8")
+    settings = ["--train.steps=80", "--batch.global_tokens=200", "--optimizer.learning_rate=0.02", "--log.tensorboard=false"]
+    assert main(["finetune", str(base), str(data), "--out", str(out), "--processes=1", *settings, *more]) == 0
+    export = out / "export"
+    if more:
+        assert main(["export", str(out), str(out / "merged"), "--merge"]) == 0
+        ends = json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+        export = out / "merged"
+        assert ends == json.loads((export / "generation_config.json").read_text())["eos_token_id"]
+    capfd.readouterr()
+    assert main(["generate", str(export), "--chat=2 + 2?", "--max-new-tokens=60", "--device=cpu"]) == 0
+    assert capfd.readouterr().out == ("Four.<|im_end|>\n\n" if markers == "text" else "Four.\n")
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "profiling": CORE | {"training"},
     "plots": {"errors", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
-    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison"},
+    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "safe_yaml"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }

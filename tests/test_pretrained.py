@@ -20,6 +20,7 @@ from longctx.attention.ulysses import HeadSwap
 from longctx.cli import main
 from longctx.config import load
 from longctx.model import huggingface
+from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
@@ -30,6 +31,7 @@ from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")
 
+from tests.export_cases import untouched  # noqa: E402
 from tests.huggingface_cases import build_model  # noqa: E402
 from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
 
@@ -88,6 +90,57 @@ def test_experts_run_one_after_the_other_on_blackwell(workers: Workers, checkpoi
     ((found_loss, found_gradients, _),) = workers.run(step_on_blackwell, 1, checkpoints["mixtral"])
     assert found_loss == pytest.approx(loss, rel=1e-5)
     assert largest_error(found_gradients, gradients) < 1e-4
+
+
+def make_untied(kind: str, folder: Path) -> Path:
+    """Writes a checkpoint whose config ties the head to the embedding, and whose file has another head."""
+    model = build_model(kind, "eager", tie_word_embeddings=True)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    (head,) = (name for name in model._tied_weights_keys if name.endswith("weight"))
+    other = torch.randn_like(model.get_output_embeddings().weight)
+    save_file({**tensors, head: other}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "cohere", "gemma3_text"])
+def test_a_head_that_differs_from_the_embedding_is_not_tied(
+    workers: Workers, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the config says, as in transformers; also with adapters, in the native decoder, and in exports."""
+    folder = make_untied(kind, tmp_path / kind)
+    loss, gradients, state = reference(folder)
+    head = next(name for name in state if name in transformers.AutoModelForCausalLM.from_pretrained(folder)._tied_weights_keys)
+    split = kind in ("llama", "gemma3_text")
+    for settings in [[], ["lora.rank=2"], *([["model.implementation=native"]] if split else [])]:
+        (found_loss, found_gradients, found_state), _ = workers.run(step, 2, folder, settings)
+        assert found_loss == pytest.approx(loss, rel=1e-5), settings
+        if not settings:
+            assert largest_error(found_gradients, gradients) < 1e-4
+            assert torch.equal(found_state[head], state[head])
+    (tmp_path / "source").mkdir()
+    store = make_store(tmp_path / "source")
+    ways = {"whole": [], "tensor": ["parallel.tensor_parallel_size=2"], "pipeline": ["parallel.pipeline_parallel_size=2"]}
+    for way, settings in ways.items() if split else [("whole", [])]:
+        workers.run(untouched, 2, store, [folder], tmp_path / way, settings)
+        assert main(["export", str(tmp_path / way / kind), str(tmp_path / way / "out")]) == 0
+        exported = load_file(tmp_path / way / "out" / "model.safetensors")
+        assert all(torch.equal(exported[name], value) for name, value in state.items())
+        assert not transformers.AutoConfig.from_pretrained(tmp_path / way / "out").tie_word_embeddings
+    capsys.readouterr()
+
+
+def test_weights_of_which_only_some_are_tied_are_refused(tmp_path: Path) -> None:
+    """Transformers would untie the head of an encoder, and still tie its bias."""
+    model = transformers.BertForMaskedLM(
+        transformers.BertConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    )
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(PretrainedError, match=r"has other values for only some \(cls\.predictions\.decoder\.weight\)"):
+        pretrained.__wrapped__(str(tmp_path), (), "auto", False, True)
 
 
 OPTIONS = {

@@ -141,6 +141,17 @@ def test_a_long_run_a_loss_that_is_not_finite_and_old_logs(tmp_path: Path, capsy
     assert found["steps"] == "1 to 1,000" and "peak memory" not in found and "loss, held out" not in found
 
 
+def test_steps_without_targets_are_counted_and_not_averaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in logs of earlier versions, which wrote a loss of 0."""
+    without = {"loss": None, "target_tokens": 0, "skipped": True}, {"loss": 0.0, "target_tokens": 0, "skipped": True}
+    steps = [*STEPS[:8], *({**STEPS[8], **changed, "step": 9 + place} for place, changed in enumerate(without))]
+    run = make_run(tmp_path / "some", "".join(f"{json.dumps(step)}\n" for step in steps))
+    assert main(["runs", str(run)]) == 0
+    mean = sum(step["loss"] for step in STEPS[:8]) / 8
+    found = figures(run)
+    assert found["steps without update"] == "2" and found["loss, last 10 steps"] == f"{mean:.3f}"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -448,6 +449,21 @@ def test_steps_that_are_not_finite_are_skipped_if_wanted(workers: Workers, store
     for skipped, error in workers.run(training_cases.with_gradients_not_finite, 2, store, tmp_path / "b", [2, 3, 4, 5]):
         assert skipped == [False, True, True, True]
         assert "step 5: loss is" in error and "gradient norm is nan, after 3 skipped steps" in error
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["parallel.pipeline_parallel_size=2"],
+        ["model.num_nextn_predict_layers=1", "model.num_hidden_layers=2"],
+        ["model.preset=tiny-moe", "model.moe_intermediate_size=32", "model.shared_expert_intermediate_size=32"],
+    ],
+)
+def test_a_step_without_targets_updates_nothing(workers: Workers, store: Path, tmp_path: Path, settings: list[str]) -> None:
+    for _, _, third in workers.run(training_cases.without_targets_in_step_3, 2, store, tmp_path, settings):
+        assert third.skipped and math.isnan(third.loss) and third.target_tokens == 0
+        assert third.console().startswith("step 3 without targets: lr ") and third.console().endswith(" skipped")
 
 
 def test_spikes_are_marked() -> None:

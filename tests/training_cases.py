@@ -8,6 +8,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,27 @@ def with_gradients_not_finite(store: Path, run: Path, spoiled: list[int]) -> tup
         Trainer._forward_backward = original
         trainer.loader.close()
     return skipped, ""
+
+
+def without_targets_in_step_3(store: Path, run: Path, settings: list[str]) -> list[StepMetrics]:
+    """Three steps, of which the last has no target: weights, moments and biases stay, bit by bit."""
+    trainer = start(store, run, ["optimizer.weight_decay=0.1", *settings])
+
+    def values() -> list[torch.Tensor]:
+        states = [trainer.optimizer.state[parameter] for parameter in trainer.optimizer.state]
+        held = [*trainer.model.parameters(), *trainer.model.buffers(), *(value for state in states for value in state.values())]
+        return [(value.to_local() if isinstance(value, DTensor) else value).detach().clone() for value in held]
+
+    with trainer.loader:
+        metrics = [trainer.step(), trainer.step()]
+        batch, before = next(trainer.loader), values()
+        for micro_batch in batch.micro_batches:
+            micro_batch.labels.fill_(-100)
+            micro_batch.later_labels.fill_(-100)
+        metrics.append(trainer.step(replace(batch, target_tokens=0)))
+        assert all(map(torch.equal, before, values()))
+        assert trainer.steps_done == 3 and not trainer.skipped
+    return metrics
 
 
 def with_another_plan_on_rank_1(store: Path, run: Path) -> None:

@@ -11,7 +11,7 @@ from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
 from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_model, check_pairs, check_vocabulary
+from longctx.training.setup import check_model, check_pairs, check_vocabulary, longest_of
 from longctx.training.stages import named, open_stages, stage_line
 from longctx.units import format_bytes, format_count
 
@@ -41,7 +41,7 @@ def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
         f"dry run on {ranks} ranks\n"
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
-        *lines_on(source, pretrained),
+        *lines_on(source, pretrained, min(config.max_length(ranks), longest_of(config, store))),
         f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.said}",
         *mix_lines(config, steps_of_run(config, store, ranks), steps),

@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longctx.commands import prepare
+from longctx.commands.output import said_once
 from longctx.config import Config, load
 from longctx.config.stages import Values
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
+from longctx.safe_yaml import parse, read_text
 
 if TYPE_CHECKING:
     from longctx.data.store import Store
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "data", metavar="DATA", help="JSONL, Parquet, a folder of them, or a saved dataset; see `longctx prepare --source`"
     )
     parser.add_argument(
-        "--out", type=Path, help="run folder; the result is OUT/export (default: runs/NAME, by the data's name)"
+        "--out", type=Path, help="run folder; the result is OUT/export (default: runs/MODEL-DATA, by their names)"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train LoRA adapters of this rank instead of all parameters")
     parser.add_argument("--epochs", type=float, default=1.0, help="passes over the data; --train.steps takes precedence")
@@ -46,21 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, metavar="N", help="number of processes (default: one per GPU, or two on a CPU)"
     )
     parser.add_argument(
-        "--train-on",
-        choices=("assistant", "last", "all"),
-        default="assistant",
-        help="tokens with loss in conversations: the assistant's turns, its last turn, or all tokens",
-    )
-    parser.add_argument("--max-length", type=int, metavar="N", help="drop conversations of more than N tokens")
-    parser.add_argument("--overwrite", action="store_true", help="replace data in OUT that were prepared from another source")
-    parser.add_argument(
         "--config", type=Path, metavar="YAML", help="YAML file of settings that replace this command's defaults"
     )
     parser.add_argument(
         "--prepare-only", action="store_true", help="write the store and the settings, and print the command to train"
     )
+    prepare.add_data_arguments(parser)
+    parser.set_defaults(tokenizer=None)
     parser.epilog = (
-        "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6.\n"
+        "Settings of `longctx train` may follow, such as --optimizer.learning_rate 5e-6. --tokenizer is MODEL by default.\n"
         f"The default peak learning rate is {FULL_RATE:g}, or {LORA_RATE:g} with --lora.\n"
         f"Preference pairs (chosen and rejected) are trained by DPO, with dpo.beta {DPO_BETA:g} and peak learning rate "
         f"{DPO_RATE:g}, or {DPO_LORA_RATE:g} with --lora."
@@ -69,14 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     import torch
+    from torch.distributed import is_torchelastic_launched
 
-    from longctx.commands import prepare
     from longctx.data.store import Store
     from longctx.model.checkpoint_files import check_name
     from longctx.parallel.launch import launch
+    from longctx.parallel.mesh import Launch
     from longctx.training import checkpoint
     from longctx.training.setup import check_model, check_pairs
 
+    if is_torchelastic_launched():
+        with said_once(Launch.read()):
+            raise UserError(
+                "torchrun started this process, but finetune starts its own: omit torchrun, and give --processes; on several "
+                "machines, use --prepare-only without torchrun, and then torchrun .. -m longctx train OUT/finetune.yaml"
+            )
     if arguments.lora is not None and arguments.lora < 1:
         raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
@@ -84,23 +88,21 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
     if ranks < 1:
         raise UserError(f"--processes is {ranks}: must be at least 1")
-    out: Path = arguments.out or Path("runs", Path(arguments.data).stem)
+    out: Path = arguments.out or Path("runs", f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data)}")
     store_folder, settings_file = out / "store", out / "finetune.yaml"
-    # Check the model, its tokenizer, the adapters and the folder before reading the data, which may take long.
+    # Check the model, the adapters and the folder before reading the data, which may take long.
     check_name(arguments.model)
     first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
     if arguments.lora is not None:
         first["lora"] = {"rank": arguments.lora}
+    if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
+        first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
     given = load(arguments.config, arguments.overrides, defaults=first)
     _check_data(given)
-    _check_tokenizer(arguments.model, given)
     _check_out(out, arguments.overwrite)
-    parser = argparse.ArgumentParser()
-    prepare.add_arguments(parser)
-    source = ["--source", arguments.data, "--out", str(store_folder), "--tokenizer", arguments.model]
-    longest = [] if arguments.max_length is None else ["--max-length", str(arguments.max_length)]
-    replaced = ["--overwrite"] if arguments.overwrite else []
-    prepare.run(parser.parse_args([*source, "--train-on", arguments.train_on, *longest, *replaced]))
+    tokenizer = arguments.tokenizer or arguments.model
+    data = {"source": arguments.data, "out": store_folder, "tokenizer": tokenizer, "vocab_size": None, "json": False}
+    prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -108,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_pairs(config, store)
     settings_file.write_text(config.to_yaml(), "utf-8")
     if arguments.prepare_only:
-        print(f"to train: longctx train {settings_file} --processes {ranks} --resume-if-any")
+        print(f"to train: longctx train {shell(settings_file)} --processes {ranks} --resume-if-any")
         return 0
     print(_told(config, store, ranks), flush=True)
     ended = launch(ranks, ["train", str(settings_file), "--resume-if-any"])
@@ -119,18 +121,6 @@ def run(arguments: argparse.Namespace) -> int:
         how = f"to resume from step {kept[-1]}" if kept else "to start again (no checkpoint was written yet)"
         print(f"run the same command {how}", file=sys.stderr)
     return ended
-
-
-def _check_tokenizer(model: str, config: Config) -> None:
-    """Raises UserError if the checkpoint has no tokenizer, or one with more entries than the model's embedding."""
-    from longctx.data.checkpoint import Checkpoint
-
-    entries, embedded = Checkpoint.load(model).tokenizer.vocab_size, config.model_source().spec.vocab_size
-    if embedded is not None and entries > embedded:
-        raise UserError(
-            f"the tokenizer in {model} has {entries:,} entries, but the model's embedding has {embedded:,}: use a checkpoint "
-            "with its own tokenizer"
-        )
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
@@ -216,6 +206,7 @@ def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, lon
         max_length=data.max_length or longest,
         long_documents=data.long_documents,
         held_out_share=data.held_out,
+        masked=given.masked.share is not None,
     )
     assert isinstance(steps, Sampler), "there is one store"
     wanted = math.ceil(epochs * steps.pieces)
@@ -228,11 +219,12 @@ def _steps(epochs: float, given: Config, store: "Store", global_tokens: int, lon
 def _next(config: Config, export: Path) -> str:
     """Returns a line with the next command."""
     if config.masked.share is not None:
-        return f"evaluate it: longctx eval {config.train.run_dir} --store STORE"
+        return f"evaluate it: longctx eval {shell(config.train.run_dir)} --store STORE"
     if config.lora.rank is None:
-        return f"try it: longctx generate {export} --chat 'your question'"
+        return f"try it: longctx generate {shell(export)} --chat 'your question'"
     merged = export.with_name("merged")
-    return f"try it: longctx export {config.train.run_dir} {merged} --merge && longctx generate {merged} --chat 'your question'"
+    merge = shell("longctx", "export", config.train.run_dir, merged, "--merge")
+    return f"try it: {merge} && longctx generate {shell(merged)} --chat 'your question'"
 
 
 def _told(config: Config, store: "Store", ranks: int) -> str:

@@ -28,13 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "format is detected by the keys",
     )
     parser.add_argument("--out", type=Path, help="folder of the store (default: stores/NAME, by the name of the source)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    add_data_arguments(parser)
+
+
+def add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `finetune` too."""
     parser.add_argument(
         "--tokenizer",
         default="bpe",
         help="bpe: train a byte-level BPE on the source; bytes: one token per byte; the path of a tokenizer.json; or a "
         "transformers checkpoint (a folder, or OWNER/NAME on the hub), whose end-of-text token and chat template are used too",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="maximum vocabulary of --tokenizer bpe (default: 4096)")
     parser.add_argument(
         "--end-of-document",
         metavar="TOKEN",
@@ -77,7 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace a store that was made from another source or with other settings"
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     variables = json_in("--template-variables", arguments.template_variables) if arguments.template_variables else None
     began = time.perf_counter()
     corpus = open_corpus(arguments.source, text_column=arguments.text_column, split=arguments.split, as_text=arguments.as_text)
-    out = arguments.out or Path("stores", _name(arguments.source))
+    out = arguments.out or Path("stores", default_name(arguments.source))
     with progress_bar() as progress:
         prepared = prepare(
             corpus,
@@ -136,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _name(source: str) -> str:
+def default_name(source: str) -> str:
     """Returns the default name of the store of a source."""
     path = Path(source).resolve()
     return (path.stem if path.is_file() else path.name) or "store"

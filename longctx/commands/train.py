@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from longctx.commands.output import said_once
 from longctx.config import Config, check, describe, load
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.units import format_count
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def _train(
     from longctx.training.run_folder import only_run_in
     from longctx.training.run_profile import ProfilesDiffer, run_profile
     from longctx.training.saving import NotWritten
-    from longctx.training.setup import join_run
+    from longctx.training.setup import join_run, longest_of
     from longctx.training.stages import stage_line, train_in_stages
     from longctx.training.stop_signal import StopSignal
     from longctx.training.trace import Tracer
@@ -210,7 +210,8 @@ def _train(
             profile = run_profile(trainer.config, launch.world_size, store.tokenizer.vocab_size)
             mix = mix_lines(trainer.config, trainer.loader.sampler, config.steps_of(trainer.stage))
             line, first = stage_line(config, trainer.stage), _first_line(trainer, store, found)
-            of_model = lines_on(trainer.config.model_source(), config.model.from_pretrained)
+            longest = min(trainer.loader.state_dict()["max_length"], longest_of(trainer.config, store))
+            of_model = lines_on(trainer.config.model_source(), config.model.from_pretrained, longest)
             lines = [line] * bool(line), [first], [fit] * bool(fit), mix, of_model, _left_out(trainer, store), profile.lines
             print(*chain(*lines), sep="\n", flush=True)
 
@@ -243,7 +244,7 @@ def _train(
         groups.close()
         stop.release_interrupts()
         if finished and launch.rank == 0:
-            _finish(config, steps_done)
+            _finish(config, steps_done, trained=found is None or steps_done > found.step)
     if not finished and launch.rank == 0:
         written = config.checkpoint.every is not None
         saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"
@@ -281,7 +282,7 @@ def _check_traced(config: Config, traced: range | None) -> None:
         raise UserError(f"--profile-steps goes over step {end}, where a stage ends: give steps of one stage")
 
 
-def _finish(config: Config, step: int) -> None:
+def _finish(config: Config, step: int, trained: bool) -> None:
     """Prints the mean speed, where everything is and the next commands; exports if set. The other ranks do not wait for it."""
     from longctx.commands.export import how_to_load
     from longctx.training.export import export
@@ -293,14 +294,14 @@ def _finish(config: Config, step: int) -> None:
         print(f"  checkpoint   {run_dir / 'latest'}")
     print(f"  metrics      {run_dir / 'metrics.jsonl'}")
     if config.log.tensorboard:
-        print(f"  TensorBoard  tensorboard --logdir {run_dir / 'tensorboard'}")
-    print(f"  pictures     longctx runs {run_dir}", flush=True)
+        print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}")
+    print(f"  pictures     longctx runs {shell(run_dir)}", flush=True)
     if saves and out is None:
         print(f"  export       {exportable(config)}")
-    elif saves and out is not None and out.exists():  # no step was left to train, or another process wrote it meanwhile
-        print(f"{out} exists and was not written again: longctx export {run_dir} {out} --overwrite")
+    elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):
+        print(f"{out} exists and was not written again: longctx export {shell(run_dir, out)} --overwrite")
     elif saves and out is not None:
-        print(export(run_dir, out, step=step).said, how_to_load(out), sep="\n", flush=True)
+        print(export(run_dir, out, step=step, overwrite=out.exists()).said, how_to_load(out), sep="\n", flush=True)
 
 
 def exportable(config: Config) -> str:
@@ -313,7 +314,7 @@ def exportable(config: Config) -> str:
         return f"not possible: {none}"
     except ModuleNotFoundError:
         pass
-    return f"longctx export {config.train.run_dir} OUT"
+    return f"longctx export {shell(config.train.run_dir)} OUT"
 
 
 def _check_family(config: Config) -> None:
@@ -332,11 +333,11 @@ def _check_export(config: Config, found: "Checkpoint | None") -> None:
     out = config.checkpoint.export
     if out is None or (found is not None and found.step >= config.train.steps):
         return
-    check_place(out, overwrite=False)
+    check_place(out, overwrite=found is not None and out.is_relative_to(config.train.run_dir))  # of this run, before
     if config.lora.rank is not None and config.model.changed_rope:
         raise UserError(
             "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
-            f"and merge them later (longctx export {config.train.run_dir} OUT --merge)"
+            f"and merge them later (longctx export {shell(config.train.run_dir)} OUT --merge)"
         )
     _check_family(config)
 

@@ -11,9 +11,9 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.config.process_rules import domain_rules, mesh_rules
 from longctx.config.run import Config
 from longctx.config.speed_rules import float8_rules, fused_rules
-from longctx.errors import UserError, install
+from longctx.errors import UserError, install, shell
 from longctx.model.adapters import ALL_LINEAR, LoraError
-from longctx.model.context_extension import ROPE_SETTINGS
+from longctx.model.context_extension import ROPE_SETTINGS, RopeError
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.validation import MOST_RANKS, MOST_TOKENS
@@ -87,6 +87,11 @@ def _model(config: Config) -> Iterator[Problem]:
     model, found = config.model, _sizes(config)
     if isinstance(found, ConfigError):
         yield from found.problems
+    elif isinstance(found, RopeError):
+        fix = "correct the RoPE settings, or omit them to keep the checkpoint's RoPE"
+        yield Problem(
+            f"model.{model.changed_rope[0][0]}", model.changed_rope[0][1], str(found), fix, ("model.from_pretrained",)
+        )
     elif isinstance(found, UserError) and not isinstance(found, LoraError):  # `_lora` reports LoraError
         yield Problem("model.from_pretrained", model.from_pretrained, str(found), _without(config), ("model.implementation",))
     elif config.train.compile and isinstance(found, ModelSpec) and any(layer.state_size for layer in found.layers):
@@ -130,7 +135,7 @@ def _without(config: Config) -> str:
     if config.lora.rank is not None:
         return f"restore it: the checkpoints of {run} contain only the adapters, not the base weights"
     return (
-        f"restore it, or use the weights in the checkpoints of {run}: longctx export {run} OUT, then "
+        f"restore it, or use the weights in the checkpoints of {run}: longctx export {shell(run)} OUT, then "
         "--model.from_pretrained OUT without RoPE settings"
     )
 

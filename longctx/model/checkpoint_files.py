@@ -1,5 +1,6 @@
 """Checkpoints of transformers: a folder of config.json, safetensors files and a tokenizer, read tensor by tensor."""
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from longctx import tokenizer_files
-from longctx.errors import UserError, brief, install
+from longctx.errors import UserError, brief, install, shell
 from longctx.tokenizer_files import TOKENIZER_FILES
 
 INDEX = "model.safetensors.index.json"
@@ -20,9 +21,11 @@ BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.txt", *TOKENIZER_FILES)
 """Files of a checkpoint other than weights: config, tokenizer, chat template."""
 DESCRIBED = "tensors.json"
 """File with the name and dtype of every tensor, in a checkpoint without its weights."""
+ENDS = "ends.json"
+"""File with the ids of the tokens that a run trains as ends."""
 MASKED_CLASS = "ForMaskedLM"
 """End of the names of transformers' classes that predict masked tokens."""
-OF_WEIGHTS = {INDEX, DESCRIBED, "pytorch_model.bin.index.json", "trainer_state.json"}
+OF_WEIGHTS = {INDEX, DESCRIBED, ENDS, "pytorch_model.bin.index.json", "trainer_state.json"}
 DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -53,12 +56,14 @@ class CheckpointFiles:
         files: file of each tensor, by the tensor's name.
         rope: RoPE settings that replace those of config.json, see `context_extension`.
         masked: whether the model is an encoder that predicts masked tokens, not a causal language model.
+        untied: whether tied weights of config.json are not tied, as the files have different values for them.
     """
 
     folder: Path
     files: Mapping[str, Path]
     rope: tuple[tuple[str, Any], ...] = ()
     masked: bool = False
+    untied: bool = False
 
     @classmethod
     def open(cls, source: str) -> "CheckpointFiles":
@@ -71,7 +76,7 @@ class CheckpointFiles:
 
     @cached_property
     def config(self) -> Any:
-        """Config as transformers loads it, changed by `rope`. Raises PretrainedError if transformers cannot load it."""
+        """Config as transformers loads it, changed by `rope` and `untied`. Raises PretrainedError if it cannot be loaded."""
         try:
             from transformers import AutoConfig
         except ImportError as error:
@@ -86,6 +91,8 @@ class CheckpointFiles:
             from longctx.model.context_extension import with_rope
 
             with_rope(config, dict(self.rope))
+        if self.untied:
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
         return config
 
     @cached_property
@@ -101,6 +108,21 @@ class CheckpointFiles:
             found |= {name: DTYPES[tensor["dtype"]] for name, tensor in header.items() if name != "__metadata__"}
         return found
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash that identifies the weights by every tensor's name, shape and first row, whatever its file and dtype."""
+        from safetensors import safe_open
+
+        digest = hashlib.sha256()
+        opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt") for file in set(self.files.values())}
+        for name, file in sorted(self.files.items()):
+            part = opened[file].get_slice(name)
+            shape = part.get_shape()
+            first = part[:1] if shape else opened[file].get_tensor(name)
+            digest.update(f"{name} {shape}".encode())
+            digest.update(first.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of a tensor by its name in transformers; if the files lack this name, the most common dtype."""
         bare = name.partition(".")[2]  # its name in a base model that was saved alone
@@ -112,7 +134,7 @@ class CheckpointFiles:
     def describe(self, folder: Path) -> None:
         """Copies all files but the weights to `folder`, which `open` accepts as a checkpoint whose weights cannot be read."""
         tokenizer_files.copy(small_files(self.folder), self.folder, folder)
-        if self.rope:
+        if self.rope or self.untied:
             self.config.save_pretrained(folder)
         dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self.dtypes.items()}
         (folder / DESCRIBED).write_text(json.dumps(dtypes, indent=0), "utf-8")
@@ -156,8 +178,8 @@ def check_name(source: str) -> None:
         return
     if (folder / "config.yaml").is_file():
         raise PretrainedError(
-            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first (longctx export {source} "
-            "OUT), and give OUT"
+            f"{source} is the folder of a run, whose checkpoints only longctx reads: export it first "
+            f"(longctx export {shell(source)} OUT), and give OUT"
         )
     if (folder / "adapter_config.json").is_file():
         raise PretrainedError(

@@ -64,6 +64,13 @@ class Conversion:
             f"{self.files.folder} lacks {name} of {type(self.twin).__name__}: give a checkpoint of the whole language model"
         )
 
+    def different(self) -> list[str]:
+        """Returns the tied weights for which the checkpoint has other values than for the weight that they are tied to."""
+        with _internals():
+            there = {self._target(name) for name in self.files.files}
+        pairs = [(name, source) for name, source in self.tied.items() if {name, source} <= there]
+        return [name for name, source in pairs if not torch.equal(self.read(name), self.read(source))]
+
     def tensors(self, weights: Mapping[str, torch.Tensor]) -> Tensors:
         """Converts parameters and buffers of a group to the checkpoint's tensors, as save_pretrained writes them."""
         written = {name: weight for name, weight in weights.items() if name not in self.tied}

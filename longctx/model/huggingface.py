@@ -23,7 +23,7 @@ from longctx.attention.huggingface_check import Alone, HuggingFaceError, Kind, c
 from longctx.attention.linear.huggingface import linear_layers, state_size
 from longctx.errors import brief
 from longctx.model.balance import Documents, RouterWatch
-from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
 from longctx.model.conversion import Conversion, groups
 from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.experts import leaves_gradients
@@ -297,6 +297,28 @@ class _Out:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def open_checkpoint(source: str, rope: tuple[tuple[str, Any], ...] = (), masked: bool = False) -> CheckpointFiles:
+    """Opens a checkpoint (see `CheckpointFiles`); weights that its config ties and its files tell apart are not tied.
+
+    Transformers decides the same for every pair of tied weights. Raises PretrainedError if only some pairs differ.
+    """
+    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    if not files.config.get_text_config().tie_word_embeddings or (files.folder / DESCRIBED).is_file():
+        return files
+    try:
+        with torch.device("meta"):
+            conversion = Conversion(_build(files), files)
+    except PretrainedError:  # whoever builds the model raises it
+        return files
+    different = conversion.different()
+    if different and different != list(conversion.tied):
+        raise PretrainedError(
+            f"{files.folder} ties {', '.join(conversion.tied)} to other weights, but has other values for only some "
+            f"({', '.join(different)}): save the model again with all of them tied, or with tie_word_embeddings false"
+        )
+    return replace(files, untied=bool(different))
 
 
 def _build(files: CheckpointFiles) -> Any:

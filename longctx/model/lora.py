@@ -5,7 +5,6 @@ model is sharded, and stay float32; frozen weights are kept in the compute dtype
 peft loads, or merged into the weights.
 """
 
-import hashlib
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
@@ -118,7 +117,7 @@ class AdaptedModel(TransformersModel):
 
     def describe(self) -> dict[str, Any]:
         """As `Model.describe`, with the adapters and the weights that they adapt, which the run's checkpoints lack."""
-        base = {"base": str(self.files.folder), "base_fingerprint": self.fingerprint}
+        base = {"base": str(self.files.folder), "base_fingerprint": self.files.fingerprint}
         return {**super().describe(), "lora": {**asdict(self.lora), "target_modules": self._asked, **base}}
 
     def peft_config(self) -> Any:
@@ -129,10 +128,6 @@ class AdaptedModel(TransformersModel):
     def _asked(self) -> str | list[str]:
         targets = self.lora.target_modules
         return targets if isinstance(targets, str) else list(targets)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return fingerprint(self.files)
 
     def differences(self, described: Mapping[str, Any]) -> list[str]:
         there = described.get("lora")
@@ -146,7 +141,7 @@ class AdaptedModel(TransformersModel):
         ]
         if self._asked != there["target_modules"]:
             found.append(f"lora.target_modules is {self._asked!r}, was {there['target_modules']!r}")
-        if self.fingerprint != there["base_fingerprint"]:
+        if self.files.fingerprint != there["base_fingerprint"]:
             found.append(
                 f"the weights of {self.files.folder} differ from those of {there['base']}, which the adapters belong to"
             )
@@ -244,21 +239,6 @@ def _with_adapters(spec: ModelSpec, blocks: Iterable[nn.Module]) -> ModelSpec:
 def plain_name(name: str) -> str:
     """Returns the name of a frozen parameter in the model without adapters."""
     return name.replace(BASE, ".")
-
-
-def fingerprint(files: CheckpointFiles) -> str:
-    """Returns a hash that identifies weights by every tensor's name, shape and first row, whatever its file and dtype."""
-    from safetensors import safe_open
-
-    digest = hashlib.sha256()
-    opened: dict[Path, Any] = {file: safe_open(str(file), framework="pt") for file in set(files.files.values())}
-    for name, file in sorted(files.files.items()):
-        part = opened[file].get_slice(name)
-        shape = part.get_shape()
-        first = part[:1] if shape else opened[file].get_tensor(name)
-        digest.update(f"{name} {shape}".encode())
-        digest.update(first.float().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def write_adapter(folder: Path, model: AdaptedModel, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -78,17 +78,7 @@ class NativeSource:
                 f"{self.files.folder} does not fit its config.json: {stored} has shape {found}, not {wanted}; give the config "
                 "that the weights were saved with"
             )
-        tensor = self.files.read(stored).t()[rows or slice(None)] if transposed else self.files.read(stored, rows)
-        if theirs == self.embedding and self.shape.tie_word_embeddings and "lm_head.weight" in self.files.files:
-            self._refuse_untied(tensor)
-        return tensor
-
-    def _refuse_untied(self, embedding: torch.Tensor) -> None:
-        if not torch.equal(self.files.read("lm_head.weight"), embedding):
-            raise PretrainedError(
-                f"{self.files.folder} has tie_word_embeddings, but its lm_head.weight differs from its embedding: set "
-                "tie_word_embeddings to false in its config.json"
-            )
+        return self.files.read(stored).t()[rows or slice(None)] if transposed else self.files.read(stored, rows)
 
     def _stored(self, theirs: str) -> str:
         """Returns the name in the files: a base model saved alone lacks the first part."""

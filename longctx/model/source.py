@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -42,13 +42,20 @@ class ModelSource(Protocol):
         """Builds the model, or only `layers` of it, on torch's default device; values are set later (`Model.initial_value`)."""
 
 
-def lines_on(source: ModelSource, name: str | None) -> list[str]:
-    """Returns the log lines on a run's model, requested as `name`; none for new weights."""
+def lines_on(source: ModelSource, name: str | None, longest: int) -> list[str]:
+    """Returns the log lines on a run's model, requested as `name`, and its longest document; none for new weights."""
     lines = [f"{name}: {source.said}"] if source.said else []
     if unused := source.unused:
         tensors = f"{len(unused):,} tensors" if len(unused) > 1 else "1 tensor"
         named = ", ".join(unused[:3]) + ", .." * (len(unused) > 3)
         lines.append(f"{name}: the model does not use {tensors} of this checkpoint, and exports will lack them: {named}")
+    limit = None if source.files is None else getattr(source.files.config.get_text_config(), "max_position_embeddings", None)
+    if limit and longest > limit and source.files is not None and not source.files.rope:
+        lines.append(
+            f"{name}: documents have up to {longest:,} tokens, and the checkpoint is made for {limit:,} "
+            "(max_position_embeddings): extend it by model.rope_scaling and model.rope_factor, or by model.rope_theta, or "
+            "set data.max_length"
+        )
     return lines
 
 
@@ -88,12 +95,12 @@ def pretrained(source: str, rope: Rope, implementation: str, split: bool, masked
     `split`: whether matrices or layers are split over ranks; `masked`: whether it is an encoder that predicts masked tokens.
     Raises PretrainedError if the checkpoint cannot be used.
     """
-    from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
+    from longctx.model.checkpoint_files import PretrainedError
     from longctx.model.family import NoNativeModel
-    from longctx.model.huggingface import TransformersSource
+    from longctx.model.huggingface import TransformersSource, open_checkpoint
     from longctx.model.pretrained_decoder import NativeSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = open_checkpoint(source, rope, masked)
     why = "as model.implementation says"
     if implementation == "auto":
         why = "as matrices, layers or experts are split" if split else "as matrices, layers and experts are not split"
@@ -121,9 +128,8 @@ def adapted(source: str, rope: Rope, lora: Lora, dtype: str, masked: bool = Fals
         raise LoraError(f"adapters need peft, which is not installed: {install('huggingface')}")
     import torch
 
-    from longctx.model.checkpoint_files import CheckpointFiles
-    from longctx.model.huggingface import TransformersSource
+    from longctx.model.huggingface import TransformersSource, open_checkpoint
     from longctx.model.lora import AdaptedSource
 
-    files = replace(CheckpointFiles.open(source), rope=rope, masked=masked)
+    files = open_checkpoint(source, rope, masked)
     return AdaptedSource(TransformersSource(files), lora, getattr(torch, dtype))

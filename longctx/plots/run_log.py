@@ -134,7 +134,8 @@ def _step(line: str) -> Mapping[str, Any] | None:
     """Returns the step of a line; None if the line is cut off or is not a step."""
     try:
         step = json.loads(line)
-        step["loss"] = math.nan if step["loss"] is None else step["loss"]  # of a step without an update
+        if step["loss"] is None or step.get("target_tokens") == 0:  # of a step without an update
+            step["loss"] = math.nan
         typed = isinstance(step["step"], int) and isinstance(step["loss"], float) and isinstance(step["degrees"], dict)
         return step if typed and min(step["tokens"], step["step_time_s"], step["predicted_s"]) > 0 else None
     except (ValueError, KeyError, TypeError):
@@ -158,6 +159,7 @@ def _figures(run: Run) -> dict[str, str]:
         "steps": f"{run.steps[0]['step']:,} to {run.steps[-1]['step']:,}",
         "loss, first step": f"{losses[0]:.3f}" if losses else "",
         f"loss, last {LAST} steps": f"{fmean(losses[-LAST:]):.3f}" if losses else "",
+        "steps without update": str(sum(bool(step.get("skipped")) for step in run.steps) or ""),
         "loss, held out": f"{held_out[-1]:.3f}" if held_out else "",
         "tokens/s, all ranks": f"{median(step['tokens'] / step['step_time_s'] for step in usual):,.0f}",
         "step time": f"{median(step['step_time_s'] for step in usual):.3g} s",

@@ -17,13 +17,13 @@ from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, shortened
 from longctx.model.adapters import Lora
-from longctx.model.checkpoint_files import DESCRIBED, CheckpointFiles, PretrainedError
+from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
 from longctx.model.family import canonical
-from longctx.model.huggingface import TransformersSource
-from longctx.model.lora import ADAPTERS, AdaptedModel, fingerprint, write_adapter
+from longctx.model.huggingface import TransformersSource, open_checkpoint
+from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
@@ -68,7 +68,7 @@ def check_place(out: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ExportError(f"{out} exists: choose another folder, or replace it with longctx export --overwrite")
-    if not (out / "config.json").is_file():
+    if not any((out / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ExportError(f"{out} is not a transformers checkpoint (no config.json) and is not replaced: choose another folder")
 
 
@@ -135,8 +135,9 @@ def _write_adapters(folder: Path, model: AdaptedModel, saved: SavedWeights, kept
     """Writes the adapters for peft. Returns the bytes of their weights."""
     trained = saved.read(name for name, parameter in model.named_parameters() if parameter.requires_grad)
     write_adapter(folder, model, trained)
-    of_base = ("config.json", "generation_config.json")
-    tokenizer_files.copy([file for file in beside_weights(kept) if file.name not in of_base], kept, folder)
+    tokenizer_files.copy([file for file in beside_weights(kept) if file.name != "config.json"], kept, folder)
+    if not model.masked:
+        _write_generation(folder, kept, model.hf.config, model.spec.vocab_size or 0)
     return sum(tensor.nbytes for tensor in trained.values())
 
 
@@ -205,10 +206,10 @@ def _adapted(described: dict[str, Any]) -> Model:
     targets = values["target_modules"]
     lora = Lora(values["rank"], values["alpha"], targets if isinstance(targets, str) else tuple(targets))
     try:
-        base = replace(CheckpointFiles.open(values["base"]), masked=described.get("masked", False))
+        base = open_checkpoint(values["base"], masked=described.get("masked", False))
     except PretrainedError as error:
         raise ExportError(f"the base weights in {values['base']} cannot be read ({error}): restore them") from error
-    if fingerprint(base) != values["base_fingerprint"]:
+    if base.fingerprint != values["base_fingerprint"]:
         raise ExportError(f"{values['base']} has changed since the adapters were trained: restore the original base weights")
     with torch.device("meta"):
         return AdaptedModel(base, lora, torch.float32)
@@ -235,8 +236,6 @@ def _write_beside(
     folder: Path, model: Model, source: CheckpointFiles | None, found: Checkpoint, kept: Path, dtype: torch.dtype | None
 ) -> str:
     """Writes config, generation config, tokenizer and chat template. Returns the transformers class of the model."""
-    from transformers import GenerationConfig
-
     tokenizer_files.copy(beside_weights(kept), kept, folder)
     changed: dict[str, Any] = {}
     if source is None:
@@ -252,10 +251,23 @@ def _write_beside(
     if dtype is not None:
         changed["dtype"] = str(dtype).removeprefix("torch.")
     _change(folder / "config.json", changed)
-    generates = source is None or not source.masked
-    if generates and not (folder / "generation_config.json").is_file():
-        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    if source is None or not source.masked:
+        _write_generation(folder, kept, config, model.spec.vocab_size or 0)
     return architecture
+
+
+def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) -> None:
+    """Writes the generation config if there is none, and adds the tokens that were trained as ends to those that stop it."""
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    trained = json.loads((kept / ENDS).read_text("utf-8")) if (kept / ENDS).is_file() else []
+    old = json.loads(file.read_text("utf-8")).get("eos_token_id")
+    ends = [*old] if isinstance(old, list) else [] if old is None else [old]
+    if new := [end for end in trained if end not in ends and end < vocabulary]:
+        _change(file, {"eos_token_id": [*ends, *new]})
 
 
 def _change(file: Path, changed: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
         max_length=config.max_length(ranks),
         long_documents=config.data.long_documents,
         held_out_share=config.data.held_out,
+        masked=config.masked.share is not None,
     )
 
 

@@ -42,7 +42,7 @@ class StepMetrics:
     """One line of metrics.jsonl. Counts are sums over the domain.
 
     Attributes:
-        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if it is not finite.
+        loss: mean over the valid targets of the step, or over its pairs; null in metrics.jsonl if none, or not finite.
         tokens: of all documents of the step.
         step_time_s, predicted_s: measured wall-clock time, including the wait for data, and the makespan of the plan.
         degrees: number of documents at each degree.
@@ -67,7 +67,7 @@ class StepMetrics:
         expert_imbalance, unused_experts: with a mixture of experts, tokens of a layer's busiest expert over the mean, and share
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
-        skipped: True if the weights were not updated, because loss or gradient was not finite.
+        skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
         spikes: names of loss, grad_norm or time that are far above those of the steps before; time over its prediction.
         mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
@@ -177,8 +177,9 @@ class StepMetrics:
         marked = f" spike in {', '.join(self.spikes)}" * bool(self.spikes) + " skipped" * self.skipped
         experts = "" if self.expert_imbalance is None else f"experts {self.expert_imbalance:.2f} "
         reward = "" if self.reward_margin is None else f"margin {self.reward_margin:.3f} accuracy {self.reward_accuracy:.1%} "
+        learned = f"loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f}"
         return (
-            f"step {self.step} loss {self.loss:.3f} {reward}grad_norm {self.grad_norm:.2f} lr {self.lr:.1e} "
+            f"step {self.step} {learned if self.target_tokens else 'without targets:'} lr {self.lr:.1e} "
             f"tok/s/rank {_short(self.tokens_per_s_per_rank)} {mfu}mem {format_bytes(self.peak_memory_bytes)} "
             f"degrees {degrees} {experts}balance {self.balance:.2f} gap {self.gap:.1%} {bubble}"
             f"data {self.data_wait_s / self.step_time_s:.1%} "
@@ -249,9 +250,8 @@ class MetricsLog:
 
     def write(self, metrics: StepMetrics) -> None:
         seconds = (metrics.step_time_s - metrics.data_wait_s) / metrics.predicted_s
-        metrics = replace(
-            metrics, spikes=self.spikes.of({"loss": metrics.loss, "grad_norm": metrics.grad_norm, "time": seconds})
-        )
+        learned = {"loss": metrics.loss, "grad_norm": metrics.grad_norm} if metrics.target_tokens else {}
+        metrics = replace(metrics, spikes=self.spikes.of({**learned, "time": seconds}))
         print(metrics.console(), flush=True)
         numbers = {name: None if isinstance(n, float) and not math.isfinite(n) else n for name, n in asdict(metrics).items()}
         self.stream.write(json.dumps(numbers) + "\n")

@@ -1,7 +1,8 @@
 """`model/` in a run folder: the files of a transformers checkpoint besides its weights, kept for export.
 
 For new weights only the tokenizer of the store is kept; for a checkpoint also its config, generation config, chat template and
-the names and dtypes of its tensors, as the checkpoint may be deleted before the export. Later stages of a run have their own
+the names and dtypes of its tensors, as the checkpoint may be deleted before the export; and the ids of the tokens that the data
+train as ends, at which generation stops. Later stages of a run have their own
 folders, `model-2/` and so on, because they may change RoPE.
 """
 
@@ -9,12 +10,32 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
+
 from longctx import tokenizer_files
 from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest
 from longctx.data.store import Store
-from longctx.model.checkpoint_files import DESCRIBED, small_files
+from longctx.model.checkpoint_files import DESCRIBED, ENDS, small_files
 from longctx.model.source import ModelSource
+
+SAMPLED = 32
+"""Documents of a store in which ends are looked for: so many of those with targets everywhere, and of the others."""
+
+
+def trained_ends(store: Store) -> list[int]:
+    """Returns the special tokens that are the last targets of documents: the end of a turn, or of a text."""
+    special, whole = np.ones(store.tokenizer.vocab_size, np.bool_), store.trained_tokens >= store.lengths - 1
+    special[store.tokenizer.ordinary] = False
+    found: set[int] = set()
+    for source in store.sources:
+        documents = np.arange(source.documents.start, source.documents.stop)
+        for kind in (whole[documents], ~whole[documents]):
+            for document in documents[kind][:SAMPLED].tolist():
+                tokens, trained = store.tokens(document, 0, int(store.lengths[document]))
+                last = tokens[special[tokens]][-1:] if trained.all() else tokens[trained][-1:]
+                found.update(last[special[last]].tolist())
+    return sorted(found)
 
 
 def model_folder(run: Path, stage: int) -> Path:
@@ -27,6 +48,7 @@ def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int = 
     folder = model_folder(run, stage)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")
     if source.files is not None:
         source.files.describe(folder)
     kept = tokenizer_files.find(folder)

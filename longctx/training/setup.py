@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +16,13 @@ from longctx.attention.kernels import Request, kernel_name
 from longctx.config import Config, ConfigError
 from longctx.config.rules import leaves_rank_empty
 from longctx.config.run import FLOAT8_ROWS
+from longctx.data.checkpoint import Checkpoint as CheckpointTokenizer
 from longctx.data.loader import Loader
 from longctx.data.manifest import TOKENIZER
 from longctx.data.masking import Masking
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
@@ -320,15 +322,28 @@ def longest_of(config: Config, store: Store) -> int:
 
 def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
     entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
-    way_out = f"prepare it with the tokenizer of the checkpoint (longctx prepare --tokenizer {name})"
+    own = _own_tokenizer(source.files.folder) if source.files is not None else None
+    if own is not None and not same_tokens(own, store.tokenizer.text):
+        raise UserError(
+            f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
+            f"checkpoint (longctx prepare --tokenizer {shell(name)})"
+        )
+    if embedded is not None and entries > embedded and config.masked.share is None:
+        entries = store.largest_token + 1  # only masks may be any token
     if embedded is not None and entries > embedded:
         raise UserError(
-            f"the tokenizer of {config.data.said} has {entries:,} entries, but the embedding of {name} has {embedded:,}: "
-            f"{way_out}"
+            f"token {entries - 1} of {config.data.said} ({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
+            f"{name}, which has {embedded:,} entries: remove text with it, add entries with transformers "
+            "(resize_token_embeddings), or use the tokenizer that the model was trained with"
         )
-    own = source.files.folder / TOKENIZER if source.files is not None else None
-    if own is not None and own.is_file() and not same_tokens(own.read_text("utf-8"), store.tokenizer.text):
-        raise UserError(f"{config.data.said} was prepared with another tokenizer than {name}: {way_out}")
+
+
+def _own_tokenizer(folder: Path) -> str | None:
+    """Returns the tokenizer.json of a checkpoint as transformers builds it, which may differ from the file."""
+    try:
+        return CheckpointTokenizer.load(str(folder)).tokenizer.text
+    except TokenizerError:  # it has no end of documents, or is not one for transformers
+        return (folder / TOKENIZER).read_text("utf-8") if (folder / TOKENIZER).is_file() else None
 
 
 def ulysses_degree(config: Config, spec: ModelSpec, plan: Plan, micro_batch: int) -> int:

@@ -12,7 +12,7 @@ from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.data.manifest import TOKENIZER
 from longctx.data.store import Store
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
@@ -65,7 +65,7 @@ def open_stages(config: Config) -> Iterator[tuple[Config, Store]]:
             if store.tokenizer.fingerprint != first.tokenizer.fingerprint:
                 raise UserError(
                     f"store {store.path} was made with another tokenizer than store {first.path} of stage 1: prepare it with "
-                    f"that tokenizer (`longctx prepare --tokenizer {first.path / TOKENIZER}`)"
+                    f"that tokenizer (`longctx prepare --tokenizer {shell(first.path / TOKENIZER)}`)"
                 )
         yield own, store
 

@@ -98,6 +98,8 @@ class Trainer:
     """Whether `saver.advance` would not wait."""
     skipped: int = 0
     """Number of last steps in a row without an update, because loss or gradient was not finite."""
+    base: dict[str, str] | None = None
+    """Folder and fingerprint of the checkpoint that the run began from."""
     tracer: Tracer | None = None
     attend: Attend | None = None
     """Replaces the attention of the settings, for measurements."""
@@ -145,6 +147,8 @@ class Trainer:
         source = config.model_source(store.tokenizer.vocab_size)
         trainer = cls.build(config, mesh, source)
         trainer.stage, trainer.until = stage, run.stage_ends[stage]
+        if source.files is not None:
+            trainer.base = {"folder": str(source.files.folder), "fingerprint": source.files.fingerprint}
         same_stage = resume_from is not None and resume_from.stage == stage
         found = resume_from if same_stage else None
         max_length = choose_max_length(config, mesh.world_size, found, longest_of(config, store))
@@ -245,12 +249,14 @@ class Trainer:
         domain = self._share(batch, losses, squares)
         grad_norm = norm_of(domain["squares"])
         loss = domain["loss"].sum().item() if weights.loss is None else weights.loss
-        self._count_skipped(batch, losses, loss, grad_norm)
+        if batch.target_tokens:
+            self._count_skipped(batch, losses, loss, grad_norm)
+        updates = batch.target_tokens > 0 and not self.skipped
         rate = learning_rate(batch.step, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.doing = "optimizer"
         with record_function("optimizer"), self.clock.span(OPTIMIZER):
-            if not self.skipped:
+            if updates:
                 clip_gradients(self.model.parameters(), self.config.optimizer.clip_grad_norm, grad_norm)
                 self.optimizer.step()
                 self.balance.move_biases()
@@ -262,7 +268,7 @@ class Trainer:
         self.stopping, self.written = bool(domain["stop"].any()), bool(domain["written"].all())
         seconds = time.perf_counter() - started
         metrics = StepMetrics.of(batch, domain, grad_norm, rate, seconds, self._utilisation(batch, seconds))
-        return replace(metrics, loss=loss, skipped=bool(self.skipped), **weights.reported)
+        return replace(metrics, loss=loss if batch.target_tokens else math.nan, skipped=not updates, **weights.reported)
 
     def save(self, *, wait: bool = True) -> Path:
         """Writes a checkpoint of the current step, after a check of copies. Returns its folder. Collective.
@@ -273,6 +279,7 @@ class Trainer:
         if self.steps_done % agreement.EVERY:  # otherwise the step has compared them
             agreement.require_same_copies(self.model, self.steps_done, self.mesh.control)
         state = {"step": self.steps_done, "data": self.loader.state_dict(), "model": self.model.describe(), "stage": self.stage}
+        state["base"] = self.base
         folder = self.saver.start(self.model, self.optimizer, state)
         if wait:
             self.saver.finish()
@@ -478,6 +485,12 @@ class Trainer:
         different = model.differences(found.state["model"])
         if different:
             raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
+        began = found.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
+        if began and self.base and began["fingerprint"] != self.base["fingerprint"] and Path(began["folder"]).is_dir():
+            raise CheckpointError(
+                f"{found.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
+                f"{self.base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
+            )
         data = found.state["data"]
         self.loader.load_state_dict(data) if stage == self.stage else self.loader.begin_stage(data)
         self.steps_done = found.step

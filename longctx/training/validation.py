@@ -18,7 +18,7 @@ from longctx.data.masking import Masking
 from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece, Sampler, held_out
 from longctx.data.store import Store
-from longctx.errors import UserError
+from longctx.errors import UserError, shell
 from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
 from longctx.training.loss import log_probabilities
@@ -142,7 +142,7 @@ def documents_apart(config: Config, training: Store, max_length: int) -> Documen
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
             f"eval.store {config.eval.store} was made with another tokenizer than {config.data.said}: prepare it "
-            f"with the same tokenizer (`longctx prepare --tokenizer {training.path}/tokenizer.json`)"
+            f"with the same tokenizer (`longctx prepare --tokenizer {shell(training.path / 'tokenizer.json')}`)"
         )
     return Documents.choose(config, store, max_length, config.eval.documents)
 
