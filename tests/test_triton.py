@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from longctx.planning.layout import Placement
 from tests.attention_cases import Case, gather, run_case
 from tests.workers import Workers
 
-pytest.importorskip("triton")
+OutOfResources = pytest.importorskip("triton").OutOfResources
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and version("triton").startswith("3.6."):
@@ -273,3 +275,32 @@ def test_it_compiles_for_gpus(options: tuple[str, ...], repository: Path) -> Non
     lines = list(csv.DictReader(done.stdout.splitlines()))
     assert {line["program"] for line in lines} == {"forward", "dq", "dkv"}
     assert all(int(line["spilled"]) <= 300 and 0 < int(line["shared"]) <= int(line["shared_limit"]) for line in lines), lines
+
+
+def test_a_program_that_does_not_fit_gets_fewer_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of Triton may need more shared memory. Stages change no result; a program that never fits is an error."""
+    monkeypatch.setattr(triton, "_fewer_stages", {})
+    monkeypatch.setattr(triton._Run, "blocks", lambda run, program: triton.BLOCKS[program, 64])
+    tried: list[int] = []
+
+    class Program:
+        def __init__(self, fits: int) -> None:
+            self.fits = fits
+
+        def __getitem__(self, grid: Any) -> Any:
+            def launched(*arguments: Any, num_stages: int, **named: Any) -> None:
+                tried.append(num_stages)
+                if num_stages > self.fits:
+                    raise OutOfResources(2, 1, "shared memory")
+
+            return launched
+
+    q = torch.zeros(4, 2, 64)
+    run = triton._Run(q, q, q, (Segment(0, 4, 0, 4, None, 0),), 1.0, 0.0)
+    device = SimpleNamespace(OutOfResources=OutOfResources)
+    run.device_code = SimpleNamespace(triton=device, forward_kernel=Program(1), dq_kernel=Program(0))  # type: ignore[assignment]
+    for _ in range(2):
+        run.launch("forward", run.tiles("forward"), 2, (q,))
+    assert tried == [3, 2, 1, 1]
+    with pytest.raises(OutOfResources):
+        run.launch("dq", run.tiles("dq"), 2, (q,))

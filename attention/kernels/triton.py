@@ -67,6 +67,9 @@ Chosen by Triton's resource usage for Hopper (`tests/triton_resources.py`), not 
 in registers, with as many stages as shared memory holds. They are fixed because autotuning would break reproducibility.
 """
 
+_fewer_stages: dict[tuple[Any, ...], int] = {}
+"""Stages of programs that need more shared memory with another version of Triton than with the one that chose their blocks."""
+
 SMALL_BLOCKS = {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 1), 256: Blocks(32, 32, 4, 1)}
 """Blocks for other GPUs, by head size, for all programs: they fit in 99 KiB."""
 
@@ -185,10 +188,18 @@ class _Run:
         programs = tiles.table.shape[0] * heads
         if not programs:
             return
-        blocks = self.blocks(program)
+        blocks, key = self.blocks(program), (program, self.element_size, *self.constants.values())
         kernel = getattr(self.device_code, f"{program}_kernel")
         with torch.cuda.device_of(arguments[0]):
-            kernel[(programs,)](*arguments, **self.constants, **blocks.sides(program), **blocks.options)
+            while True:
+                blocks = blocks._replace(stages=_fewer_stages.get(key, blocks.stages))
+                try:
+                    kernel[(programs,)](*arguments, **self.constants, **blocks.sides(program), **blocks.options)
+                    return
+                except self.device_code.triton.OutOfResources:
+                    if blocks.stages == 1:
+                        raise
+                    _fewer_stages[key] = blocks.stages - 1
 
 
 def choose_blocks(program: str, element_size: int, widest: int, shared_memory: int) -> Blocks:
