@@ -25,9 +25,8 @@ from longctx.data.left_out import left_out
 from longctx.data.markup import Markup, Spans
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_FIRST, _MARKS = 0xE000, 6400  # Unicode's private-use characters of two bytes
-_MARK = re.compile("[\ue000-\uf8ff]")
-OUTLINES = 4096  # maximum number of cached sequences of roles
+_FIRST, _MARKS = 0x100000, 6400  # private-use characters that fonts and texts hardly use
+_MARK = re.compile("[\U00100000-\U001018ff]")
 _TEXTS = ("content", "reasoning_content", "thinking", "reasoning")
 
 WAY_OUT = (
@@ -48,16 +47,6 @@ class Rendered:
     text: str
     spans: Spans | None
     left_out: Collection[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """Texts that a template puts around contents; and for each assistant turn, the offset of its start in the text before its
-    content and of its end in the text after it."""
-
-    around: list[str]
-    heads: dict[int, int]
-    tails: dict[int, int]
 
 
 class Template:
@@ -86,7 +75,6 @@ class Template:
         self._train_on = train_on
         self._takes_text: dict[bool, bool] = {}
         self._prompts: dict[tuple[str, bool, bool], str] = {}
-        self._outlines: dict[tuple[str, ...], _Outline | None] = {}
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None, first_trained: int = 0, without_loss: Collection[int] = ()
@@ -184,52 +172,9 @@ class Template:
     def _turns(
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
     ) -> list[tuple[int, int]]:
-        spans = self._by_outline(whole, messages, tools, turns) or self._between_marks(whole, messages, tools, turns)
+        spans = self._between_marks(whole, messages, tools, turns)
         spans = spans or self._between_marks(whole, messages, tools, turns, empty=False)
         return spans or [self._between_prefixes(whole, messages, tools, turn) for turn in turns]
-
-    def _by_outline(
-        self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int]
-    ) -> list[tuple[int, int]] | None:
-        """Returns the spans of the turns by the outline of another conversation with the same roles; None if it does not fit.
-
-        The outline's texts, joined with the contents, must equal the whole.
-        """
-        if tools or any(message.keys() != {"role", "content"} or not message["content"].strip() for message in messages):
-            return None
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._outlines:
-            if len(self._outlines) >= OUTLINES:
-                self._outlines.clear()
-            self._outlines[roles] = self._outline(roles)
-        outline = self._outlines[roles]
-        if outline is None:
-            return None
-        for contents in ([m["content"] for m in messages], [m["content"].strip() for m in messages]):
-            texts = [text for pair in zip(outline.around, contents, strict=False) for text in pair] + [outline.around[-1]]
-            if "".join(texts) == whole:
-                places = [0, *accumulate(map(len, texts))]  # text k is at places[k]
-                return [(places[2 * turn] + outline.heads[turn], places[2 * turn + 2] + outline.tails[turn]) for turn in turns]
-        return None
-
-    def _outline(self, roles: Sequence[str]) -> "_Outline | None":
-        messages = [{"role": role, "content": "content"} for role in roles]
-        turns = [number for number, role in enumerate(roles) if role == "assistant"]
-        try:
-            whole = self._text(messages, None)
-            spans = self._between_marks(whole, messages, None, turns)
-            marked = self._text([_marked(message, number) for number, message in enumerate(messages)], None)
-        except ChatError:
-            return None
-        texts = _MARK.split(marked)
-        if spans is None or _MARK.findall(marked) != [
-            chr(_FIRST + number % _MARKS) for number in range(len(roles)) for _ in "ab"
-        ]:
-            return None
-        places = [0, *accumulate(map(len, texts))]
-        heads = {turn: start - places[2 * turn] for turn, (start, _) in zip(turns, spans, strict=True)}
-        tails = {turn: stop - places[2 * turn + 2] for turn, (_, stop) in zip(turns, spans, strict=True)}
-        return _Outline(texts[::2], heads, tails)
 
     def _between_marks(
         self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turns: Sequence[int], *, empty: bool = True

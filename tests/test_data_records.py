@@ -41,8 +41,9 @@ def made(folder: Path, records: list[dict[str, Any]], suffix: str = "jsonl", **o
 
 
 def learnt(store: Store, document: int = 0) -> str:
+    """Returns the text with loss, without the end of the document, which ChatML as text trains after a trained last answer."""
     _, labels = store.read(document, 0, int(store.lengths[document]))
-    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL)
+    return store.tokenizer.decode(label for label in labels.tolist() if label != IGNORED_LABEL).removesuffix("\n<|endoftext|>")
 
 
 def flagged(flag: dict[str, Any], kind: str) -> dict[str, Any]:
