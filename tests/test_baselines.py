@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.baselines.flexsp import _even_cuts
-from longctx.comparison.baselines.groups import packs
 from longctx.comparison.mixes import load_mix
-from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
+from longctx.planning.planners.static import best_fit
 from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -38,8 +37,7 @@ def test_every_plan_is_sound(name: str, ranks: int, lengths: list[int]) -> None:
     check_plan(plan)
     assert plan.lengths == tuple(lengths)
     assert plan.makespan_s >= plan.lower_bound_s
-    if name not in ("bytescale", "fcp"):
-        assert all(is_power_of_two(degree) or degree == ranks for degree in plan.degrees)
+    assert all(is_power_of_two(degree) or degree == ranks for degree in plan.degrees)
 
 
 @pytest.mark.parametrize("name", OURS_TO_READ)
@@ -88,14 +86,6 @@ def test_powers_of_two_do_not_hold_what_six_ranks_do() -> None:
 def test_an_unknown_baseline_is_refused() -> None:
     with pytest.raises(PlanError, match="unknown baseline 'magic': choose one of plain-static, megatron-main"):
         plan_baseline("magic", [5], ranks=1, tokens_per_rank=8, profile=H100)
-
-
-def test_bytescale_takes_the_fewest_ranks_and_packs_the_rest() -> None:
-    lengths = [40_000, 17_000, 9_000, 7_000, 3_000, 16_000]
-    plan = plan_baseline("bytescale", lengths, ranks=8, tokens_per_rank=16384, profile=H100)
-    degree = {p.document: p.degree for mb in plan.micro_batches for p in mb}
-    assert [degree[i] for i in range(6)] == least_degrees(np.array(lengths), 8, 16384).tolist() == [3, 2, 1, 1, 1, 1]
-    assert len(plan.micro_batches) == 1
 
 
 def test_fixed_static_takes_the_smallest_power_of_two_that_divides_the_ranks() -> None:
@@ -167,7 +157,7 @@ def test_invalid_fixed_degrees_are_refused(degree: int, message: str) -> None:
 
 
 def test_best_fit_takes_the_fullest_pack_with_room() -> None:
-    assert packs(np.arange(4), np.array([6, 5, 4, 5]), 10) == [[0, 2], [1, 3]]
+    assert best_fit(np.array([6, 5, 4, 5]), 10).tolist() == [0, 1, 0, 1]
 
 
 @settings(max_examples=100, deadline=None)
@@ -192,19 +182,3 @@ def test_auto_is_ahead_of_every_baseline_where_documents_are_many() -> None:
     auto = make_plan(lengths, ranks=16, tokens_per_rank=16384, profile=H100)
     for name in OURS_TO_READ:
         assert auto.makespan_s < plan_baseline(name, lengths, ranks=16, tokens_per_rank=16384, profile=H100).makespan_s, name
-
-
-def test_fcp_fills_wide_groups_with_short_documents() -> None:
-    """A document that needs three ranks shares them with a short one; degrees need not be powers of two."""
-    lengths = [3 * 4096 - 500, 400, 4096, 4096]
-    plan = plan_baseline("fcp", lengths, ranks=3, tokens_per_rank=4096, profile=H100)
-    groups = [{(each.first_rank, each.degree) for each in row if each.document in (0, 1)} for row in plan.micro_batches]
-    assert [group for group in groups if group] == [{(0, 3)}]
-
-
-def test_flashcp_keeps_short_documents_whole() -> None:
-    """Two ranks: the long document is split, and the two short ones stand whole on one rank each."""
-    plan = plan_baseline("flashcp", [8000, 1000, 1000], ranks=2, tokens_per_rank=8192, profile=H100)
-    placements = {placement.document: placement for row in plan.micro_batches for placement in row}
-    assert placements[0].degree == 2
-    assert {(placements[i].first_rank, placements[i].degree) for i in (1, 2)} == {(0, 1), (1, 1)}

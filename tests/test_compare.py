@@ -248,7 +248,6 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
         "plain static",
         "Megatron dev",
         "FlexSP-like",
-        "ByteScale-like",
         "bound for any plan",
     ):
         assert title in out

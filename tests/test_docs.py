@@ -277,8 +277,7 @@ def test_no_text_names_the_registrys_package_or_an_address_that_does_not_exist()
 
 
 RESULTS = ["mix", "ranks", "documents", "fixed", "auto", "without barriers", "over best static", "bins", "best static"]
-RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "ByteScale-like", "FCP-like"]
-RESULTS += ["FlashCP-like", "limit"]
+RESULTS += ["plain static", "Megatron main", "Megatron dev", "FlexSP-like", "limit"]
 """The first columns of bench/results/plan.md; documents are per rank."""
 
 
@@ -290,8 +289,7 @@ def results() -> list[dict[str, str]]:
     return [dict(zip(RESULTS, row[: len(RESULTS)], strict=True)) for row in rows]
 
 
-COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "ByteScale-like", "FCP-like"]
-COLUMNS += ["FlashCP-like", "Megatron dev", "Megatron main", "limit"]
+COLUMNS = ["auto", "without barriers", "over best static", "bins", "FlexSP-like", "Megatron dev", "Megatron main", "limit"]
 
 
 def test_modelled_speedups_are_those_of_the_benchmark() -> None:

@@ -154,12 +154,10 @@ def test_documents_of_a_million_tokens_have_micro_batches_as_long_as_they_need(m
     assert make_plan(lengths, ranks=128, tokens_per_rank=16384, profile=H100).gap < most
 
 
-def test_auto_is_not_behind_least_degrees_where_the_budget_is_tight() -> None:
-    """With 4,096 tokens per rank most documents of this mix need two ranks; auto was once 1.3 % slower than minimum degrees."""
+def test_auto_is_near_the_lower_bound_where_the_budget_is_tight() -> None:
+    """With 4,096 tokens per rank most documents of this mix need two ranks; minimum degrees are 22 % above the bound."""
     lengths = load_mix("wlb_128k").draw(256, 0)
-    auto = make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100)
-    bytescale = plan_baseline("bytescale", lengths, ranks=64, tokens_per_rank=4096, profile=H100)
-    assert auto.makespan_s < 0.96 * bytescale.makespan_s
+    assert make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100).gap < 0.1
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from longctx.comparison.baselines.bytescale import place_bytescale
-from longctx.comparison.baselines.fcp import place_fcp
 from longctx.comparison.baselines.fixed_static import check_fixed_degree, place_fixed_static
-from longctx.comparison.baselines.flashcp import place_flashcp
 from longctx.comparison.baselines.flexsp import place_flexsp
 from longctx.comparison.baselines.megatron_dev_branch import place_megatron_dev
 from longctx.comparison.baselines.megatron_main_branch import MissingBaseline, load_scheduler, place_megatron_main
@@ -69,24 +66,6 @@ BASELINES: dict[str, Baseline] = {
         "power-of-two groups that finish first. A bisection with greedy placement replaces its integer program, whose plans "
         "are between 6 % faster and 18 % slower.",
         place_flexsp,
-    ),
-    "bytescale": Baseline(
-        "ByteScale-like",
-        "Our reading of ByteScale (SIGCOMM 2025): ⌈length / budget⌉ ranks for a long document, short ones packed by best fit, "
-        "units of similar time in the same micro-batch. Not modelled: its offloading, and ranks that run ahead of each other.",
-        place_bytescale,
-    ),
-    "fcp": Baseline(
-        "FCP-like",
-        "Our reading of FCP (arXiv 2602.21788): documents packed into groups by memory, whose ranks, of any number, are then "
-        "divided so that the slowest group finishes first. A bisection replaces its dynamic program.",
-        place_fcp,
-    ),
-    "flashcp": Baseline(
-        "FlashCP-like",
-        "Our reading of FlashCP (arXiv 2606.08476): packs of fixed static at the best degree of the step, in which documents "
-        "are split over the group or whole on a rank of it. Trying several numbers of split documents replaces its heuristic.",
-        place_flashcp,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Helpers of the baselines: powers of two, packing, and assignment of documents to neighboring groups of ranks."""
+"""Helpers of the baselines: powers of two, and assignment of documents to neighboring groups of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,6 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.static import best_fit
 from longctx.planning.stages import staged
 
 
@@ -31,12 +30,6 @@ class Group:
 def powers_of_two(ranks: int) -> list[int]:
     """Returns 1, 2, 4, … up to `ranks`."""
     return [1 << i for i in range(ranks.bit_length())]
-
-
-def packs(documents: Integers, tokens: Integers, capacity: int) -> list[list[int]]:
-    """Packs documents by `tokens` [documents], longest first, each into the fullest pack with room (best-fit decreasing)."""
-    pack = best_fit(tokens, capacity)
-    return [documents[pack == number].tolist() for number in range(int(pack.max(initial=-1)) + 1)]
 
 
 def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:

@@ -7,9 +7,10 @@ for all steps and pack in the order drawn (`fixed_static.py`), so this is strong
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, fastest, packs, powers_of_two, stand_in_rows, too_long
+from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, stand_in_rows, too_long
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.planners.static import best_fit
 
 
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
@@ -19,7 +20,8 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         tokens = largest_shards(lengths, np.full_like(lengths, degree))
         if int(tokens.max()) > tokens_per_rank:
             continue
-        packed = [Group(degree, documents=pack) for pack in packs(np.arange(len(lengths)), tokens, tokens_per_rank)]
+        pack = best_fit(tokens, tokens_per_rank)
+        packed = [Group(degree, documents=np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
         groups = ranks // degree
         rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
         plans.append(stand_in_rows(rows, lengths))

@@ -22,9 +22,6 @@ LOOKS = {
     "megatron-main": ("#cf4b3e", "v"),
     "megatron-dev": ("#e8833a", "^"),
     "flexsp": ("#932f5e", "D"),
-    "bytescale": ("#c79a1e", "P"),
-    "fcp": ("#5a8f3c", "<"),
-    "flashcp": ("#2a9d8f", ">"),
 }
 """Colour and marker of every planner."""
 AXES = {"ranks": "ranks", "tokens_per_rank": "tokens per rank", "max_length": "longest document in tokens"}
