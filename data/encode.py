@@ -123,10 +123,12 @@ class Encoder:
 
     def _templated(self, document: Document, rendered: Rendered, marked: Marked) -> Row:
         assert self.markup is not None
+        end = self._end[: rendered.unended]
+        tokens, trained = np.append(marked.tokens, end), np.append(marked.trained, np.ones(len(end), np.bool_))
         return Row(
             document,
-            marked.tokens,
-            None if rendered.spans is None else marked.trained,
+            tokens,
+            None if rendered.spans is None else trained,
             marked.characters,
             marked.lost,
             any(map(self.markup.spells_special_tokens, leaves([document.messages, document.tools]))),

@@ -123,8 +123,12 @@ def prepare(
         settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
     if checkpoint is not None and templates is not None:
         settings["template"] = [[key, text] for key, text in templates.items()], dict(checkpoint.variables), checkpoint.ends
-    # Earlier versions trained no end of such conversations.
-    ends = {"end": True} if templates is None and (given is None or ChatML(given).ends_as_text) and train_on != "all" else {}
+    markup = template = None
+    if checkpoint is not None and templates is not None:
+        markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
+        template = Template(templates, checkpoint.variables, markup, checkpoint.ends, train_on)
+    late_end = template.ends_no_turn if template is not None else given is None or ChatML(given).ends_as_text
+    ends = {"end": True} if late_end and train_on != "all" else {}  # earlier versions trained no end of such conversations
     request = {"version": VERSION, "source": source, "tokenizer": choice, **settings}
     requests = {False: _digest(request), True: _digest({**request, **ends})}
     progress("reading the source", 1)
@@ -136,7 +140,10 @@ def prepare(
             _check_covered(used, corpus)
         if checkpoint is not None:
             _copy_files(folder / TOKENIZER_FILES, checkpoint, templates)
-        encoder = _encoder(used, checkpoint, templates, train_on, max_length, workers)
+        begin = np.zeros(0, used.dtype) if checkpoint is None else checkpoint.begin
+        encoder = Encoder(
+            used, begin, markup=markup, template=template, train_on=train_on, max_length=max_length, workers=workers
+        )
         found = Found()
         parts = write_parts(folder, corpus, encoder, found, progress=progress)
         _check_targets(corpus, found, parts, max_length)
@@ -415,22 +422,6 @@ def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] 
         return name
     marked = all(map(marks_generation, templates.values()))
     return f"{name}; turns to train on are found by {'its generation marks' if marked else 'rendering with and without them'}"
-
-
-def _encoder(
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint | None,
-    templates: Mapping[bool, str] | None,
-    train_on: str,
-    max_length: int | None,
-    workers: int | None,
-) -> Encoder:
-    begin = np.zeros(0, tokenizer.dtype) if checkpoint is None else checkpoint.begin
-    encoder = Encoder(tokenizer, begin, train_on=train_on, max_length=max_length, workers=workers)
-    if checkpoint is not None and templates is not None:
-        encoder.markup = Markup(tokenizer.text, tokenizer.dtype)
-        encoder.template = Template(templates, checkpoint.variables, encoder.markup, checkpoint.ends, train_on)
-    return encoder
 
 
 def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:

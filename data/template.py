@@ -42,11 +42,15 @@ def marks_generation(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out."""
+    """Text of a conversation, its spans to train on (None: all of it), and names of what the template leaves out.
+
+    `unended`: the text ends with a trained turn that the template does not end: the end of the document has to be learnt.
+    """
 
     text: str
     spans: Spans | None
     left_out: Collection[str] = ()
+    unended: bool = False
 
 
 class Template:
@@ -99,7 +103,12 @@ class Template:
         if self._train_on == "all":
             return Rendered(text, None, missing)
         if not marks:
-            return Rendered(text, self._turns(text, messages, tools, turns), missing)
+            spans = self._turns(text, messages, tools, turns)
+            start, stop = spans[-1]
+            ended = text[stop:].strip() or self._markup.spells_special_tokens(self._markup.pieces(text.rstrip())[-1])
+            if ended or not self.ends_no_turn:
+                return Rendered(text, spans, missing)
+            return Rendered(text, [*spans[:-1], (start, len(text))], missing, unended=True)
         spans = sorted((start, stop) for start, stop in spans if start < stop)
         if len(turns) < sum(message["role"] == "assistant" for message in messages):  # the other turns are not trained on
             trained = self._turns(text, messages, tools, turns)
@@ -237,9 +246,15 @@ class Template:
 
     def _tail(self, after: str) -> int | None:
         """Returns the length of the template's text after a turn that is generated."""
-        if self._stop is not None and self._stop in after:
+        if self._stop and self._stop in after:
             return after.index(self._stop) + len(self._stop)
-        return min((after.index(end) + len(end) for end in self._ends if end in after), default=None)
+        none = 0 if self._stop == "" else None
+        return min((after.index(end) + len(end) for end in self._ends if end in after), default=none)
+
+    @property
+    def ends_no_turn(self) -> bool:
+        """Whether no text of the template ends every turn: only the last one ends, or none."""
+        return self._stop == "" and not any(map(marks_generation, self._texts.values()))
 
     @cached_property
     def _generation_prompt(self) -> str:

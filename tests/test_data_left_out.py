@@ -303,7 +303,10 @@ def test_a_call_is_learnt_to_its_end_where_turns_have_none(checkpoints: dict[str
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     messages = [*asked({}), {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}]
-    assert learnt(made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template)) == "<call>add</call>It is 5."
+    assert (
+        learnt(made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], template))
+        == "<call>add</call>It is 5.<|im_end|>"
+    )
 
 
 # --- roles

@@ -124,6 +124,25 @@ def test_a_template_that_looks_at_contents_is_split_by_prefixes(checkpoints: dic
     assert (store.path / "tokenizer" / "chat_template.jinja").read_text() == (tmp_path / "long.jinja").read_text()
 
 
+@pytest.mark.parametrize(
+    ("end", "learnt"),
+    [
+        ("{% if loop.last %}<|im_end|>{% else %}\n{% endif %}", "twofour<|im_end|>"),
+        ("{% if loop.last %}<|im_end|>{% else %}<|im_start|>{% endif %}", "twofour<|im_end|>"),
+        ("", "twofour<|im_end|>"),
+        ("\n", "twofour\n<|im_end|>"),
+    ],
+    ids=["last turn only", "another special token", "nothing", "white space"],
+)
+def test_generation_stops_whatever_ends_a_turn(checkpoints: dict[str, Path], tmp_path: Path, end: str, learnt: str) -> None:
+    """Where a template does not end every turn, the end of the last one is learnt, or else that of the document."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}" + end + "{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (tmp_path / "ends.jinja").write_text(template + prompt)
+    store = remade(checkpoints, tmp_path, [TWO_TURNS], chat_template=str(tmp_path / "ends.jinja"))
+    assert learnt_text(store) == learnt
+
+
 def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """The template begins with the length of the whole conversation, and writes the length of each content."""
     text = "{{ messages|length }}" + SMOLLM2.replace("message['content'] +", "message['content'] ~ message['content']|length +")
