@@ -49,7 +49,7 @@ SPLITS = {
 }
 """Split by the word in the path of a file of records, as `datasets` has it."""
 _SPLIT = re.compile(rf"(?<![^\W_])({'|'.join(SPLITS)})(?![^\W\d_])", re.IGNORECASE)
-_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?)\b", re.IGNORECASE)
+_ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|requirements)\b", re.IGNORECASE)
 
 
 @dataclass
@@ -176,11 +176,13 @@ def open_corpus(source: str, *, text_column: str | None = None, split: str | Non
             raise CorpusError(f"the source of Python's standard library is not in {root}: give another --source")
         return Corpus(source, STANDARD_LIBRARY, root, tuple(library), text_column)
     path, not_read = Path(source), Counter[str]()
+    if split is not None and (as_text or not path.is_dir()):
+        raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one file, or is read as text; omit --split")
     if path.is_file():
         if not (as_text or path.suffix.lower() in READERS or path.suffix.lower() in TEXT_ENDINGS):
             raise CorpusError(
                 f"{path} is read neither as records ({', '.join(READERS)}) nor as text (such as .txt, .md, .py) by its ending: "
-                "rename it, or give --as-text to read it as one text"
+                "rename it (a compressed file: decompress it), or give --as-text to read it as one text"
             )
         return Corpus(source, "files", path.parent, (path,), text_column, as_text=as_text)
     if not path.is_dir():
@@ -210,18 +212,20 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
     """Returns the files to read: texts by their endings, and the records of one split. Counts the others in `not_read`."""
     split_of: dict[Path, str] = {}
     for file in files:
-        if file.suffix.lower() in READERS and not _ABOUT.match(file.name):
-            word = _SPLIT.search(str(file.relative_to(root)))
-            split_of[file] = SPLITS[word[1].lower()] if word else "train"
+        if file.suffix.lower() in READERS and not file.stem.lower().startswith("dataset_info"):
+            words = _SPLIT.findall(str(file.relative_to(root)))
+            split_of[file] = SPLITS[words[-1].lower()] if words else "train"
     splits = sorted(set(split_of.values()))
     chosen = _chosen(source, split, splits) if len(splits) > 1 or split is not None else "".join(splits)
     read = []
     for file in files:
         if split_of.get(file, chosen) != chosen:
             not_read[f"split {split_of[file]}"] += 1
-        elif split_of and _ABOUT.match(file.name):
-            not_read[f"{file.name} beside records"] += 1
-        elif file in split_of or file.suffix.lower() in TEXT_ENDINGS:
+        elif file in split_of:
+            read.append(file)
+        elif split_of and (file.suffix.lower() not in (".txt", ".text", ".md") or _ABOUT.match(file.name)):
+            not_read[f"{file.name if _ABOUT.match(file.name) or not file.suffix else file.suffix} beside records"] += 1
+        elif file.suffix.lower() in TEXT_ENDINGS:
             read.append(file)
         else:
             not_read[f"ending {file.suffix.lower()}" if file.suffix else "no ending"] += 1
@@ -230,7 +234,8 @@ def _records_and_texts(source: str, root: Path, files: list[Path], split: str | 
 
 def _chosen(source: str, split: str | None, splits: Iterable[str]) -> str:
     """Returns the split to read. Raises CorpusError if there is none of that name."""
-    name = "train" if split is None else SPLITS.get(split.lower(), split)
+    name = split or "train"
+    name = name if name in splits else SPLITS.get(name.lower(), name)
     if name not in splits:
         raise CorpusError(f"source {source!r} has no split {name!r}: choose one with --split, {' or '.join(splits) or 'none'}")
     return name

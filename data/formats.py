@@ -168,13 +168,15 @@ def _conversations(
             raise FormatError(f"`{key}` is not supported: {way_out}")
     read_anew = any(map(record.get, ["history", "functions", *["system"] * (kind == "messages")]))
     if kind == PAIRS:
-        used, sides = {*SIDES, "prompt"}, _pair(record)
+        asked = next((key for key in ("prompt", "conversations", "instruction") if record.get(key)), "prompt")
+        prompt = _instruction(record) if asked == "instruction" else record.get(asked)
+        used, sides = {*SIDES, asked, *["input"] * (asked == "instruction")}, _pair({**record, "prompt": prompt})
     else:
         messages, first, used = _conversation(record, kind)
         sides = [(messages, first)]
         for key in KTO:
             mark = str(record.get(key)).lower().removesuffix(".0")
-            if mark in ("false", "0", "1"):
+            if mark in ("false", "0", "1", "-1", "no", "bad", "negative", "rejected", "undesirable"):
                 raise FormatError(
                     f"`{key}` is {record[key]!r}, which may mark a bad answer: remove the record, unless it is true"
                 )
@@ -272,7 +274,7 @@ def _detect(present: Collection[str], names: Collection[str], text_column: str |
     raise FormatError(
         f"has neither {text_column or 'text'!r} nor messages, conversations, prompt and completion, instruction and output, or "
         "chosen and rejected, "
-        f"only {', '.join(names) or 'nothing'}: name the text column with --text-column"
+        f"only {', '.join(names) or 'nothing'}: name the text column with --text-column, or rename the keys of a conversation"
     )
 
 
@@ -282,19 +284,21 @@ def _conversation(record: dict[str, Any], kind: str) -> tuple[list[Message], int
         return parse_messages(record["messages"]), 0, {"messages"}
     if kind == "conversations":
         return _sharegpt(record["conversations"]), 0, {"conversations"}
-    answer = next(key for key in ("completion", "output", "response") if record.get(key) is not None)
+    answer = next(key for _, key in FORMATS[kind] if record.get(key) is not None)
     if kind == "instruction-output":
-        asked = _text(record, "instruction")
-        if record.get("input"):
-            asked = f"{asked}\n\n{_text(record, 'input')}"
         answered = {"role": "assistant", "content": _text(record, answer)}
         used = {"instruction", "input", "history", answer}
-        return [*_history(record), {"role": "user", "content": asked}, answered], 0, used
+        return [*_history(record), {"role": "user", "content": _instruction(record)}, answered], 0, used
     if isinstance(record["prompt"], str) and isinstance(record[answer], str):
         prompt, used = [*_history(record), {"role": "user", "content": record["prompt"]}], {"prompt", "history", answer}
         return [*prompt, {"role": "assistant", "content": record[answer]}], len(prompt) if len(prompt) > 1 else 0, used
     prompt, completion = _messages(record, "prompt", "user"), _messages(record, answer, "assistant")
     return [*prompt, *completion], len(prompt), {"prompt", answer}
+
+
+def _instruction(record: dict[str, Any]) -> str:
+    asked = _text(record, "instruction")
+    return f"{asked}\n\n{_text(record, 'input')}" if record.get("input") else asked
 
 
 def _history(record: dict[str, Any]) -> list[Message]:
@@ -336,8 +340,12 @@ def _says_something(message: Message) -> bool:
 
 
 def _messages(record: dict[str, Any], key: str, role: str) -> list[Message]:
-    """Returns a list of messages; a text becomes one message with this role."""
-    return [{"role": role, "content": record[key]}] if isinstance(record[key], str) else parse_messages(record[key], key)
+    """Returns a list of messages, of ShareGPT too; a text becomes one message with this role."""
+    value = [record[key]] if isinstance(record[key], dict) else record[key]
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    shares = isinstance(value, list) and value and isinstance(value[0], dict) and "from" in value[0]
+    return _sharegpt(value) if shares else parse_messages(value, key)
 
 
 def _message(index: int, item: Any, content_key: str = "content") -> Message:
@@ -350,7 +358,8 @@ def _message(index: int, item: Any, content_key: str = "content") -> Message:
     if isinstance(content, list):
         content = message["content"] = _joined(index, content)
     if role.lower() in CALLS and isinstance(content, str):
-        message["tool_calls"] = [json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)]
+        calls = json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
     elif message.get("function_call") and not message.get("tool_calls"):
         message["tool_calls"] = [message.pop("function_call")]
     calls = message.get("tool_calls")
@@ -393,6 +402,7 @@ def parse_arguments(where: str, arguments: Any) -> Any:
 
 
 def _sharegpt(value: Any) -> list[Message]:
+    value = json_in("`conversations`", value) if isinstance(value, str) else value
     if not isinstance(value, list) or not value:
         raise ChatError("`conversations` must be a list with at least one message")
     messages: list[Message] = []

@@ -82,9 +82,19 @@ def _parts(messages: Sequence[Message], tools: list[Any] | None) -> Iterator[tup
                 yield index, f"content of {message['role']} messages", answer
             elif key == "tool_calls":
                 yield from ((index, key, part) for call in value for part in _texts(call["function"]))
+                # They may stand elsewhere by chance, so they do not show that the message is there.
+                yield from ((-1, key, part) for call in value for part in _values(call["function"]["arguments"]))
                 yield from ((index, "tool_calls.id", part) for call in value for part in _texts(call.get("id")))
-            elif key != "role" and value:
+            elif key != "role" and value not in ("", [], {}):
                 yield from ((index, key, part) for part in list(leaves(value)) or [json.dumps(value, default=str)])
+
+
+def _values(arguments: Any) -> Iterator[str]:
+    """Yields the names and numbers of the arguments of a tool call."""
+    if isinstance(arguments, dict):
+        yield from chain(arguments, *map(_values, arguments.values()))
+    elif isinstance(arguments, int | float) and not isinstance(arguments, bool):
+        yield json.dumps(arguments)
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -5,6 +5,8 @@ Every reader yields the documents of record after record (see `longctx.data.form
 
 import csv
 import io
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,8 @@ from longctx.data.chat import ChatError
 from longctx.data.formats import Document, FormatError, columns_of, parse_json, parse_record, without_nulls
 from longctx.errors import UserError, brief
 
+LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completion", "response", "history")
+"""Columns of CSV whose cells may be lists in JSON."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -97,18 +101,24 @@ def _read_csv(file: Path, name: str, column: str | None) -> Iterator[list[Docume
         rows: list[dict[str, Any]] = list(table)
     except csv.Error as error:
         raise CorpusError(f"{file}, line {table.line_num}: not CSV: {error}") from error
-    _columns(list(table.fieldnames or ()), column, str(file))
+    names = list(table.fieldnames or ())
+    if len(set(names)) < len(names) or (len(names) == 1 and re.search("[;\t]", names[0])):
+        rule = "columns must have different names, and be separated by commas (.tsv: by tabs)"
+        raise CorpusError(f"{file} has the columns {', '.join(names)}: {rule}")
+    _columns(names, column, str(file))
     for number, row in enumerate(rows):
         if None in row or None in row.values():
-            raise CorpusError(f"{file}, row {number}: it must have {len(table.fieldnames or ())} cells, as the header has")
-        if "weight" in row:
-            row["weight"] = _number(row["weight"])
+            raise CorpusError(f"{file}, row {number}: it must have {len(names)} cells, as the header has")
+        row = {key: _cell(key, cell) for key, cell in row.items()}
         yield _documents(row, f"{name}:{number}", f"{file}, row {number}", column, file.stat().st_size / len(rows))
 
 
-def _number(cell: str) -> float | str | None:
+def _cell(key: str, cell: str) -> Any:
+    """Returns a weight as a number, messages as a list, and any other cell as text."""
     try:
-        return float(cell) if cell else None
+        if key == "weight":
+            return float(cell) if cell else None
+        return json.loads(cell) if key in LISTS and cell.startswith("[") else cell
     except ValueError:
         return cell
 

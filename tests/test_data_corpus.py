@@ -203,6 +203,13 @@ def test_records_are_read_by_the_ending(tmp_path: Path, name: str, content: str,
     assert [document.text for document in open_corpus(str(tmp_path), as_text=True).documents()] == [content], "as asked for"
 
 
+def test_cells_of_a_table_may_be_messages(tmp_path: Path) -> None:
+    answers = [json.dumps([{"role": "assistant", "content": content}]).replace('"', '""') for content in ("good", "bad")]
+    (tmp_path / "t.csv").write_text(f'prompt,chosen,rejected\n"[1] Q","{answers[0]}","{answers[1]}"\n', "utf-8")
+    chosen, rejected = open_corpus(str(tmp_path / "t.csv")).documents()
+    assert [document.texts for document in (chosen, rejected)] == [["[1] Q", "good"], ["[1] Q", "bad"]]
+
+
 def test_cells_and_weights_of_a_table(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text('text,weight\none,2\n"a, ""b""\nc",\n', "utf-8")
     first, second = open_corpus(str(tmp_path / "t.csv")).documents()
@@ -223,6 +230,12 @@ def test_cells_and_weights_of_a_table(tmp_path: Path) -> None:
         ("s.csv", "text,weight\na,b,c\n", "row 0: it must have 2 cells"),
         ("s.csv", "text,weight\na,heavy\n", "`weight` is 'heavy'"),
         ("s.csv", "a,b\n1,2\n", "neither 'text' nor messages"),
+        (
+            "s.csv",
+            "prompt,completion,prompt\nQ,A,P\n",
+            "has the columns prompt, completion, prompt: columns must have different",
+        ),
+        ("s.csv", "prompt;completion\nQ;A\n", "has the columns prompt;completion: .* separated by commas"),
         ("s.log", "text", r"read neither as records .* nor as text .* give --as-text"),
         ("s.bak", "text", r"read neither as records"),
         ("notes", "text", r"read neither as records"),
@@ -236,18 +249,18 @@ def test_what_is_no_text_and_no_records_is_refused(tmp_path: Path, name: str, co
 
 def test_a_folder_lists_what_it_does_not_read(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.jsonl", [{"text": "a"}])
-    for name in ("README.md", "data.jsonl.bak", "notes", "dataset_infos.json", "LICENSE", "story.md"):
+    for name in ("README.md", "data.jsonl.bak", "notes", "dataset_infos.json", "LICENSE", "load.py", "story.md"):
         (tmp_path / name).write_text("{}", "utf-8")
     corpus = open_corpus(str(tmp_path))
     assert [document.name for document in corpus.documents()] == ["data.jsonl:1", "story.md"]
-    beside = {f"{name} beside records": 1 for name in ("README.md", "LICENSE", "dataset_infos.json")}
-    assert corpus.not_read == {"ending .bak": 1, "no ending": 1, **beside}
+    beside = {f"{name} beside records": 1 for name in ("README.md", "LICENSE", "notes", ".json", ".py", ".bak")}
+    assert corpus.not_read == beside
     manifest = prepare(corpus, tmp_path.parent / "out", tokenizer="bytes").manifest
     assert manifest.not_read == corpus.not_read
-    assert "not read   1 × LICENSE beside records, 1 × README.md beside records" in "\n".join(_particulars(manifest))
+    assert "1 × LICENSE beside records, 1 × README.md beside records" in "\n".join(_particulars(manifest))
     (tmp_path / "data.jsonl").unlink()
-    assert [name for name, _ in texts(tmp_path)] == ["README.md", "story.md"], "texts alone"
-    for file in tmp_path.glob("*.md"):
+    assert [name for name, _ in texts(tmp_path)] == ["README.md", "load.py", "story.md"], "texts alone"
+    for file in (*tmp_path.glob("*.md"), tmp_path / "load.py"):
         file.unlink()
     (tmp_path / "dataset_infos.json").unlink()
     with pytest.raises(CorpusError, match=r"without files to read; 1 × ending \.bak; 2 × no ending: put text"):
@@ -264,6 +277,7 @@ def test_a_folder_lists_what_it_does_not_read(tmp_path: Path) -> None:
         (["chats.jsonl", "chats_test.jsonl"], None, [0]),
         (["chats.jsonl", "contest.jsonl", "trained.jsonl"], None, [0, 1, 2]),
         (["test.jsonl"], None, [0]),
+        (["train_data/test.jsonl", "train_data/train.jsonl"], None, [1]),
         (["a_test.jsonl", "b_test2.jsonl"], None, [0, 1]),
     ],
 )
@@ -280,6 +294,21 @@ def test_files_of_one_split_are_read(tmp_path: Path, files: list[str], split: st
     assert [document.text for document in corpus.documents()][: len(read)] == [str(number) for number in read]
     assert len(corpus.files) == len(read) + 1
     assert sum(corpus.not_read.values()) == len(files) - len(read)
+
+
+def test_splits_of_a_saved_dataset_are_chosen_by_their_own_names(tmp_path: Path) -> None:
+    import datasets
+
+    parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "valid")}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    assert texts(tmp_path / "saved", split="valid") == [("row:0", "valid")]
+
+
+def test_a_split_of_one_file_or_of_text_is_refused(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "train.jsonl", [{"text": "a"}])
+    for source, as_text in ((file, False), (tmp_path, True)):
+        with pytest.raises(CorpusError, match=r"split 'test' cannot be chosen: .* omit --split"):
+            open_corpus(str(source), split="test", as_text=as_text)
 
 
 def test_a_missing_split_is_named(tmp_path: Path) -> None:

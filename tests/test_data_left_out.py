@@ -392,3 +392,22 @@ def test_variables_on_the_command_line(
     ):
         assert main([*command, "--template-variables", variables]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_flags_that_are_off_are_named_like_those_that_are_on(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    question, answer = chat("Q", "A")
+    records = [{"messages": [question, {**answer, "trainable": value}]} for value in (False, 0, True)]
+    assert made(checkpoints["Qwen 3"], tmp_path, records).manifest.left_out == {"trainable": 3}
+
+
+@pytest.mark.parametrize("arguments", [{"level": 12345}, {"on": True}, {"a": {"b": 7.5}}])
+def test_arguments_that_are_no_texts_are_looked_for(
+    checkpoints: dict[str, Path], tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    names_only = SMOLLM2.replace(
+        "message['content'] +", "message['content'] ~ (message.tool_calls or [])|map(attribute='function.name')|join +"
+    )
+    messages = [*chat("Q"), {"role": "assistant", "content": "I ask.", "tool_calls": [call("add", **arguments)]}]
+    assert "tool_calls" in made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], names_only).manifest.left_out
+    whole_calls = names_only.replace("|map(attribute='function.name')|join", "|map(attribute='function')|map('tojson')|join")
+    assert "tool_calls" not in made(checkpoints["SmolLM2"], tmp_path, [{"messages": messages}], whole_calls).manifest.left_out

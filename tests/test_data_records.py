@@ -378,3 +378,45 @@ def test_arguments_must_be_an_object_or_nothing(tmp_path: Path) -> None:
 
 def _arguments(text: str) -> dict[str, Any]:
     return {"messages": [*chat("Q"), {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "answer"),
+    [
+        ({"prompt": "Q", "response": "good", "output": "log"}, "good<|im_end|>"),
+        ({"instruction": "Q", "output": "good", "completion": "other"}, "good<|im_end|>"),
+    ],
+)
+def test_the_answer_is_that_of_the_format(tmp_path: Path, record: dict[str, Any], answer: str) -> None:
+    store = made(tmp_path, [record])
+    assert learnt(store) == answer and len(store.manifest.unused) == 1
+
+
+SHARES = [{"from": "human", "value": "Q"}]
+GOOD, BAD = {"from": "gpt", "value": "good"}, {"from": "gpt", "value": "bad"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": SHARES, "chosen": GOOD, "rejected": BAD},
+        {"conversations": SHARES, "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [*SHARES, GOOD], "rejected": [*SHARES, BAD]},
+        {"instruction": "Q", "input": "more", "chosen": "good", "rejected": "bad"},
+    ],
+)
+def test_pairs_of_sharegpt_and_alpaca(tmp_path: Path, record: dict[str, Any]) -> None:
+    store = made(tmp_path, [record])
+    assert [learnt(store, number) for number in (0, 1)] == ["good<|im_end|>", "bad<|im_end|>"]
+    tokens, _ = store.read(0, 0, int(store.lengths[0]))
+    assert ("more" in store.tokenizer.decode(tokens)) == ("input" in record) and not store.manifest.unused
+
+
+def test_conversations_may_be_their_json(tmp_path: Path) -> None:
+    assert learnt(made(tmp_path, [{"conversations": json.dumps([*SHARES, GOOD])}])) == "good<|im_end|>"
+
+
+@pytest.mark.parametrize("mark", ["bad", "Undesirable", "No", -1])
+def test_words_for_bad_answers_are_refused(tmp_path: Path, mark: str | int) -> None:
+    with pytest.raises(CorpusError, match=r"`label` is .*, which may mark a bad answer"):
+        made(tmp_path, [{"prompt": "Q", "completion": "bad", "label": mark}])

@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from torch.distributed import is_torchelastic_launched
 
+    from longctx.data.manifest import StoreError
     from longctx.data.store import Store
     from longctx.model.checkpoint_files import check_name
     from longctx.parallel.launch import launch
@@ -102,7 +103,11 @@ def run(arguments: argparse.Namespace) -> int:
     _check_out(out, arguments.overwrite)
     tokenizer = arguments.tokenizer or arguments.model
     data = {"source": arguments.data, "out": store_folder, "tokenizer": tokenizer, "vocab_size": None, "json": False}
-    prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
+    try:
+        prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
+    except StoreError:
+        _check_out(out, overwrite=True)
+        raise
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
@@ -129,8 +134,8 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(
-            f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: omit --overwrite to resume it, "
-            "choose another --out, or remove the folder"
+            f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: give the model and data of that "
+            "run, without --overwrite, to resume it; or choose another --out, or remove the folder"
         )
 
 
