@@ -19,6 +19,7 @@ import io
 import os
 import re
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -125,17 +126,14 @@ def _run(name: str, argv: list[str]) -> int:
 
 def _check_package() -> None:
     """Raises UserError if the registry's `longctx`, another program with the same import name, is installed over this one."""
-    here = Path(longctx.__file__)
-    try:
-        other = metadata.distribution("longctx")
-    except metadata.PackageNotFoundError:
-        return
-    record = other.read_text("RECORD") or ""
-    if "longctx/__init__.py," in record and Path(str(other.locate_file("longctx/__init__.py"))).resolve() == here.resolve():
-        raise UserError(
-            f"another program, longctx {other.version} of the package registry, is installed over this one in {here.parent}: "
-            "pip uninstall longctx longctx-train, then pip install . in the folder of longctx's source code"
-        )
+    with suppress(metadata.PackageNotFoundError):
+        other, ours = metadata.distribution("longctx"), Path(longctx.__file__)
+        theirs = Path(str(other.locate_file("longctx/__init__.py")))
+        if "longctx/__init__.py," in (other.read_text("RECORD") or "") and theirs.resolve() == ours.resolve():
+            raise UserError(
+                f"another program, longctx {other.version} of the package registry, is installed over this one in {ours.parent}: "
+                "pip uninstall longctx longctx-train, then pip install . in the folder of longctx's source code"
+            )
 
 
 def _main_help(argv: list[str]) -> int:

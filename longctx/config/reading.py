@@ -21,10 +21,8 @@ SETTINGS = {f"{section}.{key}": setting for section, kind in SECTIONS.items() fo
 """All settings by dotted name."""
 RENAMED = {"context.head_exchange": "context.ulysses_degree"}
 """Settings of earlier versions → their current names."""
-REMOVED: dict[str, tuple[object, str]] = {
-    "context.recalibrate": (False, "measure the constants of the planner with `longctx profile`"),
-}
-"""Settings of earlier versions that are gone → the value at which run folders still have them, and what to do instead."""
+REMOVED = {"context.recalibrate": False}
+"""Settings of earlier versions that are gone → the value at which run folders may still have them."""
 
 
 def load(
@@ -48,7 +46,7 @@ def load(
         " and ".join([str(path)] * (path is not None) + ["the command line"] * bool(overrides or defaults)) or "the defaults"
     )
     values = {} if path is None else _read(Path(path))
-    for name, (unused, _) in REMOVED.items():
+    for name, unused in REMOVED.items():
         section, _, key = name.partition(".")
         if isinstance(values.get(section), dict) and values[section].get(key) == unused:
             del values[section][key]
@@ -211,7 +209,7 @@ def _explain(details: ErrorDetails) -> Problem:
         if name in RENAMED:
             return Problem(name, value, f"renamed to {RENAMED[name]}", f"write {RENAMED[name]}={yaml_text(value)}")
         if name in REMOVED:
-            return Problem(name, value, "this setting was removed", f"omit it, and {REMOVED[name][1]}")
+            return Problem(name, value, "this setting was removed", "omit it")
         if (keys or [section])[-1].isdecimal():
             fix = "if it is a row of context.bins, indent it further than `bins:`; otherwise remove it"
             return Problem(name, value, "a number is not the name of a setting", fix)

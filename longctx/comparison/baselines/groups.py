@@ -58,13 +58,8 @@ def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_
     shards = largest_shards(*np.broadcast_arrays(lengths[:, None], np.array(degrees)))
     unfit = np.flatnonzero(shards[:, -1] > tokens_per_rank)
     if len(unfit):
-        raise too_long(system, int(unfit[0]), lengths, degrees[-1], tokens_per_rank)
+        raise PlanError(
+            f"{system} cannot hold document {unfit[0]} of {lengths[unfit[0]]} tokens: its largest degree here is "
+            f"{degrees[-1]}, which holds {degrees[-1] * tokens_per_rank} at {tokens_per_rank} tokens per rank"
+        )
     return shards
-
-
-def too_long(system: str, document: int, lengths: Integers, degree: int, tokens_per_rank: int) -> PlanError:
-    """Makes the error for a system whose largest degree does not hold a document."""
-    return PlanError(
-        f"{system} cannot hold document {document} of {lengths[document]} tokens: its largest degree here is {degree}, which "
-        f"holds {degree * tokens_per_rank} at {tokens_per_rank} tokens per rank"
-    )

@@ -7,8 +7,8 @@ for all steps and pack in the order drawn (`fixed_static.py`), so this is strong
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, stand_in_rows, too_long
-from longctx.planning.assignment import Assignment, Integers, largest_shards
+from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planners.static import best_fit
 
@@ -16,8 +16,8 @@ from longctx.planning.planners.static import best_fit
 def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
     """Assigns every document at the best power-of-two degree. Raises PlanError if the largest does not hold every document."""
     plans: list[Assignment] = []
-    for degree in powers_of_two(ranks):
-        tokens = largest_shards(lengths, np.full_like(lengths, degree))
+    degrees = powers_of_two(ranks)
+    for degree, tokens in zip(degrees, shards_by_degree("Plain static", lengths, degrees, tokens_per_rank).T, strict=True):
         if int(tokens.max()) > tokens_per_rank:
             continue
         pack = best_fit(tokens, tokens_per_rank)
@@ -25,6 +25,4 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         groups = ranks // degree
         rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
         plans.append(stand_in_rows(rows, lengths))
-    if not plans:
-        raise too_long("Plain static", int(lengths.argmax()), lengths, powers_of_two(ranks)[-1], tokens_per_rank)
     return fastest(profile, lengths, plans, ranks)
