@@ -131,7 +131,7 @@ def _check_package() -> None:
         theirs = Path(str(other.locate_file("longctx/__init__.py")))
         if "longctx/__init__.py," in (other.read_text("RECORD") or "") and theirs.resolve() == ours.resolve():
             raise UserError(
-                f"another program, longctx {other.version} of the package registry, is installed over this one in {ours.parent}: "
+                f"another program, longctx {other.version} of the package registry, is installed over this one: "
                 "pip uninstall longctx longctx-train, then pip install . in the folder of longctx's source code"
             )
 
