@@ -336,7 +336,7 @@ def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) ->
     plan = make_planner(config, 8, profile, static=True)([8192])
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    mesh = SimpleNamespace(exchange=None, device=torch.device("cpu"))
+    mesh = SimpleNamespace(exchange=None, across=None, device=torch.device("cpu"))
     spec = config.model_source(128256).spec
     made = make_attention(config, cast(Any, mesh), spec, plan, plan.layout(0, 0))(None, 0.0, None)
     ring = getattr(made, "ring", made)

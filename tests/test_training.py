@@ -485,15 +485,12 @@ def test_ranks_that_disagree_on_a_later_plan(workers: Workers, store: Path, tmp_
         workers.run(training_cases.with_another_plan_later, 2, store, tmp_path)
 
 
-RECALIBRATED = ["context.recalibrate=true"]
-
-
-@pytest.mark.parametrize(("ready", "settings", "gathers"), [(True, [], 1), (False, [], 2), (True, RECALIBRATED, 2)])
+@pytest.mark.parametrize(("ready", "gathers"), [(True, 1), (False, 2)])
 def test_a_step_gathers_once_over_all_processes(
-    workers: Workers, store: Path, tmp_path: Path, ready: bool, settings: list[str], gathers: int
+    workers: Workers, store: Path, tmp_path: Path, ready: bool, gathers: int
 ) -> None:
-    """Once more if the next step is not ready on some rank, and once more to recalibrate; the first step compares plans."""
-    for counts in workers.run(training_cases.host_gathers, 2, store, tmp_path, settings, ready):
+    """Once more if the next step is not ready on some rank; the first step compares plans."""
+    for counts in workers.run(training_cases.host_gathers, 2, store, tmp_path, [], ready):
         assert counts[1:] == [gathers] * 3 and counts[0] == gathers + ready
 
 

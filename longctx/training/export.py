@@ -15,7 +15,7 @@ import torch
 
 from longctx import tokenizer_files
 from longctx.data.manifest import is_store
-from longctx.errors import UserError, shortened
+from longctx.errors import UserError, brief, shortened
 from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
@@ -263,10 +263,14 @@ def _write_generation(folder: Path, kept: Path, config: Any, vocabulary: int) ->
     file = folder / "generation_config.json"
     if not file.is_file():
         GenerationConfig.from_model_config(config).save_pretrained(folder)
-    trained = json.loads((kept / ENDS).read_text("utf-8")) if (kept / ENDS).is_file() else []
-    old = json.loads(file.read_text("utf-8")).get("eos_token_id")
-    ends = [*old] if isinstance(old, list) else [] if old is None else [old]
-    if new := [end for end in trained if end not in ends and end < vocabulary]:
+    try:
+        trained = json.loads((kept / ENDS).read_text("utf-8")) if (kept / ENDS).is_file() else []
+        old = json.loads(file.read_text("utf-8")).get("eos_token_id")
+        ends = [*old] if isinstance(old, list) else [] if old is None else [old]
+        new = [end for end in trained if end not in ends and end < vocabulary]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ExportError(f"{ENDS} or {file.name} in {kept} is damaged: {brief(error)}; remove the damaged file") from error
+    if new:
         _change(file, {"eos_token_id": [*ends, *new]})
 
 
