@@ -109,9 +109,11 @@ class Corpus:
             with file.open("rb") as stream:
                 content = hashlib.file_digest(stream, "sha256").hexdigest()
                 stream.seek(0)
-                changed = stream.read(3) == BYTE_ORDER_MARK or self._reader(file) not in (None, read_jsonl, read_parquet)
-            # Earlier versions read a byte order mark as text, and some records as one text.
-            note = "as records or without a byte order mark\n" if changed else ""
+                marked = stream.read(3) == BYTE_ORDER_MARK
+            reader, earlier = self._reader(file), {".jsonl": read_jsonl, ".parquet": read_parquet}.get(file.suffix)
+            # Earlier versions read all other files as one text, with the byte order mark.
+            changed = reader is not earlier or (marked and reader is None)
+            note = f"{'text' if reader is None else 'records'}, read anew\n" if changed else ""
             digest.update(os.fsencode(file.relative_to(self.root).as_posix()) + f"\n{content}\n{note}".encode())
         return digest.hexdigest()
 
@@ -194,8 +196,10 @@ def open_corpus(source: str, *, text_column: str | None = None, split: str | Non
         path = path / name
     files = list(_walk(path, not_read))
     if {"dataset_info.json", "state.json"} <= {file.name for file in files if file.parent == path}:
+        if split is not None and path == Path(source):
+            raise CorpusError(f"split {split!r} cannot be chosen: {source!r} is one saved dataset; omit --split")
         return Corpus(source, "dataset", path, tuple(files), text_column, not_read)
-    if saved := sorted({str(file.parent) for file in files if file.name == "state.json"}):
+    if saved := sorted(str(f.parent) for f in files if f.name == "state.json" and f.with_name("dataset_info.json") in files):
         raise CorpusError(f"source {source!r} is a folder of saved datasets: give one of them, {' or '.join(saved)}")
     if not as_text:
         files = _records_and_texts(source, path, files, split, not_read)

@@ -302,6 +302,8 @@ def test_splits_of_a_saved_dataset_are_chosen_by_their_own_names(tmp_path: Path)
     parts = {name: datasets.Dataset.from_dict({"text": [name]}) for name in ("train", "valid")}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     assert texts(tmp_path / "saved", split="valid") == [("row:0", "valid")]
+    with pytest.raises(CorpusError, match="is one saved dataset; omit --split"):
+        texts(tmp_path / "saved" / "train", split="valid")
 
 
 def test_a_split_of_one_file_or_of_text_is_refused(tmp_path: Path) -> None:
@@ -340,6 +342,20 @@ def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "s.txt").write_bytes(b"\xef\xbb\xbfa")
     assert texts(tmp_path / "s.txt") == [("s.txt", "a")]
     assert open_corpus(str(tmp_path / "s.txt")).fingerprint() != plain
+
+
+@pytest.mark.parametrize("name", ["s.jsonl", "S.JSONL", "s.json", "s.csv"])
+def test_records_and_one_text_are_other_stores(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n' if name != "s.csv" else "text\na\n", "utf-8")
+    corpora = [open_corpus(str(tmp_path / name), as_text=as_text) for as_text in (False, True)]
+    assert corpora[0].fingerprint() != corpora[1].fingerprint()
+
+
+def test_a_file_named_like_one_of_a_saved_dataset_is_no_dataset(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "state.json").write_text('[{"text": "b"}]', "utf-8")
+    assert [text for _, text in texts(tmp_path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
