@@ -1,6 +1,5 @@
 """Another RoPE for a checkpoint: the same logits as transformers with that RoPE in its config."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +80,11 @@ NAMED: dict[str, dict[str, Any]] = {"rope_theta": {"rope_theta": 8e6}, "rope_fac
 )
 def test_a_change_of_rope_keeps_the_rest(workers: Workers, tmp_path: Path, kind: str, old: str, setting: str) -> None:
     before = {"rope_theta": 1e4, **SCALED[old]}
-    whole: Callable[[dict[str, Any]], dict[str, Any]] = lambda rope: rope  # noqa: E731
-    if kind == "gemma3_text":
-        whole = lambda rope: {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}  # noqa: E731
+
+    def whole(rope: dict[str, Any]) -> dict[str, Any]:
+        sliding = {"rope_type": "default", "rope_theta": 1e3}
+        return {"full_attention": rope, "sliding_attention": sliding} if kind == "gemma3_text" else rope
+
     layers = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]} if kind == "gemma3_text" else {}
     made: dict[str, Any] = {"max_position_embeddings": 128, **layers}
     build_model(kind, "eager", **made, rope_parameters=whole(before)).save_pretrained(tmp_path / "plain")

@@ -64,7 +64,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, softcap, mode)
+        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
         out = lse = None
         for plan in _plans_for(q, k, segments):
             part, heads_lse = library.forward(q, plan.gather(k), plan.gather(v), plan.sequences, Scores(scale, softcap), mode)
@@ -91,7 +91,7 @@ class Flash:
         mode: Mode = DEFAULT,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Implements `contract`."""
-        library = self._library_for(q, k, v, segments, softcap, mode)
+        library = self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
         heads_lse = lse.transpose(0, 1).contiguous()
         total: tuple[torch.Tensor, ...] = ()
         for plan in _plans_for(q, k, segments):
@@ -142,11 +142,6 @@ class Flash:
                 return library
             refusals.append(f"{library.name}: {why}")
         return f"has no library that supports these tensors: {'; '.join(refusals)}"
-
-    def _library_for(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Segments, softcap: float, mode: Mode
-    ) -> Library:
-        return self.chosen(request_of(q, k, v, segments, softcap=bool(softcap), deterministic=mode.deterministic))
 
 
 @dataclass(frozen=True)
