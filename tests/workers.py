@@ -4,6 +4,7 @@ because starting a process costs a second and making a group milliseconds. After
 A group that something still refers to goes on waking up a hundred times a second: so garbage is collected after every call, and
 for what other caches keep workers are replaced after some calls."""
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ def _serve(connection: Connection) -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     while True:
         gc.freeze()  # what was imported needs no look again
         try:
@@ -111,4 +113,6 @@ class Workers:
             if connection.poll(4 * timeout_s):
                 return connection.recv()
             return False, f"rank {rank} gave no answer in {4 * timeout_s:.0f} s"
-        return False, f"the process of rank {rank} died"
+        process = self.workers[rank][0]
+        process.join(10)
+        return False, f"the process of rank {rank} died with exit code {process.exitcode} (negative: a signal)"
