@@ -14,7 +14,7 @@ import torch
 from longctx.attention.kernels import Request
 from longctx.attention.kernels.flash import Flash
 from longctx.config import Config
-from longctx.memory.advisor import as_override, changed, heaviest
+from longctx.memory.advisor import as_override, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.recompute import MODES
@@ -139,7 +139,7 @@ class Run:
 
     def bytes(self, option: Option) -> int:
         """Returns the memory by `longctx estimate`."""
-        config = changed(Config(), self.settings(option, 2).items())
+        config = Config().changed(self.settings(option, 2))
         return estimate(self.shape.spec, config, 1, heaviest(config, None, 1), fused=True).total
 
     def fitting(self, gpu: Gpu) -> list[Option]:

@@ -15,7 +15,6 @@ from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, Search
 from longctx.comparison.mixes import load_mix
 from longctx.config import Config, check, load
 from longctx.errors import UserError
-from longctx.memory.advisor import changed
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
@@ -248,24 +247,24 @@ def test_numbers_are_those_of_the_plans(found: SearchResult) -> None:
 
 
 def test_a_run_takes_the_settings_of_every_split(found: SearchResult) -> None:
-    config = changed(Config(), [("model.preset", "8b")])
+    config = Config().changed({"model.preset": "8b"})
     for one in found.best:
         assert one.split.gpus == GPUS
         assert one.memory.total <= H100.memory_bytes
-        check(changed(config, one.split.settings.items()), world_size=GPUS)
+        check(config.changed(one.split.settings), world_size=GPUS)
 
 
 def test_every_possible_split_keeps_the_rules() -> None:
     shape = EIGHT_B.model_copy(update={"num_hidden_layers": 6, "num_key_value_heads": 4})
     sizes = {name: getattr(shape, name) for name in ("num_hidden_layers", "num_key_value_heads")}
-    config = changed(Config(), [("model.preset", "8b"), *((f"model.{name}", value) for name, value in sizes.items())])
+    config = Config().changed({"model.preset": "8b", **{f"model.{name}": value for name, value in sizes.items()}})
     splits = list(possible_splits(shape.spec, 48, 8, budgets=(1024,)))
     assert {split.tensor for split in splits} == {1, 2, 4}, "kv heads divide, nodes hold"
     assert {split.pipeline.ranks for split in splits} == {1, 2, 3, 4, 6}
     assert {split.tensor for split in possible_splits(EIGHT_B.spec, 48, 2)} == {1, 2}
     for split in splits:
         assert split.gpus == 48
-        check(changed(config, split.settings.items()), world_size=48)
+        check(config.changed(split.settings), world_size=48)
 
 
 def test_models_that_do_not_fit_are_split_further() -> None:

@@ -9,7 +9,7 @@ from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store import Store
 from longctx.memory import advisor
-from longctx.memory.advisor import ROOM, changed, changes_said, fitted, heaviest
+from longctx.memory.advisor import ROOM, changes_said, fitted, heaviest
 from longctx.memory.model import estimate
 from tests.training_cases import make_store
 
@@ -66,7 +66,7 @@ def test_a_run_changes_only_as_much_as_it_must(store: Path, ranks: int) -> None:
 def test_received_keys_are_kept_if_that_fits(store: Path) -> None:
     rings = ["context.mode=static", "context.degree=3"]
     config = load(None, [word for word in settings(store, *rings) if "keep_kv" not in word], world_size=3)
-    keeping = changed(config, [("context.keep_kv", True)])
+    keeping = config.changed({"context.keep_kv": True})
     more, less = (needs(each, store, 3) for each in (keeping, config))
     assert more > less
     assert fitted(config, 3, int(more / ROOM) + 2, fused=False) == keeping
@@ -86,7 +86,7 @@ def test_on_gpus_by_default(store: Path) -> None:
 def test_less_room_is_better_than_a_refusal(store: Path) -> None:
     config = load(None, settings(store, *SAVING))
     least = needs(config, store, 1)
-    more = changed(config, [("train.recompute", "selective")])
+    more = config.changed({"train.recompute": "selective"})
     assert needs(more, store, 1) > least
     assert fitted(more, 1, least, fused=False) == config  # fills all of the memory
     assert fitted(more, 1, 1000, fused=False) == more  # and the run is refused
@@ -107,7 +107,7 @@ def test_a_stage_that_sets_what_must_change(store: Path, tmp_path: Path) -> None
     slow = {"steps": 2, "batch": {"tokens_per_rank": 4000}, "train": {"mlp_tile_tokens": None}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**STAGES, "stages": [{"steps": 2}, slow]}))
     config = load(tmp_path / "run.yaml", [word for word in settings(store) if not word.startswith(("train.steps", "batch"))])
-    room = int(needs(changed(config.at_stage(1), [("train.recompute", "full")]), store, 1)) + 2
+    room = int(needs(config.at_stage(1).changed({"train.recompute": "full"}), store, 1)) + 2
     assert needs(config.at_stage(0), store, 1) <= room < needs(config.at_stage(1), store, 1)
     found = fitted(config, 1, int(room / ROOM) + 2, fused=False)
     assert needs(found.at_stage(1), store, 1) <= room and found.at_stage(0) == config.at_stage(0)

@@ -19,7 +19,6 @@ from longctx.memory.advisor import (
     DoesNotFit,
     allowed,
     as_override,
-    changed,
     cheapest_change,
     choices,
     heaviest,
@@ -159,7 +158,7 @@ LOAD = Load(tokens=16384, remote=3 * 16384, sent=3 * 8192, held=3 * 16384, fulle
 
 
 def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelShape = SPEC) -> int:
-    return estimate(shape, changed(config, changes), 8, [LOAD], fused=True).total
+    return estimate(shape, config.changed(dict(changes)), 8, [LOAD], fused=True).total
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def total(*changes: tuple[str, object], config: Config = CONFIG, shape: ModelSha
     ],
 )
 def test_what_saves_memory_saves_memory(before: list[tuple[str, object]], change: tuple[str, object]) -> None:
-    assert change in savings(changed(CONFIG, before))
+    assert change in savings(CONFIG.changed(dict(before)))
     assert total(*before, change) < total(*before)
 
 
@@ -196,7 +195,7 @@ WORKSPACES = {
 
 @pytest.mark.parametrize(("kernel", "deterministic"), WORKSPACES)
 def test_the_workspace_of_kernels_is_counted(kernel: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = changed(CONFIG, [("train.recompute", "full"), ("context.deterministic", deterministic)])
+    config = CONFIG.changed({"train.recompute": "full", "context.deterministic": deterministic})
 
     def working(name: str) -> int:
         monkeypatch.setattr(kernels, "kernel_on_gpus", lambda kernel, request: name)
@@ -248,7 +247,7 @@ def every_set(config: Config, ranks: int) -> list[tuple[dict[str, object], int]]
     found = []
     for chosen in itertools.product(*values.values()):
         change = dict(one for one in chosen if one is not None)
-        tried = changed(config, change.items())
+        tried = config.changed(change)
         found.append((change, estimate(SPEC, tried, ranks, heaviest(tried, None, ranks), fused=True).total))
     return found
 
@@ -259,19 +258,19 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
     config = load(None, [*BASE, *settings], world_size=ranks)
     sets = sorted(every_set(config, ranks), key=lambda one: one[1])
     before = next(size for change, size in sets if not change)
-    least = next(size for change, size in sets if allowed(changed(config, change.items()), ranks))
+    least = next(size for change, size in sets if allowed(config.changed(change), ranks))
     assert cheapest_change(SPEC, config, None, ranks, least - 1, fused=True) is None
     for available in (least, (before + 3 * least) // 4, (before + least) // 2, before - 1):
         change = cheapest_change(SPEC, config, None, ranks, available, fused=True)
         enough = [other for other, size in sets if size <= available]
         assert change in enough
-        check(changed(config, change.items()), world_size=ranks)
+        check(config.changed(change), world_size=ranks)
         order = [dict([saving]) for saving in savings(config)]
         if len(change) == 1:
             cheaper = order[: order.index(change)]
         else:
             cheaper = order + [other for other in enough if other.items() < change.items()]
-        assert not [other for other in cheaper if other in enough and allowed(changed(config, other.items()), ranks)]
+        assert not [other for other in cheaper if other in enough and allowed(config.changed(other), ranks)]
 
 
 @pytest.mark.parametrize(
@@ -291,18 +290,18 @@ def test_a_refusal_names_settings_that_can_be_pasted(
     told = re.search(r"that would fit is (.*?)\. `longctx estimate`", str(refused.value))
     assert told
     pasted = load(None, [*BASE, *settings, *told[1].split()], world_size=ranks)
-    assert pasted == changed(config, change.items())
+    assert pasted == config.changed(change)
     refuse_too_large(SPEC, pasted, None, ranks, gibibytes << 30, fused=True)
 
 
 def test_every_saving_can_be_pasted() -> None:
     most = [("parallel.reshard_after", "step"), ("context.keep_kv", True), ("parallel.shard_ranks", 1)]
-    known = savings(changed(CONFIG, most))
+    known = savings(CONFIG.changed(dict(most)))
     assert len(known) > len(savings(CONFIG))
     for name, value in known:
         text = as_override(name, value)
         needs = ["train.recompute=full"] if name == "train.offload_activations" else []
-        assert load(None, [*needs, text]) == changed(load(None, needs), [(name, value)])
+        assert load(None, [*needs, text]) == load(None, needs).changed({name: value})
 
 
 def test_a_refusal_names_parts_and_the_way_out() -> None:
@@ -345,7 +344,7 @@ def test_choices_leave_out_what_the_rules_refuse(settings: list[str], left: int)
     rows = list(choices(SPEC, config, None, [8], fused=True))
     assert len(rows) == left
     for row, _ in rows:
-        check(changed(config, [(name, value) for name, value in row.items() if name != "ranks"]), world_size=8)
+        check(config.changed({name: value for name, value in row.items() if name != "ranks"}), world_size=8)
 
 
 def test_small_sizes_are_in_mebibytes() -> None:

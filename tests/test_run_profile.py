@@ -16,7 +16,7 @@ import yaml
 from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.store import Store
-from longctx.memory.advisor import changed, cheapest_change, choices, heaviest
+from longctx.memory.advisor import cheapest_change, choices, heaviest
 from longctx.memory.model import estimate
 from longctx.parallel.mesh import make_groups
 from longctx.planning.cost.hardware_profile import SHIPPED, HardwareProfile, ProfileError
@@ -446,9 +446,9 @@ def test_the_cheapest_change_fits_by_its_own_plans(store: Path, recompute: str) 
     def need(tried: Config) -> int:
         return estimate(shape, tried, 8, heaviest(tried, opened, 8), fused=False).total
 
-    available = need(changed(config, [("train.recompute", recompute)])) - 1
+    available = need(config.changed({"train.recompute": recompute})) - 1
     change = cheapest_change(shape, config, opened, 8, available, fused=False)
-    assert change is not None and need(changed(config, change.items())) <= available
+    assert change is not None and need(config.changed(change)) <= available
 
 
 @pytest.mark.parametrize(

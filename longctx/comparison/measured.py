@@ -19,7 +19,6 @@ from typing import Any
 from longctx.config import Config, ConfigError, check
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.memory.advisor import changed
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
 from longctx.training.setup import build_loader
@@ -212,9 +211,9 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
         name, _, degree = mode.partition(":")
         bins = config.context.bins if name == "bins" else None
         own = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
-        configs.append(changed(config, {**own, "train.steps": max(config.train.steps, steps)}.items()))
+        configs.append(config.changed({**own, "train.steps": max(config.train.steps, steps)}))
     longest = min(each.max_length(world_size) for each in configs)
-    configs = [changed(each, [("data.max_length", longest)]) for each in configs]
+    configs = [each.changed({"data.max_length": longest}) for each in configs]
     for mode, each in zip(modes, configs, strict=True):
         try:
             check(each, world_size=world_size)

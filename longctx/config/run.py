@@ -2,7 +2,9 @@
 
 import importlib.util
 from bisect import bisect_right
+from collections.abc import Mapping
 from itertools import accumulate
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,6 +66,15 @@ class Config(BaseModel):
         "stopped, but starts its next epoch if its documents are split at another length, or if it is read alone in one stage "
         "and mixed in the other",
     )
+
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
+        """Returns the settings with new values by dotted name; rules are not checked."""
+        config = self
+        for name, value in changes.items():
+            section, key = name.split(".")
+            settings = getattr(config, section).model_copy(update={key: value})
+            config = config.model_copy(update={section: settings})
+        return config
 
     def at_stage(self, number: int) -> "Config":
         """Returns the settings of a stage, counted from 0 or backwards from -1; the settings themselves without stages."""

@@ -56,8 +56,8 @@ def savings(config: Config) -> list[tuple[str, Any]]:
         ("train.offload_activations", True),
         ("train.offload_optimizer", True),
     )
-    config = changed(config, [("context.keep_kv", bool(config.context.keep_kv))])
-    present = {change[0]: place for place, change in enumerate(known) if changed(config, [change]) == config}
+    config = config.changed({"context.keep_kv": bool(config.context.keep_kv)})
+    present = {change[0]: place for place, change in enumerate(known) if config.changed({change[0]: change[1]}) == config}
     return [change for place, change in enumerate(known) if place > present.get(change[0], -1)]
 
 
@@ -68,15 +68,6 @@ def heaviest(config: Config, store: Store | None, ranks: int) -> Sequence[Load]:
     planner = make_planner(config, config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile)
     steps = step_lengths(config, store, ranks, min(PLANNED_STEPS, config.train.steps))
     return list(loads((planner(lengths) for lengths in steps), config))
-
-
-def changed(config: Config, changes: Iterable[tuple[str, Any]]) -> Config:
-    """Returns the settings with `changes` applied, given as (dotted name, value)."""
-    for name, value in changes:
-        section, key = name.split(".")
-        part = getattr(config, section).model_copy(update={key: value})
-        config = config.model_copy(update={section: part})
-    return config
 
 
 def as_override(name: str, value: object) -> str:
@@ -105,7 +96,7 @@ def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) ->
         return fits(spec, own, ranks, heaviest(own, store, ranks), room, fused=fused)
 
     stages = range(len(config.stage_ends))
-    keeping = changed(config, [("context.keep_kv", True)])
+    keeping = config.changed({"context.keep_kv": True})
     if config.context.keep_kv is None and all(has_room(keeping, number) for number in stages):
         return keeping
     for number in stages:
@@ -123,7 +114,7 @@ def _changed_for(config: Config, number: int, name: str, value: object) -> Confi
     """Returns the settings of a run with one changed for a stage: in that stage alone, if stages may set it."""
     section, key = name.split(".")
     if not config.stages or not may_be_staged(section, key):
-        return changed(config, [(name, value)])
+        return config.changed({name: value})
     stages = list(config.stages)
     stages[number] = stages[number].model_copy(update={section: {**getattr(stages[number], section), key: value}})
     return config.model_copy(update={"stages": tuple(stages)})
@@ -156,10 +147,10 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
         for recompute in MODES:
             for keep_kv in (False, True):
                 times = {"train.recompute": recompute, "context.keep_kv": keep_kv}
-                candidates = heaviest(changed(config, times.items()), store, ranks)
+                candidates = heaviest(config.changed(times), store, ranks)
                 for reshard_after in ("block", "micro_batch", "step"):
                     values = {**times, "parallel.reshard_after": reshard_after}
-                    tried = changed(config, values.items())
+                    tried = config.changed(values)
                     if allowed(tried, ranks):
                         yield {**values, "ranks": ranks}, estimate(spec, tried, ranks, candidates, fused=fused)
 
@@ -176,7 +167,7 @@ def cheapest_change(
     """
     planned: dict[tuple[object, ...], Sequence[Load]] = {}
     for change in _sets([saving for saving in savings(config) if saving[0] not in keep]):
-        tried = changed(config, change.items())
+        tried = config.changed(change)
         context = tried.context
         # Loads depend on no other setting that changes; the last two change modelled times, and so the plans.
         key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute

@@ -19,7 +19,6 @@ import numpy as np
 from longctx.comparison.layouts.cost import Machine, Split, profile_of
 from longctx.config import Config
 from longctx.errors import UserError
-from longctx.memory.advisor import changed
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
 from longctx.model.spec import ModelSpec
@@ -243,7 +242,7 @@ def memory_of(machine: Machine, spec: ModelSpec, split: Split, longest: int, mic
     """Returns the peak memory of a full rank whose ring for the longest document is as small as possible."""
     profile = profile_of(machine, spec, split)
     documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
-    config = changed(Config(), (split.settings | documents).items())
+    config = Config().changed(split.settings | documents)
     found = (replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile))
     return estimate(spec, config, split.gpus, list(found), fused=True)
 
