@@ -22,11 +22,11 @@ from bench.harness import Table, facts
 from longctx.checksums import checksums
 from longctx.config import load
 from longctx.data.prepare import prepare
-from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
 from longctx.training import agreement
-from longctx.training.setup import sizes_of_groups
-from longctx.training.trainer import Trainer
+from longctx.training.assembly import assemble
+from longctx.training.build import sizes_of_groups
+from longctx.training.run import Run
 
 SETTINGS = ["train.device=cpu", "parallel.shard_ranks=2", "checkpoint.every=1000"]
 
@@ -66,7 +66,7 @@ def steps(folder: Path, count: int) -> tuple[float, float, float]:
     """Returns the median seconds of a step, of a comparison of copies, and of an agreement on a plan."""
     config = load(Path("examples/quickstart.yaml"), [*SETTINGS, f"train.run_dir={folder}"], world_size=dist.get_world_size())
     mesh = make_groups(torch.device("cpu"), **sizes_of_groups(config), timeout_s=600.0)
-    trainer = Trainer.start(config, mesh, Store.open(config.data.store), None)
+    trainer = assemble(Run.open(config), mesh)
     with trainer.loader:
         step_s = median([seconds(trainer.step) for _ in range(count + 1)][1:])
         compare_s = median(seconds(lambda: agreement.require_same_copies(trainer.model, 1, mesh.control)) for _ in range(count))

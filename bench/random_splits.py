@@ -30,8 +30,8 @@ from longctx.config import load
 from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.planning.layout import longest_document
+from longctx.training.checks import check_vocabulary
 from longctx.training.metrics import StepMetrics
-from longctx.training.setup import check_vocabulary
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers
 

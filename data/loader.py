@@ -91,7 +91,7 @@ class Loader(Iterator[StepBatch]):
             "held_out": held_out_share,
             "without_targets": self.sampler.state(self.sampler.start)["without_targets"],
         }
-        self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier stages that this one lacks
+        self._earlier: dict[str, dict[str, Any]] = {}  # positions in stores of earlier runs that this one lacks
         self._store = store
         self._rank = rank
         self._ranks = ranks
@@ -137,12 +137,12 @@ class Loader(Iterator[StepBatch]):
         self._step, self._cursor = int(state["step"]), self.sampler.cursor(state)
         self._earlier = state.get("earlier", {})
 
-    def begin_stage(self, state: dict[str, Any]) -> None:
-        """Continues after a saved position of the previous stage, which may have used other documents.
+    def continue_from(self, state: dict[str, Any]) -> None:
+        """Continues after a saved position of another run, which may have used other documents.
 
         A store that is cut into the same pieces as before, and is again alone or again in a mix, continues in its order. Any
         other store that was read before begins its next epoch, so that it does not begin with the same documents again.
-        Raises LoaderError if a setting that all stages share differs.
+        Raises LoaderError if the seed or the share of held-out documents differs.
         """
         state = self._checked(state, ("seed", "held_out"))
         seen = {**state.get("earlier", {}), **_positions(state)}

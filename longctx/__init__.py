@@ -7,7 +7,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from longctx.attention import RingAttention, ring_attention
-    from longctx.commands.train import train
     from longctx.config import load as load_config
     from longctx.data.packing import pack_documents
     from longctx.data.prepare import prepare
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
     from longctx.planning.planner import make_plan
+    from longctx.start import train
 
 # Imported when first used, so that `import longctx` is quick and planning needs no torch.
 _PLACES = {
@@ -27,7 +27,7 @@ _PLACES = {
     "pack_documents": "longctx.data.packing:pack_documents",
     "prepare": "longctx.data.prepare:prepare",
     "ring_attention": "longctx.attention:ring_attention",
-    "train": "longctx.commands.train:train",
+    "train": "longctx.start:train",
 }
 
 __all__ = [

@@ -18,6 +18,8 @@ from longctx.evaluation.loss import evaluate
 from longctx.evaluation.retrieval import Grid, Question, _right, retrieve
 from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups
+from longctx.training.assembly import assemble
+from longctx.training.run import Run
 from longctx.training.trainer import Trainer
 from longctx.training.validation import Documents
 from tests.huggingface_cases import build_model
@@ -49,7 +51,7 @@ def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
     settings += [f"data.store={store}", f"train.run_dir={run}", "batch.tokens_per_rank=1500"]
     config = load(None, settings, world_size=1)
     (run / "config.yaml").write_text(config.to_yaml(), "utf-8")
-    trainer = Trainer.start(config, make_groups(torch.device("cpu"), timeout_s=60.0), Store.open(store), None)
+    trainer = assemble(Run.open(config), make_groups(torch.device("cpu"), timeout_s=60.0))
     with trainer.loader:
         trainer.step()
         trainer.save()
@@ -70,22 +72,22 @@ def losses(name: str, store: Path, settings: Sequence[str], first: int | None = 
     target, trainer = opened(name, settings)
     given = Store.open(store)
     documents = Documents.choose(target.config, given, target.max_length(dist.get_world_size()), first)
-    planner = make_evaluation_planner(trainer)
+    planner = make_evaluation_planner(trainer.passes)
     degrees = [degree for step in documents.steps(planner, trainer.mesh) for degree in step.plan.degrees]
-    report = evaluate(documents, trainer.look, planner, trainer.mesh).as_json()
+    report = evaluate(documents, trainer.passes.look, planner, trainer.mesh).as_json()
     return {**report, "degrees": degrees, "notes": target.notes}
 
 
 def right_cells(name: str, settings: Sequence[str], grid: Grid) -> list[int]:
     _, trainer = opened(name, settings)
     tokenizer = Tokenizer.bytes()
-    planner = make_evaluation_planner(trainer)
-    return [cell.right for cell in retrieve(grid, tokenizer, trainer.look, planner, trainer.mesh, 3000)]
+    planner = make_evaluation_planner(trainer.passes)
+    return [cell.right for cell in retrieve(grid, tokenizer, trainer.passes.look, planner, trainer.mesh, 3000)]
 
 
 def right_questions(name: str, settings: Sequence[str], questions: Sequence[Question]) -> list[int]:
     _, trainer = opened(name, settings)
-    found: list[int] = _right(questions, trainer.look, make_evaluation_planner(trainer), trainer.mesh).tolist()
+    found: list[int] = _right(questions, trainer.passes.look, make_evaluation_planner(trainer.passes), trainer.mesh).tolist()
     return found
 
 

@@ -156,9 +156,9 @@ def statistics_of_counts() -> tuple[dict[str, float], list[list[float]]]:
 def skipped_step(store: Path, run: Path) -> list[bool]:
     """Trains with an infinite loss, but a finite gradient, in the first of two steps. Returns in which the biases moved."""
     trainer = start(store, run, [*TINY_MOE, "train.on_nonfinite=skip"])
-    original, moved = trainer._forward_backward, []
-    infinite = mock.patch.object(trainer, "_forward_backward", lambda *arguments: original(*arguments) * math.inf)
-    biases = [getattr(*router.bias) for router in trainer.balance.routers if router.bias is not None]
+    original, moved = trainer.passes.forward_backward, []
+    infinite = mock.patch.object(trainer.passes, "forward_backward", lambda *arguments: original(*arguments) * math.inf)
+    biases = [getattr(*router.bias) for router in trainer.passes.balance.routers if router.bias is not None]
     with trainer.loader:
         for skipped in (True, False):
             before = [bias.clone() for bias in biases]
@@ -202,11 +202,11 @@ def balanced_step(folder: Path, settings: list[str]) -> tuple[dict[str, torch.Te
 
     trainer = make_trainer(folder, ["model.implementation=transformers", *settings])
     batch = make_batch(dist.get_world_size(), dist.get_rank())
-    trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective))
+    trainer.passes.forward_backward(batch, trainer.passes.weigh(batch, trainer.objective))
     gradients = {name: _gradient(weight) for name, weight in trainer.model.named_parameters()}
-    found = trainer.balance.end_step()
-    trainer.balance.move_biases()
-    return gradients, found, [getattr(*router.bias) for router in trainer.balance.routers if router.bias is not None]
+    found = trainer.passes.balance.end_step()
+    trainer.passes.balance.move_biases()
+    return gradients, found, [getattr(*router.bias) for router in trainer.passes.balance.routers if router.bias is not None]
 
 
 def largest_error(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

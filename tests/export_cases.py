@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 
 from longctx.config import load
-from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
+from longctx.training.assembly import assemble
+from longctx.training.run import Run
 from longctx.training.trainer import Trainer
 from tests.pretrained_cases import SETTINGS
 
@@ -27,4 +28,4 @@ def begin(store: Path, run: Path, settings: list[str]) -> Trainer:
     parallel = config.parallel
     sizes = {"tensor": parallel.tensor_parallel_size, "pipeline": parallel.pipeline_parallel_size}
     run.mkdir(parents=True, exist_ok=True)
-    return Trainer.start(config, make_groups(torch.device("cpu"), timeout_s=60.0, **sizes), Store.open(store))
+    return assemble(Run.open(config), make_groups(torch.device("cpu"), timeout_s=60.0, **sizes))

@@ -15,10 +15,10 @@ from longctx.config import load
 from longctx.model.huggingface import TransformersModel
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import make_groups
+from longctx.training.build import build_model
 from longctx.training.export import export
 from longctx.training.optimizer import make_optimizer
 from longctx.training.saving import Saver
-from longctx.training.setup import build_model
 from tests.workers import Workers
 
 transformers = pytest.importorskip("transformers")

@@ -192,7 +192,6 @@ DIGITS = "9" * 5000
         (["train", "--train.run_dir", "runs\0"], "an argument has a NUL character"),
         (["train", "--profile-steps", f"{DIGITS}:{DIGITS}"], "--profile-steps is '9999"),
         (["train", "--profile-steps", f"1:{DIGITS}"], "--profile-steps is '1:9999"),
-        (["train", f"--stages.{DIGITS}.steps", "3"], "the run has 0 stages"),
         (["plan", "--ranks", "8", "--lengths", "nowhere", "--bins", f"8:{DIGITS}"], "is not LENGTH:DEGREE"),
         (["compare", "--mix", "wlb_128k", "--ranks", DIGITS], "is not a list of whole numbers"),
         (["compare", "--mix", "wlb_128k", "--baseline", f"static:{DIGITS}"], "is not static:DEGREE"),

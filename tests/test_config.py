@@ -10,10 +10,10 @@ import yaml
 from pydantic import ValidationError
 
 from longctx import config
-from longctx.commands.train import _notes
 from longctx.config import Config, ConfigError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.layout import largest_shard, longest_document
+from longctx.start import _notes
 
 PROFILE = "context.profile=h100-nvlink-ib"
 

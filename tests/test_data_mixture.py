@@ -177,13 +177,15 @@ def test_a_mixture_goes_on_on_other_ranks(stores: list[Store]) -> None:
         each.close()
 
 
-def test_a_stage_goes_on_where_its_stores_stopped_and_begins_an_epoch_of_those_that_are_cut_anew(stores: list[Store]) -> None:
+def test_a_run_that_continues_another_goes_on_where_its_stores_stopped_and_begins_an_epoch_of_those_that_are_cut_anew(
+    stores: list[Store],
+) -> None:
     a, b, c = stores
     with mixed_loader([a, b], [1, 1]) as first:
         take(first, 2)
         before = json.loads(json.dumps(first.state_dict()))
     with mixed_loader([c, a], [1, 2]) as second:
-        second.begin_stage(before)
+        second.continue_from(before)
         state = json.loads(json.dumps(second.state_dict()))
         assert (state["step"], state["cursor"], state["taken"]) == (2, [0, before["cursor"][0]], [0, 0])
         assert state["earlier"][b.fingerprint]["cursor"] == before["cursor"][1]
@@ -193,19 +195,19 @@ def test_a_stage_goes_on_where_its_stores_stopped_and_begins_an_epoch_of_those_t
         again.load_state_dict(state)
         assert again.state_dict() == state, "what rests is kept by a run that is cut off"
     with mixed_loader([a, b], [1, 1]) as third:
-        third.begin_stage(state)
+        third.continue_from(state)
         assert third.state_dict()["cursor"] == [state["cursor"][1], before["cursor"][1]]
         assert "earlier" in third.state_dict() and [c.fingerprint] == list(third.state_dict()["earlier"])
     with mixed_loader([a, b], [1, 1], max_length=50) as anew:
-        anew.begin_stage(before)
+        anew.continue_from(before)
         assert anew.state_dict()["epoch"][0] == before["epoch"][0] + 1
         assert anew.state_dict()["cursor"][0] == (before["epoch"][0] + 1) * anew.sampler.samplers[0].pieces
         assert anew.state_dict()["cursor"][1] == before["cursor"][1], "none of its documents is longer than 50"
     with mixed_loader([a], [1]) as alone:
-        alone.begin_stage(before)
+        alone.continue_from(before)
         assert alone.state_dict()["epoch"] == before["epoch"][0] + 1, "alone it has another order"
     with mixed_loader([a, b], [1, 1], seed=4) as other, pytest.raises(LoaderError, match=r"seed is 4, and was 3"):
-        other.begin_stage(before)
+        other.continue_from(before)
 
 
 def test_another_mixture_is_refused(stores: list[Store]) -> None:

@@ -14,10 +14,10 @@ from longctx.cli import main
 from longctx.config import ConfigError, load
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
-from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
+from longctx.training.assembly import assemble
+from longctx.training.run import Run
 from longctx.training.run_profile import work_of
-from longctx.training.trainer import Trainer
 from longctx.training.utilisation import model_flops
 from tests.marks import slow_unless
 from tests.training_cases import CPU, SMALL
@@ -82,7 +82,7 @@ def step_with_other_masks(folder: Path, masks: dict[str, Any]) -> float:
         return type(attention)(attention.layout, mask=Mask(**{"causal": False, "window": window, **masks}))
 
     batch = make_batch(dist.get_world_size(), dist.get_rank())
-    return float(trainer._forward_backward(batch, trainer.weigh(batch, trainer.objective)).sum())
+    return float(trainer.passes.forward_backward(batch, trainer.passes.weigh(batch, trainer.objective)).sum())
 
 
 @pytest.mark.parametrize("masks", [{"causal": True}, {"window": None}, {"window": 8}])
@@ -117,10 +117,10 @@ def run_and_validate(checkpoint: Path, store: Path, run: Path, settings: list[st
     """Returns loss and gradient norm of some steps, and the validation loss and its tokens after them."""
     config = load(None, [*settings_of(checkpoint, store, run), *settings], world_size=dist.get_world_size())
     run.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer.start(config, make_groups(CPU, timeout_s=30), Store.open(store))
+    trainer = assemble(Run.open(config), make_groups(CPU, timeout_s=30))
     with trainer.loader:
         found = [(metrics.loss, metrics.grad_norm, metrics.target_tokens) for metrics in (trainer.step() for _ in range(4))]
-        twice = [trainer.validate() for _ in range(2)]
+        twice = [trainer.validator.validate() for _ in range(2)]
     assert twice[0].validation_loss == twice[1].validation_loss
     return [*found, (twice[0].validation_loss, 1.0, twice[0].validation_tokens)]
 

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from longctx.cli import main
 from longctx.commands.export import parse_size
-from longctx.commands.train import exportable
 from longctx.config import Config
 from longctx.model.checkpoint_files import INDEX, CheckpointFiles
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
+from longctx.report import how_to_export
 from longctx.training import checkpoint
 from longctx.training.checkpoint import SavedWeights
 from longctx.training.checkpoint_io import CheckpointError
@@ -199,9 +199,9 @@ def test_a_shape_without_family_is_refused(store: Path, tmp_path: Path, monkeypa
     assert done.returncode == 0, done.stderr
     assert re.search(r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)", done.stdout)
     command = f"longctx export {Config().train.run_dir} OUT"
-    assert exportable(Config()) == command
+    assert how_to_export(Config()) == command
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert exportable(Config()) == command, "also where transformers is not installed"
+    assert how_to_export(Config()) == command, "also where transformers is not installed"
     monkeypatch.undo()
     with pytest.raises(ValueError, match=r"no supported family of transformers .* \(qwen2 lacks qk_norm True\)"):
         export(tmp_path / "run", tmp_path / "out")

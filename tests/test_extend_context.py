@@ -1,4 +1,4 @@
-"""examples/extend_context.yaml at small size: a checkpoint goes through both stages and comes out with the last one's RoPE."""
+"""The examples that extend the context at small size: a checkpoint goes through two runs and comes out with another RoPE."""
 
 import json
 import shutil
@@ -15,8 +15,9 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.parallel.mesh import make_groups
 from longctx.training import checkpoint
+from longctx.training.assembly import assemble
 from longctx.training.export import export
-from longctx.training.stages import train_in_stages
+from longctx.training.run import Run
 from tests.template_cases import FAMILIES
 
 transformers = pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ from tests.data_cases import write_jsonl  # noqa: E402
 from tests.huggingface_cases import build_model  # noqa: E402
 from tests.workers import Workers  # noqa: E402
 
-EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "extend_context.yaml"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -55,22 +56,32 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "batch.global_tokens=700",
         "train.dtype=float32",
         f"context.profile={Path(__file__).parent / 'as_given.yaml'}",
-        *("stages.1.steps=2", "stages.1.data.max_length=64", "stages.1.batch.tokens_per_rank=128"),
-        *("stages.2.steps=3", "stages.2.data.max_length=256", "stages.2.batch.tokens_per_rank=128"),
-        "stages.2.model.rope_original_length=64",
+        "batch.tokens_per_rank=128",
         *("optimizer.warmup_steps=1", "optimizer.learning_rate=0.005", "eval.every=2", "eval.documents=3"),
         *("checkpoint.every=1", "checkpoint.keep=null", "log.tensorboard=false"),
     ]
 
 
-def train(run: Path, settings: list[str]) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, of the whole run or behind its newest checkpoint."""
-    config = load(EXAMPLE, [*settings, f"train.run_dir={run}"], world_size=dist.get_world_size())
-    run.mkdir(exist_ok=True)
-    mesh = make_groups(torch.device("cpu"), timeout_s=60.0)
-    dist.barrier()
-    assert train_in_stages(config, mesh, checkpoint.newest(run)[0], None, lambda *_: None) == (True, 5)
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+SHORT = ["train.steps=2", "data.max_length=64", "optimizer.decay_steps=5"]
+LONG = ["train.steps=5", "data.max_length=256", "model.rope_original_length=64"]
+
+
+def train(runs: Path, settings: list[str]) -> list[dict[str, Any]]:
+    """Trains both runs, or goes on behind their newest checkpoints. Returns the rows of both."""
+    rows = []
+    for name, more in (("extend_context_short", SHORT), ("extend_context", LONG)):
+        run = runs / name
+        config = load(EXAMPLES / f"{name}.yaml", [*settings, *more, f"train.run_dir={run}"], world_size=dist.get_world_size())
+        run.mkdir(exist_ok=True)
+        dist.barrier()
+        found = checkpoint.newest(run)[0]
+        if found is None and rows:
+            found, _ = checkpoint.to_continue(runs / "extend_context_short", run, config.train.steps)
+        mesh = make_groups(torch.device("cpu"), timeout_s=60.0)
+        dist.barrier()
+        assert assemble(Run.open(config, checkpoint=found), mesh).train()
+        rows += [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return rows
 
 
 def rope(folder: Path) -> tuple[dict[str, Any], int]:
@@ -80,18 +91,17 @@ def rope(folder: Path) -> tuple[dict[str, Any], int]:
 
 @pytest.mark.parametrize("more", [[], ["lora.rank=4"]], ids=["all", "lora"])
 def test_the_example_at_small_size(workers: Workers, small: list[str], tmp_path: Path, more: list[str]) -> None:
-    run, merge = tmp_path / "run", bool(more)
-    rows = workers.run(train, 2, run, [*small, *more])[0]
+    merge = bool(more)
+    rows = workers.run(train, 2, tmp_path, [*small, *more])[0]
     assert [max(map(int, row["degrees"])) for row in rows][2:] != [1, 1, 1], "the long documents are split"
     assert [row["validation_loss"] is not None for row in rows] == [False, True, False, True, True]
-    export(run, tmp_path / "last", merge=merge)
-    export(run, tmp_path / "first", step=2, merge=merge)
+    export(tmp_path / "extend_context", tmp_path / "last", merge=merge)
+    export(tmp_path / "extend_context_short", tmp_path / "first", merge=merge)
     found, longest = rope(tmp_path / "last")
     assert longest == 256 and {key: found[key] for key in YARN} == YARN
     found, longest = rope(tmp_path / "first")
     assert longest == 64 and {key: found[key] for key in PLAIN} == PLAIN
     assert "factor" not in found
-    for step in (3, 4, 5):
-        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
-    again = workers.run(train, 1, run, [*small, *more, "stages.2.batch.tokens_per_rank=256"])[0]
+    shutil.rmtree(tmp_path / "extend_context")
+    again = workers.run(train, 1, tmp_path, [*small, *more, "batch.tokens_per_rank=256"])[0]
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in rows], rel=1e-5)

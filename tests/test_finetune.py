@@ -22,7 +22,7 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
 from longctx.training.checkpoint import steps
-from longctx.training.setup import check_model
+from longctx.training.checks import check_model
 from tests.template_cases import FAMILIES
 from tests.training_cases import make_store
 

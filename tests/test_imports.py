@@ -36,7 +36,9 @@ MAY_IMPORT = {
     "profiling": CORE | {"training"},
     "plots": {"errors", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
-    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "safe_yaml"},
+    "report": CORE | {"training"},
+    "start": CORE | {"training", "memory", "report"},
+    "commands": CORE | {"training", "memory", "evaluation", "profiling", "plots", "comparison", "start", "safe_yaml"},
     "cli": {"errors", "commands", "parallel"},
     "__main__": {"cli"},
 }

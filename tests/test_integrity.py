@@ -217,7 +217,7 @@ def resumed_from(run: Path) -> tuple[int, list[str]] | str:
     """On each rank: the step that a run resumes from, and what is said of later ones."""
     group = dist.new_group(backend="gloo")
     try:
-        found, said = checkpoint.verified(run, checkpoint.newest(run)[0], group)
+        found, said = checkpoint.verified(checkpoint.newest(run)[0], group)
     except NoCheckpoint as error:
         return str(error)
     assert found is not None

@@ -16,7 +16,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
 from longctx.training import trainer as module
-from longctx.training.setup import build_model
+from longctx.training.build import build_model
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 

@@ -2,7 +2,6 @@
 
 import faulthandler
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -132,15 +131,12 @@ def test_processes_of_a_node_share_the_cores_for_compiling(
         assert inductor.compile_threads == (before if expected is None else expected)
 
 
-def test_commands_configure_the_allocator_before_cuda_starts(repository: Path) -> None:
-    """Every command that chooses a device for its processes does so right afterwards."""
-    found = []
-    for path in sorted((repository / "longctx" / "commands").glob("*.py")):
-        chosen = re.search(r"choose_device\(.*launch\.local_rank\)\n(.*)\n", path.read_text("utf-8"))
-        if chosen is not None:
-            assert "prepare_allocator(device)" in chosen[1], path.name
-            found.append(path.stem)
-    assert found == ["compare_measure", "eval", "profile", "train"]
+def test_commands_prepare_the_device_before_their_processes_join(repository: Path) -> None:
+    """It configures the allocator before CUDA starts."""
+    sources = [*(repository / "longctx" / "commands").glob("*.py"), repository / "longctx" / "start.py"]
+    joining = {path.stem: path.read_text("utf-8") for path in sources if "join_run(" in path.read_text("utf-8")}
+    assert {"compare_measure", "eval", "profile", "start"} <= joining.keys()
+    assert all("prepare_device(" in text or "Run.open(" in text for text in joining.values())
 
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "20000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -18,9 +18,9 @@ from longctx.model.decoder import Decoder, Embedding
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
 from longctx.model.source import NewDecoder
+from longctx.training.checks import check_model
 from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.optimizer import learning_rate, make_optimizer
-from longctx.training.setup import check_model
 from tests.training_cases import make_store
 
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8})

@@ -16,7 +16,7 @@ from longctx.parallel.pipeline import PipelineRun, split_layers
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.training.metrics import StepMetrics
 from longctx.training.objective import StepWeights
-from longctx.training.trainer import Trainer
+from longctx.training.passes import Passes
 from tests import training_cases
 from tests.training_cases import make_store, train, zero_bubble
 from tests.workers import Workers
@@ -152,9 +152,9 @@ def test_empty_micro_batches_are_for_the_device_and_the_kernel_of_the_run() -> N
     config = load(None, ["data.store=store", "context.kernel=reference"], world_size=1)
     mesh, model = SimpleNamespace(device=torch.device("meta"), rank=0), SimpleNamespace(spec=SimpleNamespace(logit_softcap=0.0))
     balance, multi_token = SimpleNamespace(documents=lambda *_: None), SimpleNamespace(later=lambda *_: None)
-    trainer = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance, multi_token=multi_token)
+    passes = SimpleNamespace(config=config, mesh=mesh, model=model, balance=balance, multi_token=multi_token)
     batch = SimpleNamespace(micro_batches=(), plan=SimpleNamespace(micro_batches=()))
-    given = Trainer._inputs(trainer, batch, StepWeights(1.0), 0)
+    given = Passes.inputs(passes, batch, StepWeights(1.0), 0)
     assert len(given.tokens) == len(given.positions) == 0
     assert given.attention.device == given.tokens.device == torch.device("meta")
     assert given.attention.kernel == "reference"

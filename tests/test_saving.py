@@ -65,7 +65,7 @@ def trained_on_while_written(store: Path, run: Path, settings: list[str]) -> lis
         trainer.save(wait=False)
         for _ in range(2):
             losses.append(trainer.step().loss)
-            assert not trainer.written and not trainer.saver.written
+            assert not trainer._written and not trainer.saver.written
         if dist.get_rank() == 0:
             may_write.set()
             wait_until_written(trainer)
@@ -74,7 +74,7 @@ def trained_on_while_written(store: Path, run: Path, settings: list[str]) -> lis
         may_write.set()
         wait_until_written(trainer)
         losses.append(trainer.step().loss)
-        assert trainer.written, "so train() publishes now"
+        assert trainer._written, "so train() publishes now"
         trainer.saver.advance()
         wait_until_written(trainer)
         trainer.saver.advance()

@@ -18,16 +18,17 @@ from typing import Any
 
 import pytest
 
+from longctx import start as starting
 from longctx.cli import main
-from longctx.commands import train as commands_train
 from longctx.config import Config, ConfigError
 from longctx.data.store import Store
 from longctx.training import checkpoint, saving
 from longctx.training.checkpoint import Checkpoint
+from longctx.training.data import choose_max_length
+from longctx.training.health import Spikes
 from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.run import Run
 from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
-from longctx.training.setup import choose_max_length
-from longctx.training.spikes import Spikes
 from tests import training_cases
 from tests.training_cases import SMALL, make_store, train, train_and_save
 from tests.workers import Workers
@@ -287,11 +288,11 @@ def test_resume_if_any(
     """A job that ends before its first checkpoint starts again when it is requeued; later it resumes."""
     found: list[int | None] = []
 
-    def note(*given: object) -> int:
-        found.append(next((one.step for one in given if isinstance(one, Checkpoint)), None))
-        return 0
+    def note(run: Run, *_: object) -> tuple[bool, int]:
+        found.append(None if run.checkpoint is None else run.checkpoint.step)
+        return True, 1
 
-    monkeypatch.setattr(commands_train, "_train", note)
+    monkeypatch.setattr(starting, "_train", note)
     command = ["train", f"--data.store={store}", f"--train.run_dir={tmp_path}"]
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert main(command) == 2
@@ -329,7 +330,7 @@ def test_a_run_without_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))
     given = [f"--data.store={store}", f"--train.run_dir={tmp_path / 'full'}"]
     assert "free disk space" in refusal(capsys, *given)
-    monkeypatch.setattr(commands_train, "_train", lambda *_: 0)
+    monkeypatch.setattr(starting, "_train", lambda *_: (True, 1))
     assert main(["train", *given, "--checkpoint.every=null"]) == 0
 
 

@@ -14,7 +14,7 @@ from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.recompute import apply_recompute
-from longctx.training.trace import Tracer, parse_steps
+from longctx.training.trace import parse_steps
 from longctx.training.utilisation import model_flops, peak_flops
 from tests.training_cases import make_store, start
 from tests.workers import Workers
@@ -76,9 +76,8 @@ def test_peaks_by_name() -> None:
 
 
 def two_steps(store: Path, run: Path, settings: list[str], traced: range | None = None) -> list[object]:
-    trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"])
+    trainer = start(store, run, [*ON_2, *settings, "train.steps=3", "checkpoint.every=3"], traced=traced)
     if traced is not None:
-        trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.world_rank, trainer.model)
         return [trainer.train()]
     with trainer.loader:
         return [trainer.step() for _ in range(2)]
@@ -111,8 +110,7 @@ def test_utilisation_and_times_of_a_step(workers: Workers, store: Path, tmp_path
 
 def traced_to_the_end(store: Path, run: Path, traced: range, stopped: bool) -> bool:
     """Runs three steps, or one if it is stopped. Returns True if it reached its last step."""
-    trainer = start(store, run, [*ON_2, "train.steps=3", "checkpoint.every=3"])
-    trainer.tracer = Tracer(traced, run / "traces", trainer.mesh.world_rank, trainer.model)
+    trainer = start(store, run, [*ON_2, "train.steps=3", "checkpoint.every=3"], traced=traced)
     trainer.stop.received = stopped
     return trainer.train()
 

@@ -85,7 +85,7 @@ def forgotten(store: Path, folder: Path, settings: list[str]) -> tuple[float, fl
     """Returns the validation loss, the mean loss by plain steps over each document, and the names of the documents."""
     trainer = start(store, folder, [*EVERY_TWO, *settings])
     with trainer.loader:
-        found = trainer.validate()
+        found = trainer.validator.validate()
         opened = Store.open(store)
         total, targets = 0.0, 0
         apart = np.flatnonzero(held_out(opened.names, SHARE))

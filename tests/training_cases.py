@@ -22,15 +22,17 @@ from longctx.attention import RingAttention
 from longctx.config import load
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
-from longctx.data.store import Store
 from longctx.parallel.mesh import make_groups
 from longctx.parallel.pipeline import _WatchedStage
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout
 from longctx.training import checkpoint
+from longctx.training.assembly import assemble
+from longctx.training.build import sizes_of_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.optimizer import learning_rate
-from longctx.training.setup import sizes_of_groups
+from longctx.training.passes import Passes
+from longctx.training.run import Run
 from longctx.training.trainer import Trainer
 
 zero_bubble = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run the zero-bubble schedule")
@@ -79,13 +81,15 @@ def start(
     resume: bool = False,
     timeout_s: float = 30.0,
     device: torch.device = CPU,
+    traced: range | None = None,
 ) -> Trainer:
     """A trainer on this rank of the test's group."""
     everything = [*SMALL, f"data.store={store}", f"train.run_dir={run}", *settings]
     config = load(None, everything, world_size=dist.get_world_size())
     mesh = make_groups(device, **sizes_of_groups(config), timeout_s=timeout_s)
     run.mkdir(parents=True, exist_ok=True)
-    return Trainer.start(config, mesh, Store.open(store), checkpoint.newest(run)[0] if resume else None)
+    found = checkpoint.newest(run)[0] if resume else None
+    return assemble(Run.open(config, checkpoint=found, traced=traced), mesh)
 
 
 def train(
@@ -132,8 +136,8 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
     before = trainer.step()
     weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     if dist.get_rank() == 1:
-        original = Trainer._forward_backward
-        Trainer._forward_backward = lambda *a: original(*a) * float("nan")
+        original = Passes.forward_backward
+        Passes.forward_backward = lambda *a: original(*a) * float("nan")
     try:
         trainer.step()
     except ValueError as error:
@@ -143,7 +147,7 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
         return str(error)
     finally:
         if dist.get_rank() == 1:
-            Trainer._forward_backward = original
+            Passes.forward_backward = original
         trainer.loader.close()
     raise AssertionError("a loss that is not finite must stop the run")
 
@@ -151,21 +155,21 @@ def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
 def with_a_gradient_not_finite(store: Path, run: Path) -> str:
     """The loss is finite and the gradient of one rank is not."""
     trainer = start(store, run, [])
-    original = Trainer._forward_backward
+    original = Passes.forward_backward
 
-    def spoil(self: Trainer, *arguments: Any) -> torch.Tensor:
+    def spoil(self: Passes, *arguments: Any) -> torch.Tensor:
         loss = original(self, *arguments)
         if dist.get_rank() == 1 and (gradient := self.model.norm.weight.grad) is not None:
             gradient.to_local().fill_(float("nan"))
         return loss
 
-    Trainer._forward_backward = spoil
+    Passes.forward_backward = spoil
     try:
         trainer.step()
     except ValueError as error:
         return str(error)
     finally:
-        Trainer._forward_backward = original
+        Passes.forward_backward = original
         trainer.loader.close()
     raise AssertionError("a gradient that is not finite must stop the run")
 
@@ -173,17 +177,17 @@ def with_a_gradient_not_finite(store: Path, run: Path) -> str:
 def with_gradients_not_finite(store: Path, run: Path, spoiled: list[int]) -> tuple[list[bool], str]:
     """Trains with `train.on_nonfinite: skip` and a gradient of NaN in some steps. Returns which were skipped, and the error."""
     trainer = start(store, run, ["train.on_nonfinite=skip"])
-    original = Trainer._forward_backward
+    original = Passes.forward_backward
 
-    def spoil(self: Trainer, *arguments: Any) -> torch.Tensor:
+    def spoil(self: Passes, *arguments: Any) -> torch.Tensor:
         loss = original(self, *arguments)
         gradient = self.model.norm.weight.grad
-        if self.steps_done + 1 in spoiled and dist.get_rank() == 1 and gradient is not None:
+        if trainer.steps_done + 1 in spoiled and dist.get_rank() == 1 and gradient is not None:
             gradient.to_local().fill_(float("nan"))
         return loss
 
     skipped: list[bool] = []
-    Trainer._forward_backward = spoil
+    Passes.forward_backward = spoil
     try:
         for _ in range(6):
             before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
@@ -194,7 +198,7 @@ def with_gradients_not_finite(store: Path, run: Path, spoiled: list[int]) -> tup
     except ValueError as error:
         return skipped, str(error)
     finally:
-        Trainer._forward_backward = original
+        Passes.forward_backward = original
         trainer.loader.close()
     return skipped, ""
 
@@ -216,7 +220,7 @@ def without_targets_in_step_3(store: Path, run: Path, settings: list[str]) -> li
             micro_batch.later_labels.fill_(-100)
         metrics.append(trainer.step(replace(batch, target_tokens=0)))
         assert all(map(torch.equal, before, values()))
-        assert trainer.steps_done == 3 and not trainer.skipped
+        assert trainer.steps_done == 3 and not trainer.finite.skipped
     return metrics
 
 
@@ -232,9 +236,9 @@ def with_another_plan_on_rank_1(store: Path, run: Path) -> None:
 def host_gathers(store: Path, run: Path, settings: list[str], ready: bool) -> list[int]:
     """Returns how often each step gathers over all processes on the host; its next step is `ready` at that time, or not."""
     trainer = start(store, run, settings)
-    share = trainer._share
+    share = trainer._gather
     if ready:
-        trainer._share = lambda *given: (trainer.loader._ahead.result(), share(*given))[1]
+        trainer._gather = lambda *given: (trainer.loader._ahead.result(), share(*given))[1]
     else:
         trainer.loader.next_hash = lambda: None if dist.get_rank() else "0" * 64
     counts: list[int] = []
@@ -359,13 +363,13 @@ def with_rank_1_failing(
 def gathered_blocks_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks of this rank are gathered after each backward pass of a step."""
     trainer = start(store, run, settings)
-    assert trainer.pipeline is not None
+    assert trainer.passes.pipeline is not None
     gathered = []
     original = _WatchedStage.backward_one_chunk
 
     def count(self: _WatchedStage, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
-        blocks = (block for stage in trainer.pipeline.stages for block in stage.layers)
+        blocks = (block for stage in trainer.passes.pipeline.stages for block in stage.layers)
         gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in blocks))
 
     _WatchedStage.backward_one_chunk = count
@@ -381,13 +385,13 @@ def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many blocks are gathered when each micro-batch of a step begins."""
     trainer = start(store, run, settings)
     gathered = []
-    original = trainer._inputs
+    original = trainer.passes.inputs
 
     def count(*arguments: Any) -> Any:
         gathered.append(sum(not isinstance(next(block.parameters()), DTensor) for block in trainer.model.layers))
         return original(*arguments)
 
-    trainer._inputs = count
+    trainer.passes.inputs = count
     with trainer.loader:
         trainer.step()
     return gathered
@@ -396,7 +400,7 @@ def gathered_blocks(store: Path, run: Path, settings: list[str]) -> list[int]:
 def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]) -> list[int]:
     """How many gradients of this rank are in bfloat16 after each backward pass of a step, and not yet added up in float32."""
     trainer = start(store, run, settings)
-    assert trainer.pipeline is not None
+    assert trainer.passes.pipeline is not None
     unsummed = []
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -423,8 +427,8 @@ def unsummed_gradients_in_a_pipeline(store: Path, run: Path, settings: list[str]
 def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[int, int]:
     """How many micro-batches a step has, and for how many this rank has buffers at a time, at most."""
     trainer = start(store, run, settings)
-    assert trainer.pipeline is not None
-    original, most = trainer.pipeline.hidden, 0
+    assert trainer.passes.pipeline is not None
+    original, most = trainer.passes.pipeline.hidden, 0
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def count(device: torch.device) -> torch.Tensor:
@@ -432,12 +436,12 @@ def buffers_of_a_pipeline(store: Path, run: Path, settings: list[str]) -> tuple[
         made = original(device)
         if device.type != "meta":
             alive.append(weakref.ref(made))
-            stage = trainer.pipeline._schedule[1]._stage
+            stage = trainer.passes.pipeline._schedule[1]._stage
             infos = itertools.chain(*stage.args_recv_info.values(), *stage.grad_recv_info.values())
             buffers = [getattr(info, "buffer", None) for info in infos] + [buffer() for buffer in alive]
             most = max(most, len({id(buffer) for buffer in buffers if buffer is not None and buffer.numel()}))
         return made
 
-    trainer.pipeline.hidden = count
+    trainer.passes.pipeline.hidden = count
     with trainer.loader:
         return trainer.step().micro_batches, most

@@ -36,9 +36,9 @@ from longctx.parallel.recompute import apply_recompute
 from longctx.planning.plan import Plan
 from longctx.training import setup
 from longctx.training import trainer as training
+from longctx.training.data import make_planner, padding
 from longctx.training.optimizer import make_optimizer
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import make_planner, padding
 from longctx.training.trainer import Trainer
 from tests.host_waits import OPERATORS, HostWaits
 

@@ -72,28 +72,24 @@ def compare_steps(arguments: argparse.Namespace) -> int:
 
 def _measure(arguments: argparse.Namespace, launch: "Launch") -> "MeasuredComparison":
     from longctx.comparison.measured import train_in_turn
-    from longctx.parallel import mesh
+    from longctx.training.build import join_run
+    from longctx.training.checks import check_model
+    from longctx.training.run import Run
     from longctx.training.run_profile import run_profile
-    from longctx.training.setup import check_model, join_run, open_data
 
     out: Path | None = arguments.out
     check_writable(out)
     show = launch.rank == 0
     config = load(arguments.measure or None, arguments.overrides, world_size=launch.world_size)
-    if show and config.stages:
-        print(f"measuring the last of {len(config.stages)} stages", file=sys.stderr, flush=True)
-    config = config.at_stage(-1)
-    device = mesh.choose_device(config.train.device, launch.local_rank)
-    mesh.prepare_allocator(device)
-    mesh.check_device(device, launch.local_world_size)
-    store = open_data(config)
+    run = Run.open(config)
+    store = run.data.store
     if store.pairs or config.dpo.beta is not None:
         raise UserError(
             f"--measure does not support DPO, but data.store is {store.path} and dpo.beta is {config.dpo.beta}: use `longctx "
             f"compare --lengths {store.path}` for modelled times, or measure on a store without pairs"
         )
-    check_model(config, store, launch.world_size)
-    groups = join_run(config, launch, device)
+    check_model(config, run.data, run.source, launch.world_size)
+    groups = join_run(config, launch, run.device)
     if show:
         print(*run_profile(config, launch.world_size, store.tokenizer.vocab_size).lines, sep="\n", file=sys.stderr, flush=True)
     measured = train_in_turn(

@@ -4,51 +4,42 @@ Needs no processes, GPUs or run folder; available memory, kernel and run folder 
 """
 
 from longctx.config import Config
-from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.mesh import choose_device
+from longctx.training.checks import check_model, check_pairs, check_vocabulary
+from longctx.training.data import RunData
 from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import check_model, check_pairs, check_vocabulary, longest_of
-from longctx.training.stages import named, open_stages, stage_line
 from longctx.units import format_bytes, format_count
 
 STEPS = 5
 
 
 def dry_run(config: Config, ranks: int) -> None:
-    """Prints a summary of the run and one line for each of the first steps of every stage.
+    """Prints a summary of the run and one line for each of its first steps.
 
     Raises UserError for settings and stores that the run would reject.
     """
-    for stage, (own, store) in enumerate(open_stages(config)):
-        if config.stages:
-            print(("\n" if stage else "") + stage_line(config, stage))
-        with named(config, stage):
-            _dry_run(own, store, ranks, config.steps_of(stage))
-
-
-def _dry_run(config: Config, store: Store, ranks: int, steps: int) -> None:
-    """Prints one stage of `steps` steps."""
-    source = config.model_source(store.tokenizer.vocab_size)
+    data = RunData.open(config)
+    store, source = data.store, config.model_source(data.vocab_size)
     spec, pretrained = source.spec, config.model.from_pretrained
     check_vocabulary(config, spec)
-    check_model(config, store, ranks)
-    check_pairs(config, store)
+    check_model(config, data, source, ranks)
+    check_pairs(config, data)
     print(
         f"dry run on {ranks} ranks\n"
         f"model      {format_count(spec.parameters)} parameters, "
         f"{'new weights' if pretrained is None else f'from checkpoint {pretrained}'}",
-        *lines_on(source, pretrained, min(config.max_length(ranks), longest_of(config, store))),
+        *lines_on(source, pretrained, min(config.max_length(ranks), data.longest)),
         f"documents  at most {config.max_length(ranks):,} tokens (longer ones: {config.data.long_documents}), "
         f"from {config.data.said}",
-        *mix_lines(config, steps_of_run(config, store, ranks), steps),
+        *mix_lines(config, steps_of_run(config, store, ranks), config.train.steps),
         *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
         sep="\n",
     )
-    planned = plan_steps(config, store, ranks, min(STEPS, steps))
+    planned = plan_steps(config, store, ranks, min(STEPS, config.train.steps))
     print(
         "step  documents     tokens  micro-batches  predicted   gap  idle  exposed  best static            degrees × documents"
     )

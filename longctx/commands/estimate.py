@@ -36,27 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks
-    run = load(arguments.config, arguments.overrides, world_size=ranks)
-    fused = choose_device(run.train.device, 0).type == "cuda"
-    estimated = []
-    for number in range(len(run.stage_ends)):
-        own = run.at_stage(number)
-        found, of_model = _store_and_spec(own)
-        memory = estimate(of_model, own, ranks, heaviest(own, found, ranks), fused=fused)
-        estimated.append((memory, number, own, found, of_model))
-    memory, stage, config, store, spec = max(estimated, key=lambda each: each[0].total)
+    config = load(arguments.config, arguments.overrides, world_size=ranks)
+    fused = choose_device(config.train.device, 0).type == "cuda"
+    store, spec = _store_and_spec(config)
+    memory = estimate(spec, config, ranks, heaviest(config, store, ranks), fused=fused)
     table = list(choices(spec, config, store, (ranks, 2 * ranks, 4 * ranks), fused=fused))
-    told = {"stage": stage + 1} if run.stages else {}
     if arguments.json:
         rows = [{**settings, **choice.to_json()} for settings, choice in table]
-        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows, **told}))
+        print(json.dumps({"version": 1, "ranks": ranks, "configured": memory.to_json(), "choices": rows}))
         return 0
     from longctx.memory.table import print_memory
-    from longctx.units import format_bytes, format_count
+    from longctx.units import format_count
 
-    for memory_of, number, *_ in estimated if run.stages else ():
-        largest = " (largest, shown below)" if number == stage else ""
-        print(f"stage {number + 1}: {format_bytes(memory_of.total)} per rank{largest}")
     source = f"the first steps of {config.data.said}" if store else "a full rank (no store)"
     parameters = f"{format_count(spec.parameters)} parameters, computed in {config.dtype}"
     print_memory(f"{parameters}, {ranks} ranks, {source}", memory, table, config)
@@ -65,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _store_and_spec(config: Config) -> "tuple[Store | None, ModelSpec]":
-    from longctx.training.setup import open_data
+    from longctx.training.data import RunData
 
     if all(path.exists() for path in config.data.paths):
-        store = open_data(config)
+        store = RunData.open(config).store
         return store, config.model_source(store.tokenizer.vocab_size).spec
     if config.model_source().spec.vocab_size is None:
         raise UserError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from longctx.evaluation.retrieval import Cell, Grid
     from longctx.evaluation.target import Target
     from longctx.parallel.mesh import Launch
-    from longctx.training.trainer import Trainer
+    from longctx.training.passes import Passes
     from longctx.training.validation import Documents
 
 SUMMARY = "Evaluate a run or a checkpoint: loss by length and position, or retrieval of facts from long documents"
@@ -71,16 +71,14 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.store import Store
     from longctx.evaluation.target import Target
-    from longctx.parallel.mesh import Launch, check_device, choose_device, prepare_allocator
+    from longctx.parallel.mesh import Launch, prepare_device
 
     launch = Launch.read()
     with said_once(launch):
         _check_options(arguments)
         target = Target.open(arguments.target, arguments.overrides, launch.world_size)
         config = target.config
-        device = choose_device(config.train.device, launch.local_rank)
-        prepare_allocator(device)
-        check_device(device, launch.local_world_size)
+        device = prepare_device(config.train.device, launch)
         work: Documents | Grid
         if arguments.needle:
             if config.masked.share is not None:
@@ -114,8 +112,8 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
     from longctx.data.store import Store
-    from longctx.training.setup import open_data
-    from longctx.training.validation import Documents, documents_apart
+    from longctx.training.data import RunData
+    from longctx.training.validation import Documents, validation_documents
 
     config = target.config
     if arguments.store is not None:
@@ -127,10 +125,10 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
             f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
         )
     first = arguments.documents or config.eval.documents
-    apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
-    own = open_data(config)
-    longest = (own if config.eval.store is None else Store.open(config.eval.store)).lengths.max()
-    return documents_apart(apart, own, target.max_length(world_size, int(longest)))
+    config = config.changed({"eval.documents": first, "eval.every": config.eval.every or 1})
+    data = RunData.open(config)
+    longest = int((data.validation or data.store).lengths.max())
+    return validation_documents(config, data, target.max_length(world_size, longest))
 
 
 def _grid(arguments: argparse.Namespace) -> "Grid":
@@ -176,20 +174,20 @@ def _evaluate(
     from longctx.evaluation.loss import evaluate
     from longctx.evaluation.retrieval import Grid, retrieve
     from longctx.evaluation.target import TargetError
-    from longctx.training.setup import join_run
+    from longctx.training.build import join_run
 
     mesh = join_run(target.config, launch, device)
     try:
-        trainer, target = target.build(mesh)
+        passes, target = target.build(mesh)
         longest = max(work.lengths) if isinstance(work, Grid) else max(piece.length for piece in work.pieces)
         target.config.model_source(tokenizer.vocab_size).check_length(longest)
-        planner = make_evaluation_planner(trainer)
+        planner = make_evaluation_planner(passes)
         if isinstance(work, Grid):
-            cells = retrieve(work, tokenizer, trainer.look, planner, mesh, target.config.batch.global_tokens)
+            cells = retrieve(work, tokenizer, passes.look, planner, mesh, target.config.batch.global_tokens)
             if launch.rank == 0:
                 _report_grid(arguments, target, work, cells, tokenizer)
         else:
-            report = evaluate(work, trainer.look, planner, mesh)
+            report = evaluate(work, passes.look, planner, mesh)
             if launch.rank == 0:
                 _report_loss(arguments, target, work, report, mesh.world_size)
     except (UserError, OSError) as error:
@@ -204,13 +202,13 @@ def _evaluate(
     return 0
 
 
-def make_evaluation_planner(trainer: "Trainer") -> "Planner":
+def make_evaluation_planner(passes: "Passes") -> "Planner":
     """Makes the planner for evaluation, for the model as built. Collective: all ranks must call it."""
+    from longctx.training.data import make_planner
     from longctx.training.run_profile import run_profile
-    from longctx.training.setup import make_planner
 
-    profile = run_profile(trainer.config, trainer.mesh.world_size, trainer.model.spec.vocab_size).agreed(trainer.mesh)
-    return make_planner(trainer.config, trainer.mesh.ranks, profile)
+    profile = run_profile(passes.config, passes.mesh.world_size, passes.model.spec.vocab_size).agreed(passes.mesh)
+    return make_planner(passes.config, passes.mesh.ranks, profile)
 
 
 def _report_loss(

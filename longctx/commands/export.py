@@ -1,7 +1,6 @@
 """`longctx export`: writes a checkpoint of a run as a folder that transformers, vLLM and others load."""
 
 import argparse
-import json
 import re
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = parse_size(arguments.max_shard_size)
     import torch
 
-    from longctx.training.export import export
+    from longctx.training.export import export, how_to_load
 
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     exported = export(
@@ -47,25 +46,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(exported.said, how_to_load(arguments.out), sep="\n")
     return 0
-
-
-def how_to_load(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
-        if adapters["task_type"] is None:
-            base = f"AutoModelForMaskedLM.from_pretrained({adapters['base_model_name_or_path']!r})"
-            return (
-                f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
-            )
-        return (
-            f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
-            "or merge: longctx export RUN OUT --merge"
-        )
-    from longctx.model.checkpoint_files import MASKED_CLASS
-
-    (architecture,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
-    kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
-    return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"
 
 
 def parse_size(text: str) -> int:

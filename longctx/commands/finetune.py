@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from longctx.commands import prepare
 from longctx.commands.output import said_once
 from longctx.config import Config, load
-from longctx.config.stages import Values
+from longctx.config.reading import Values
 from longctx.errors import UserError, shell
 from longctx.planning.layout import longest_document
 from longctx.safe_yaml import parse, read_text
@@ -74,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.parallel.launch import launch
     from longctx.parallel.mesh import Launch
     from longctx.training import checkpoint
-    from longctx.training.setup import check_model, check_pairs
+    from longctx.training.checks import check_model, check_pairs
+    from longctx.training.data import RunData
 
     if is_torchelastic_launched():
         with said_once(Launch.read()):
@@ -111,8 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     store = Store.open(store_folder)
     defaults = _defaults(arguments, given, store, ranks, out)
     config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
-    check_model(config, store, ranks)
-    check_pairs(config, store)
+    opened = RunData.open(config)
+    check_model(config, opened, config.model_source(opened.vocab_size), ranks)
+    check_pairs(config, opened)
     settings_file.write_text(config.to_yaml(), "utf-8")
     if arguments.prepare_only:
         print(f"to train: longctx train {shell(settings_file)} --processes {ranks} --resume-if-any")
@@ -141,8 +143,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 def _check_data(given: Config) -> None:
     """Raises UserError if the settings set data.store or data.stores."""
-    parts = (part.model_dump(exclude_unset=True).get("data") for part in (given, *given.stages))
-    if any({"store", "stores"} & set(data or {}) for data in parts):
+    if {"store", "stores"} & given.data.model_fields_set:
         raise UserError(
             "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
             "source (longctx prepare --tokenizer) and run `longctx train`"

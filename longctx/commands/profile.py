@@ -62,15 +62,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
-    from longctx.parallel import mesh
+    from longctx.parallel.mesh import prepare_device
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.profiling import measure_profile
+    from longctx.training.build import join_run
     from longctx.training.run_profile import default_profile
-    from longctx.training.setup import join_run
 
     # Ignore context.profile: it may name the file to be written.
     settings = [*arguments.overrides, "context.profile=null"]
-    config = load(arguments.config, settings, world_size=launch.world_size, stage=-1)  # of stages, the last one
+    config = load(arguments.config, settings, world_size=launch.world_size)
     if config.pipeline.ranks > 1:
         raise UserError(
             f"parallel.pipeline_parallel_size is {config.pipeline.ranks}, but profiles are measured without a pipeline, and "
@@ -81,9 +81,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
             f"model.from_pretrained is {config.model.from_pretrained}, but profiles are measured with the native decoder, and "
             "scaled to the checkpoint in training: omit it, and set similar sizes, such as --model.hidden_size"
         )
-    device = mesh.choose_device(config.train.device, launch.local_rank)
-    mesh.prepare_allocator(device)
-    mesh.check_device(device, launch.local_world_size)
+    device = prepare_device(config.train.device, launch)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     base = arguments.base or default_profile(device.type, gpu)
     HardwareProfile.load(base)

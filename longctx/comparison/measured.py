@@ -21,7 +21,7 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.timing import finish
-from longctx.training.setup import build_loader
+from longctx.training.data import build_loader
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trainer import Trainer
 
@@ -179,9 +179,11 @@ def train_in_turn(
     configs = mode_configs(config, modes, mesh.world_size, warmup + steps)
     stop = StopSignal.install()
     with ExitStack() as loaders:
-        trainers = [_trainer(each, mesh, store, stop) for each in configs]
-        for trainer in trainers:
-            loaders.enter_context(trainer.loader)
+        trainers = []
+        for each in configs:
+            loader = loaders.enter_context(build_loader(store, each, mesh, each.max_length(mesh.world_size)))
+            source = each.model_source(store.tokenizer.vocab_size)
+            trainers.append(Trainer.build(each, mesh, source, loader, stop=stop))
         rounds: list[list[MeasuredStep]] = []
         while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
             rounds.append([_step(trainer) for trainer in trainers])
@@ -230,13 +232,6 @@ def _refuse(modes: Sequence[str], steps: int, warmup: int) -> None:
         raise UserError(f"modes are {', '.join(modes)}: give at least two different modes, such as auto,static")
     if steps < 1 or warmup < 0:
         raise UserError(f"steps is {steps} and warmup is {warmup}: steps must be at least 1, warmup at least 0")
-
-
-def _trainer(config: Config, mesh: Mesh, store: Store, stop: StopSignal) -> Trainer:
-    """Makes a trainer that writes no logs and checkpoints."""
-    trainer = Trainer.build(config, mesh, config.model_source(store.tokenizer.vocab_size))
-    trainer.loader, trainer.stop = build_loader(store, config, mesh, config.max_length(mesh.world_size)), stop
-    return trainer
 
 
 def _step(trainer: Trainer) -> MeasuredStep:

@@ -1,7 +1,7 @@
 """Settings of a run: typed sections with defaults, read from a YAML file and dotted overrides, and checked before use.
 
-`settings` declares the sections, `run` combines them, `stages` applies the settings of a stage, `reading` loads them, `rules`
-checks constraints across settings, `describe` writes the help.
+`settings` declares the sections, `run` combines them, `reading` loads them, `rules` checks
+constraints across settings, `describe` writes the help.
 """
 
 from longctx.config.describe import describe

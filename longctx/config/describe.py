@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from longctx.config.problems import yaml_text
-from longctx.config.run import SECTIONS, Config
+from longctx.config.run import SECTIONS
 
 _WIDTH, _INDENT = 110, 8
 
@@ -21,8 +21,6 @@ def describe() -> str:
         for key, setting in section_type.model_fields.items():
             lines.append(f"  --{section}.{key} {_type_name(setting.annotation)}")
             lines += _wrapped(_with_default(setting.description or "", setting.default))
-    lines += ["", "stages: [{steps, section: {key: value, ..}, ..}, ..], or --stages.1.section.key VALUE for the first stage"]
-    lines += _wrapped(f"{Config.model_fields['stages'].description} (default: none)")
     return "\n".join(lines)
 
 

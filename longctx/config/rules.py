@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from longctx.config.expert_rules import expert_mesh_rules, expert_rules
 from longctx.config.problems import ConfigError, Problem
@@ -27,12 +26,7 @@ def check(config: Config, *, world_size: int) -> None:
 
 
 def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
-    """Returns all problems; with `world_size` None only those that do not depend on the number of processes.
-
-    A problem of some stages only has a key such as stages.2.batch.tokens_per_rank.
-    """
-    if config.stages:
-        return list(_of_stages(config, world_size))
+    """Returns all problems; with `world_size` None only those that do not depend on the number of processes."""
     rules = (
         _model,
         _predictions,
@@ -60,27 +54,6 @@ def broken_rules(config: Config, world_size: int | None) -> list[Problem]:
             *expert_mesh_rules(config, world_size),
         ]
     return problems
-
-
-def _of_stages(config: Config, world_size: int | None) -> Iterator[Problem]:
-    found = [broken_rules(config.at_stage(number), world_size) for number in range(len(config.stages))]
-    for number, problems in enumerate(found, start=1):
-        for problem in problems:
-            if not all(problem in others for others in found):
-                yield replace(problem, key=f"stages.{number}.{problem.key}")
-            elif number == 1:
-                yield problem
-    steps = config.stage_ends[-1]
-    if config.train.steps != steps:
-        rule = f"must be the sum of the stages' steps, {steps}"
-        yield Problem("train.steps", config.train.steps, rule, "omit it, or change the steps of a stage")
-    if config.dpo.beta is not None:
-        rule = "DPO is not supported with stages: reference log-probabilities are computed once for all pairs of the run"
-        yield Problem("dpo.beta", config.dpo.beta, rule, "omit stages or dpo.beta; train in separate runs", ("stages",))
-    if config.checkpoint.every is None:
-        rule = "stages need checkpoints: each stage starts from the last checkpoint of the previous one"
-        fix = "set a number; a number above train.steps saves only the last step of every stage"
-        yield Problem("checkpoint.every", None, rule, fix)
 
 
 def _model(config: Config) -> Iterator[Problem]:

@@ -1,13 +1,11 @@
 """Config: all settings of a run, by section, and values derived from them."""
 
 import importlib.util
-from bisect import bisect_right
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from longctx.config.problems import plain
 from longctx.config.settings import (
@@ -27,7 +25,6 @@ from longctx.config.settings import (
     Section,
     TrainSection,
 )
-from longctx.config.stages import Stage, laid_over
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
 from longctx.model.spec import ModelSpec
 from longctx.planning.cost.pipeline import Pipeline
@@ -56,16 +53,6 @@ class Config(BaseModel):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     log: LogSection = LogSection()
-    stages: tuple[Stage, ...] = Field(
-        (),
-        description="consecutive parts of the run, each with settings that replace those of the run: [{steps: 900}, "
-        "{steps: 100, data: {max_length: 32768}, model: {rope_theta: 1.0e+6}}, ..]. train.steps is the sum of their steps, and "
-        "the learning rate schedule spans the whole run. A stage may replace the settings of batch and context, model.rope_*, "
-        "data.store, data.stores, data.max_length, data.long_documents, parallel.reshard_after, parallel.reduce_after, "
-        "train.recompute, train.mlp_tile_tokens and train.offload_activations. A store continues where the previous stage "
-        "stopped, but starts its next epoch if its documents are split at another length, or if it is read alone in one stage "
-        "and mixed in the other",
-    )
 
     def changed(self, changes: Mapping[str, Any]) -> "Config":
         """Returns the settings with new values by dotted name; rules are not checked."""
@@ -75,25 +62,6 @@ class Config(BaseModel):
             settings = getattr(config, section).model_copy(update={key: value})
             config = config.model_copy(update={section: settings})
         return config
-
-    def at_stage(self, number: int) -> "Config":
-        """Returns the settings of a stage, counted from 0 or backwards from -1; the settings themselves without stages."""
-        if not self.stages:
-            return self
-        return Config.model_validate(laid_over(self.model_dump(), self.stages[number].model_dump()))
-
-    @property
-    def stage_ends(self) -> list[int]:
-        """Last step of every stage; a run without stages counts as one stage."""
-        return list(accumulate(stage.steps for stage in self.stages)) or [self.train.steps]
-
-    def steps_of(self, stage: int) -> int:
-        """Returns the number of steps of a stage."""
-        return self.stage_ends[stage] - (self.stage_ends[stage - 1] if stage else 0)
-
-    def stage_after(self, step: int) -> int:
-        """Returns the stage of the step that follows `step`, or the last stage after the last step."""
-        return min(bisect_right(self.stage_ends, step), len(self.stage_ends) - 1)
 
     def model_source(self, vocab_size: int | None = None) -> ModelSource:
         """Returns the source of the model. `vocab_size` is the size of the store's tokenizer, None if not known yet.
@@ -124,6 +92,11 @@ class Config(BaseModel):
         """Pipeline that micro-batches run through; one stage without pipeline parallelism."""
         parallel = self.parallel
         return Pipeline(parallel.pipeline_parallel_size, parallel.pipeline_chunks, parallel.pipeline_schedule)
+
+    @property
+    def schedule_steps(self) -> int:
+        """Steps of the whole learning-rate schedule."""
+        return self.optimizer.decay_steps or self.train.steps
 
     @property
     def bias_rate(self) -> float:

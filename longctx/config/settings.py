@@ -412,6 +412,9 @@ class OptimizerSection(Section):
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     min_learning_rate_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a share of the peak")
     warmup_steps: int = Field(10, ge=0, le=LARGEST, description="steps until the learning rate reaches its peak")
+    decay_steps: int | None = Field(
+        None, ge=1, le=LARGEST, description="steps of the whole schedule, if another run continues this one (null: train.steps)"
+    )
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
     betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
     eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
@@ -425,7 +428,7 @@ class EvalSection(Section):
         None,
         ge=1,
         le=LARGEST,
-        description="steps between validations; the last step of the run or stage is always validated (null: never)",
+        description="steps between validations; the last step of the run is always validated (null: never)",
     )
     store: Path | None = _path(None, "folder written by `longctx prepare` (null: the documents held out by data.held_out)")
     documents: int | None = Field(
@@ -443,7 +446,7 @@ class CheckpointSection(Section):
         100,
         ge=1,
         le=LARGEST,
-        description="steps between checkpoints; the last step of the run or stage is always saved (null: never, for trials)",
+        description="steps between checkpoints; the last step of the run is always saved (null: never, for trials)",
     )
     keep: int | None = Field(3, ge=1, le=LARGEST, description="number of latest checkpoints to keep (null: all)")
     asynchronous: bool = Field(True, description="train on while a copy in host memory is written")

@@ -10,12 +10,13 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import check_name
+from longctx.model.protocol import differences_but_rope
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.training import checkpoint
 from longctx.training.checkpoint import Checkpoint
-from longctx.training.setup import choose_max_length
-from longctx.training.trainer import Trainer
+from longctx.training.data import choose_max_length
+from longctx.training.passes import Passes
 
 
 class TargetError(UserError):
@@ -47,7 +48,7 @@ class Target:
             if found is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
                 raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
-            config = load(folder / "config.yaml", overrides, world_size=world_size, stage=found.stage)
+            config = load(folder / "config.yaml", overrides, world_size=world_size)
             return cls(name, config, found, tuple(damaged))
         if is_store(folder):
             raise TargetError(
@@ -105,20 +106,16 @@ class Target:
         """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document, if known."""
         return choose_max_length(self.config, world_size, self.found, longest)
 
-    def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
+    def build(self, mesh: Mesh) -> "tuple[Passes, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
         # Compiling takes longer than a short evaluation: only if the settings demand it.
-        train = self.config.train.model_copy(update={"compile": bool(self.config.train.compile)})
-        trainer = Trainer.build(self.config.model_copy(update={"train": train}), mesh, self.source)
+        passes = Passes(self.config.changed({"train.compile": bool(self.config.train.compile)}), mesh, self.source)
         if self.found is None:
-            return trainer, self
-        different = trainer.model.differences(self.found.state["model"])
-        rope = [sentence for sentence in different if sentence.startswith("rope_")]
-        if rope:  # transformers writes the scaled limit of positions into the config
-            rope += [sentence for sentence in different if sentence.startswith("max_position_embeddings is")]
-        if len(rope) < len(different):
-            raise TargetError(f"{self.found.folder} contains another model: {'; '.join(different)}; override only rope_*")
+            return passes, self
+        different = passes.model.differences(self.found.state["model"])
+        if others := differences_but_rope(different):
+            raise TargetError(f"{self.found.folder} contains another model: {'; '.join(others)}; override only rope_*")
         if problem := self.found.damage(mesh.control):
             raise TargetError(f"{self.found.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
-        checkpoint.load_weights(self.found, trainer.model, mesh.control)
-        return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))
+        checkpoint.load_weights(self.found, passes.model, mesh.control)
+        return passes, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)))

@@ -12,7 +12,6 @@ import torch
 from longctx.config import Config
 from longctx.config.problems import yaml_text
 from longctx.config.rules import broken_rules
-from longctx.config.stages import may_be_staged
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads, loads
@@ -20,9 +19,9 @@ from longctx.memory.model import Load, Memory, estimate, fits
 from longctx.model.spec import ModelSpec
 from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.recompute import MODES
+from longctx.training.data import make_planner
 from longctx.training.first_steps import step_lengths
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import make_planner, open_data
 from longctx.units import format_bytes
 
 PLANNED_STEPS = 2
@@ -75,63 +74,40 @@ def as_override(name: str, value: object) -> str:
     return f"--{name}={yaml_text(value)}"
 
 
-def fitted(config: Config, ranks: int, available: int | None, *, fused: bool) -> Config:
-    """Returns the settings of a run, with `train.fit_memory` those with which every stage fits at the least cost in time.
+def fitted(spec: ModelSpec, config: Config, store: Store | None, ranks: int, available: int, *, fused: bool) -> Config:
+    """Returns settings with which a run fits at the least cost in time, for `train.fit_memory`.
 
-    They need at most ROOM of `available` bytes per rank by estimate (None: unknown, nothing changes), or as little as possible.
+    They need at most ROOM of `available` bytes per rank by estimate, or else at most all of it; if none do, nothing changes.
     Received K and V are kept if that fits, unless the settings say otherwise.
     """
-    wanted = config.train.fit_memory
-    if available is None or not (fused if wanted is None else wanted):
-        return config
-    room = int(ROOM * available)
 
-    def opened(config: Config, number: int) -> tuple[ModelSpec, Config, Store]:
-        own = config.at_stage(number)
-        store = open_data(own)
-        return own.model_source(store.tokenizer.vocab_size).spec, own, store
+    def has_room(config: Config) -> bool:
+        return fits(spec, config, ranks, heaviest(config, store, ranks), int(ROOM * available), fused=fused)
 
-    def has_room(config: Config, number: int) -> bool:
-        spec, own, store = opened(config, number)
-        return fits(spec, own, ranks, heaviest(own, store, ranks), room, fused=fused)
-
-    stages = range(len(config.stage_ends))
     keeping = config.changed({"context.keep_kv": True})
-    if config.context.keep_kv is None and all(has_room(keeping, number) for number in stages):
+    if config.context.keep_kv is None and has_room(keeping):
         return keeping
-    for number in stages:
-        if not has_room(config, number):
-            spec, own, store = opened(config, number)
-            # The ranks that share weights have joined already when all ranks agree on the changes.
-            keep = ("parallel.shard_ranks",)
-            tried = (cheapest_change(spec, own, store, ranks, limit, fused=fused, keep=keep) for limit in (room, available))
-            for change in next((change for change in tried if change is not None), {}).items():
-                config = _changed_for(config, number, *change)
+    if has_room(config):
+        return config
+    # The ranks that share weights have joined already when all ranks agree on the changes.
+    keep = ("parallel.shard_ranks",)
+    for limit in (int(ROOM * available), available):
+        change = cheapest_change(spec, config, store, ranks, limit, fused=fused, keep=keep)
+        if change is not None:
+            return config.changed(change)
     return config
 
 
-def _changed_for(config: Config, number: int, name: str, value: object) -> Config:
-    """Returns the settings of a run with one changed for a stage: in that stage alone, if stages may set it."""
-    section, key = name.split(".")
-    if not config.stages or not may_be_staged(section, key):
-        return config.changed({name: value})
-    stages = list(config.stages)
-    stages[number] = stages[number].model_copy(update={section: {**getattr(stages[number], section), key: value}})
-    return config.model_copy(update={"stages": tuple(stages)})
-
-
-def changes_said(before: Config, after: Config) -> str:
-    """Returns a line on the settings that `fitted` changed; empty if there are none."""
+def changes_between(before: Config, after: Config) -> str:
+    """Returns a line on the settings that `fitted` changed, as overrides; empty if there are none."""
     old, new = before.model_dump(), after.model_dump()
-    names = [(section, key) for section in ("context", "parallel", "train") for key in new[section]]
-    changes = [as_override(f"{s}.{key}", new[s][key]) for s, key in names if new[s][key] != old[s][key]]
-    parts = [" ".join(changes)] if changes else []
-    for number, (stage, earlier) in enumerate(zip(new["stages"], old["stages"], strict=True), start=1):
-        own = [(s, key, value) for s in ("context", "parallel", "train") for key, value in stage[s].items()]
-        parts += [
-            f"stage {number}: {s}.{key}={yaml_text(value)}" for s, key, value in own if (key, value) not in earlier[s].items()
-        ]
-    return f"train.fit_memory: {', '.join(parts)}" if parts else ""
+    changes = [
+        as_override(f"{section}.{key}", value)
+        for section in ("context", "parallel", "train")
+        for key, value in new[section].items()
+        if value != old[section][key]
+    ]
+    return f"train.fit_memory: {' '.join(changes)}" if changes else ""
 
 
 def allowed(config: Config, ranks: int) -> bool:

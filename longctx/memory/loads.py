@@ -16,8 +16,8 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import swaps_heads
 from longctx.planning.layout import Placement, largest_shard, longest_document
 from longctx.planning.plan import Plan
+from longctx.training.build import ulysses_degree
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import ulysses_degree
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -216,6 +216,19 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def prepare_device(wanted: str, launch: Launch) -> torch.device:
+    """Returns the device of this process for `wanted` (see `choose_device`), current and ready to allocate memory.
+
+    Raises UserError if this node has fewer GPUs than processes.
+    """
+    device = choose_device(wanted, launch.local_rank)
+    prepare_allocator(device)
+    check_device(device, launch.local_world_size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
+    return device
+
+
 def check_device(device: torch.device, local_processes: int) -> None:
     """Raises UserError if this node has fewer GPUs than processes, which need one each."""
     if device.type == "cuda" and (seen := torch.cuda.device_count()) < local_processes:

@@ -18,8 +18,8 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.profiling.stopwatch import Stopwatch
+from longctx.training.build import make_attention
 from longctx.training.objective import StepWeights
-from longctx.training.setup import make_attention
 from longctx.training.trainer import Trainer
 
 
@@ -106,8 +106,7 @@ class ProfiledRun:
         weights = StepWeights(batch.target_tokens)
 
         def run() -> None:
-            self.trainer.attend = None if attention is None else lambda plan, layout: attention
-            self.trainer.micro_batch(batch, 0, weights)
+            self.trainer.passes.micro_batch(batch, 0, weights, attention)
 
         return run
 
@@ -115,7 +114,6 @@ class ProfiledRun:
         """Builds a run of a whole training step."""
 
         def run() -> None:
-            self.trainer.attend = None
             self.trainer.step(batch)
 
         return run

@@ -58,9 +58,9 @@ class Checkpoint:
         return int(self.state["step"])
 
     @property
-    def stage(self) -> int:
-        """Stage of the run at this step, counted from 0."""
-        return int(self.state.get("stage", 0))
+    def run(self) -> Path:
+        """Folder of the run that wrote it."""
+        return self.folder.parents[1]
 
     def damage(self, group: dist.ProcessGroup | None = None, read: Read = lambda count: None) -> str:
         """Reads all files; with a `group`, its ranks share them. Returns what is wrong, the same on every rank, or nothing."""
@@ -125,19 +125,38 @@ def newest(run: Path, before: int | None = None) -> tuple[Checkpoint | None, lis
     return None, damaged
 
 
-def verified(run: Path, found: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
+def to_continue(run: Path, own: Path, steps: int) -> tuple[Checkpoint, list[str]]:
+    """Returns the newest complete checkpoint of a run, with which the run in `own` of `steps` steps begins, as `newest` does.
+
+    Raises CheckpointError if there is none, if it is of that run itself, or if no step is left.
+    """
+    if run.resolve() == own.resolve():
+        raise CheckpointError(f"--continue is {run}, the run folder itself: use --resume, or choose another --train.run_dir")
+    found, damaged = newest(run)
+    if found is None:
+        why = f" ({'; '.join(damaged)})" if damaged else ""
+        raise CheckpointError(f"--continue is {run}, which has no complete checkpoint{why}: give the folder of a run")
+    if found.step >= steps:
+        raise CheckpointError(
+            f"--continue is {run}, which has done {found.step} steps, but train.steps is {steps}: it counts the steps of both "
+            "runs, so raise it"
+        )
+    return found, damaged
+
+
+def verified(found: Checkpoint | None, group: dist.ProcessGroup) -> tuple[Checkpoint | None, list[str]]:
     """Returns the checkpoint that rank 0 has found if it is undamaged, otherwise the newest undamaged one before it.
 
     Also returns a message on every checkpoint that is not used. Raises NoCheckpoint if none is undamaged. Collective.
     """
-    found = gather_objects(found, group)[0]
+    first = found = gather_objects(found, group)[0]
     damaged: list[str] = []
     while found is not None and (problem := found.damage(group)):
         damaged.append(f"{found.folder} is damaged ({problem}): not used")
-        found, more = gather_objects(newest(run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
+        found, more = gather_objects(newest(found.run, before=found.step) if dist.get_rank(group) == 0 else None, group)[0]
         damaged += more
-    if found is None and damaged:
-        raise NoCheckpoint(f"no checkpoint of {run} can be used: {'; '.join(damaged)}. {START_ANEW}")
+    if found is None and first is not None:
+        raise NoCheckpoint(f"no checkpoint of {first.run} can be used: {'; '.join(damaged)}. {START_ANEW}")
     return found, damaged
 
 
@@ -163,13 +182,19 @@ def _examine(folder: Path) -> Checkpoint | str:
     if folder.suffix == ".partial":
         return "is incomplete (its write was interrupted)"
     try:
-        return persistent(lambda: _read_state(folder))
+        found = persistent(lambda: _read_state(folder))
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EIO):
             raise
         return f"has no readable {STATE} ({error})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"is damaged ({error})"
+    if found.state.get("stage"):
+        raise CheckpointError(
+            f"{folder} belongs to a later stage of a run with `stages`, which this version does not know: use the version that "
+            "wrote it, and give later parts a run of their own (longctx train FILE --continue RUN)"
+        )
+    return found
 
 
 def _read_state(folder: Path) -> Checkpoint:

@@ -17,7 +17,7 @@ from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, brief, shortened
 from longctx.model.adapters import Lora
-from longctx.model.checkpoint_files import DESCRIBED, ENDS, CheckpointFiles, PretrainedError
+from longctx.model.checkpoint_files import DESCRIBED, ENDS, MASKED_CLASS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.families import expressed
@@ -91,7 +91,7 @@ def export(
     """
     check_place(out, overwrite)
     found = _find(run, step)
-    kept = model_folder(run, found.stage)
+    kept = model_folder(run)
     model, source = _build(found, kept)
     saved = SavedWeights(found.folder)
     if merge and not isinstance(model, AdaptedModel):
@@ -297,3 +297,21 @@ def _end_of_document(kept: Path) -> int | None:
             "another run on the same store, or delete both to export without a tokenizer"
         ) from error
     return found
+
+
+def how_to_load(folder: Path) -> str:
+    """Returns the call that loads an exported folder."""
+    if (folder / "adapter_config.json").is_file():
+        adapters = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+        if adapters["task_type"] is None:
+            base = f"AutoModelForMaskedLM.from_pretrained({adapters['base_model_name_or_path']!r})"
+            return (
+                f"load with peft: PeftModel.from_pretrained({base}, {str(folder)!r}); or merge: longctx export RUN OUT --merge"
+            )
+        return (
+            f"load with peft: AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}); "
+            "or merge: longctx export RUN OUT --merge"
+        )
+    (architecture,) = json.loads((folder / "config.json").read_text("utf-8"))["architectures"]
+    kind = "AutoModelForMaskedLM" if architecture.endswith(MASKED_CLASS) else "AutoModelForCausalLM"
+    return f"load with transformers: {kind}.from_pretrained({str(folder)!r})"

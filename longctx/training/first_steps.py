@@ -7,8 +7,8 @@ from longctx.data.mixture import Mixture, make_steps
 from longctx.data.sampler import Steps, first_lengths
 from longctx.data.store import Store
 from longctx.planning.plan import Plan
+from longctx.training.data import make_planner
 from longctx.training.run_profile import run_profile
-from longctx.training.setup import make_planner
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,24 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
-from longctx.training.spikes import Spikes
+from longctx.training.balance import STATISTICS
+from longctx.training.health import Spikes
 from longctx.units import format_bytes
 
-GROUPS = {
-    "time": (
-        "step_time_s",
-        "predicted_s",
-        "data_wait_s",
-        "attention_s",
-        "exchange_wait_s",
-        "bubble_s",
-        "optimizer_s",
-        "rest_s",
-    ),
-    "plan": ("balance", "gap", "bubble_share", "predicted_bubble_share", "padding_share", "documents", "micro_batches"),
-    "memory": ("peak_memory_bytes",),
-    "experts": ("expert_imbalance", "unused_experts", "document_loss", "z_loss"),
+REDUCTIONS: dict[str, Callable[[torch.Tensor], float]] = {
+    "sum": lambda values: float(values.sum()),
+    "mean": lambda values: float(values.mean()),
+    "max": lambda values: float(values.max()),
 }
-"""Groups of metrics in TensorBoard and Weights & Biases. Others are in `train`, but `validation_loss` is `validation/loss`."""
-_TAGS = {name: f"{group}/{name}" for group, names in GROUPS.items() for name in names}
+"""Reduce the values of all processes, float64 [world size], to one number."""
+
+
+def _row(group: str, over_ranks: str | None = None, default: Any = MISSING) -> Any:
+    """Makes a number of the step, shown as `group`/name by TensorBoard and Weights & Biases.
+
+    With `over_ranks` every process has a value of it, which the step gathers; the others are known to all.
+    """
+    return field(default=default, metadata={"group": group, "over_ranks": over_ranks})
 
 
 @dataclass(frozen=True)
@@ -74,94 +72,88 @@ class StepMetrics:
     """
 
     step: int
-    loss: float
-    grad_norm: float
-    lr: float
-    tokens: int
-    target_tokens: int
-    documents: int
-    micro_batches: int
-    step_time_s: float
-    predicted_s: float
-    tokens_per_s_per_rank: float
     degrees: dict[str, int]
     winner: str
-    balance: float
-    gap: float
-    bubble_share: float
-    predicted_bubble_share: float
-    padding_share: float
-    data_wait_s: float
-    peak_memory_bytes: int
-    attention_s: float
-    exchange_wait_s: float
-    bubble_s: float
-    optimizer_s: float
-    rest_s: float
-    mfu: float | None
-    validation_loss: float | None = None
-    validation_tokens: int | None = None
-    validation_s: float | None = None
-    validation_accuracy: float | None = None
-    reward_accuracy: float | None = None
-    reward_margin: float | None = None
-    expert_imbalance: float | None = None
-    unused_experts: float | None = None
-    document_loss: float | None = None
-    z_loss: float | None = None
-    mtp_loss: float | None = None
-    skipped: bool = False
+    loss: float = _row("train", "sum")
+    grad_norm: float = _row("train")
+    lr: float = _row("train")
+    tokens: int = _row("train")
+    target_tokens: int = _row("train")
+    documents: int = _row("plan")
+    micro_batches: int = _row("plan")
+    step_time_s: float = _row("time")
+    predicted_s: float = _row("time")
+    tokens_per_s_per_rank: float = _row("train")
+    balance: float = _row("plan")
+    gap: float = _row("plan")
+    bubble_share: float = _row("plan", "mean")
+    predicted_bubble_share: float = _row("plan")
+    padding_share: float = _row("plan")
+    data_wait_s: float = _row("time", "max")
+    peak_memory_bytes: int = _row("memory", "max")
+    attention_s: float = _row("time", "mean")
+    exchange_wait_s: float = _row("time", "mean")
+    bubble_s: float = _row("time", "mean")
+    optimizer_s: float = _row("time", "mean")
+    rest_s: float = _row("time")
+    mfu: float | None = _row("train")
+    validation_loss: float | None = _row("validation", default=None)
+    validation_tokens: int | None = _row("validation", default=None)
+    validation_s: float | None = _row("validation", default=None)
+    validation_accuracy: float | None = _row("validation", default=None)
+    reward_accuracy: float | None = _row("train", default=None)
+    reward_margin: float | None = _row("train", default=None)
+    expert_imbalance: float | None = _row("experts", "sum", default=None)
+    unused_experts: float | None = _row("experts", "sum", default=None)
+    document_loss: float | None = _row("experts", "sum", default=None)
+    z_loss: float | None = _row("experts", "sum", default=None)
+    mtp_loss: float | None = _row("train", "sum", default=None)
+    skipped: bool = _row("train", default=False)
     spikes: list[str] = field(default_factory=list)
     source_tokens: dict[str, int] | None = None
 
     @classmethod
-    def of(
-        cls,
-        batch: StepBatch,
-        domain: dict[str, torch.Tensor],
-        grad_norm: float,
-        lr: float,
-        step_time_s: float,
-        mfu: float | None,
-    ) -> "StepMetrics":
-        """Returns the metrics of a step from its batch and values per process (`loss`, `rows`, ...: float64 [world size])."""
-        plan, rows, experts = batch.plan, float(domain["rows"].sum()), _of_experts(domain)
-        names = ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s")
-        means = {name: float(domain[name].mean()) for name in names}
+    def of(cls, batch: StepBatch, ranks: Mapping[str, torch.Tensor], step_time_s: float, **known: Any) -> "StepMetrics":
+        """Returns the metrics of a step.
+
+        Args:
+            batch: the step.
+            ranks: values of all processes by name, float64 [world size]: `rows`, `expert_layers`, and every number with a
+                reduction over ranks.
+            step_time_s: wall-clock time of the step.
+            known: numbers that are the same on all processes.
+        """
+        plan, padded = batch.plan, float(ranks["rows"].sum())
+        values = {
+            each.name: REDUCTIONS[each.metadata["over_ranks"]](ranks[each.name])
+            for each in fields(cls)
+            if each.metadata.get("over_ranks") is not None
+        }
+        timed = sum(values[name] for name in ("attention_s", "exchange_wait_s", "bubble_s", "optimizer_s"))
         return cls(
+            **{
+                **values,
+                **_of_experts(values, float(ranks["expert_layers"].sum())),
+                "peak_memory_bytes": int(values["peak_memory_bytes"]),
+                "mtp_loss": values["mtp_loss"] or None,
+                **known,
+            },
             step=batch.step,
-            loss=float(domain["loss"].sum()),
-            grad_norm=grad_norm,
-            lr=lr,
             tokens=batch.tokens,
             target_tokens=batch.target_tokens,
             documents=len(plan.lengths),
             micro_batches=len(plan.micro_batches),
             step_time_s=step_time_s,
             predicted_s=plan.makespan_s,
-            tokens_per_s_per_rank=batch.tokens / step_time_s / len(domain["rows"]),
+            tokens_per_s_per_rank=batch.tokens / step_time_s / len(ranks["rows"]),
             degrees={str(degree): count for degree, count in plan.degrees.items()},
             winner=plan.winner,
             balance=1 - plan.idle_share,
             gap=plan.gap,
-            bubble_share=float(domain["bubble_share"].mean()),
             predicted_bubble_share=plan.bubble_share,
-            padding_share=(rows - batch.tokens) / max(1, rows),
-            data_wait_s=float(domain["data_wait_s"].max()),
-            peak_memory_bytes=int(domain["peak_memory_bytes"].max()),
-            attention_s=means["attention_s"],
-            exchange_wait_s=means["exchange_wait_s"],
-            bubble_s=means["bubble_s"],
-            optimizer_s=means["optimizer_s"],
-            rest_s=max(0.0, step_time_s - sum(means.values()) - float(domain["data_wait_s"].mean())),
-            mfu=mfu,
-            validation_tokens=None,
+            padding_share=(padded - batch.tokens) / max(1, padded),
+            rest_s=max(0.0, step_time_s - timed - float(ranks["data_wait_s"].mean())),
             source_tokens=dict(batch.source_tokens) or None,
-            expert_imbalance=experts.get("expert_imbalance"),
-            unused_experts=experts.get("unused_experts"),
-            document_loss=experts.get("document_loss"),
-            z_loss=experts.get("z_loss"),
-            mtp_loss=float(domain["mtp_loss"].sum()) or None,
         )
 
     def console(self) -> str:
@@ -188,25 +180,19 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """The numbers of the step by tag, such as `time/attention_s`, and `plan/documents_at_degree/N` for each degree N."""
+        tags = {each.name: group for each in fields(self) if (group := each.metadata.get("group"))}
         numbers = {
-            _tag(name): value for name, value in asdict(self).items() if isinstance(value, (int, float)) and name != "step"
+            f"{group}/{name.removeprefix(f'{group}_')}": value
+            for name, group in tags.items()
+            if (value := getattr(self, name)) is not None
         }
         return numbers | {f"plan/documents_at_degree/{degree}": count for degree, count in self.degrees.items()}
 
 
-def _of_experts(domain: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Returns means over all layers with experts; losses that are 0 everywhere are not computed."""
-    layers = float(domain["expert_layers"].sum())
-    if not layers:
-        return {}
-    names = ("expert_imbalance", "unused_experts", "document_loss", "z_loss")
-    means = {name: float(domain[name].sum()) / layers for name in names}
-    return {name: mean for name, mean in means.items() if mean or name in names[:2]}
-
-
-def _tag(name: str) -> str:
-    validated = name.removeprefix("validation_")
-    return f"validation/{validated}" if validated != name else _TAGS.get(name, f"train/{name}")
+def _of_experts(sums: Mapping[str, float], layers: float) -> dict[str, float | None]:
+    """Returns means over all layers with experts, None without experts; losses that are 0 everywhere are not computed."""
+    means = {name: sums[name] / layers if layers else None for name in STATISTICS if name in sums}
+    return {name: None if name.endswith("loss") and not mean else mean for name, mean in means.items()}
 
 
 def _short(number: float) -> str:

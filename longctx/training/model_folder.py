@@ -2,8 +2,7 @@
 
 For new weights only the tokenizer of the store is kept; for a checkpoint also its config, generation config, chat template and
 the names and dtypes of its tensors, as the checkpoint may be deleted before the export; and the ids of the tokens that the data
-train as ends, at which generation stops. Later stages of a run have their own
-folders, `model-2/` and so on, because they may change RoPE.
+train as ends, at which generation stops.
 """
 
 import json
@@ -38,14 +37,13 @@ def trained_ends(store: Store) -> list[int]:
     return sorted(found)
 
 
-def model_folder(run: Path, stage: int) -> Path:
-    """Returns the model folder of a stage, counted from 0."""
-    return run / ("model" if stage == 0 else f"model-{stage + 1}")
+def model_folder(run: Path) -> Path:
+    return run / "model"
 
 
-def keep_model_files(run: Path, source: ModelSource, store: Store, stage: int = 0) -> None:
-    """Writes the model folder of a stage, replacing an existing one."""
-    folder = model_folder(run, stage)
+def keep_model_files(run: Path, source: ModelSource, store: Store) -> None:
+    """Writes the model folder of a run, replacing an existing one."""
+    folder = model_folder(run)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     (folder / ENDS).write_text(json.dumps(trained_ends(store)), "utf-8")

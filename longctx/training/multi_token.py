@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -41,7 +40,7 @@ class MultiTokenLoss:
         self._sum = value if self._sum is None else self._sum + value
         return loss
 
-    def end_step(self) -> dict[str, Any]:
+    def end_step(self) -> float:
         """Returns this rank's part of the mean loss of the blocks in a step, without its factor."""
         total, self._sum = self._sum, None
-        return {"mtp_loss": 0.0 if total is None else float(total) / self.factor}
+        return 0.0 if total is None else float(total) / self.factor

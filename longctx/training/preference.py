@@ -20,7 +20,7 @@ from longctx.training.objective import Objective, StepWeights, documents_of
 from longctx.training.reference import FILE, Reference
 from longctx.training.validation import Documents
 
-FILE_APART = "reference-eval.npz"
+VALIDATION_FILE = "reference-eval.npz"
 """File of the reference log-probabilities of the documents of `eval.store`."""
 
 
@@ -66,17 +66,18 @@ class Preference(Objective):
 
 
 def preferences(
-    reference: Reference, settings: DpoSection, store: Store, coming: Iterable[Piece], apart: Documents | None
+    reference: Reference, settings: DpoSection, store: Store, pieces: Iterable[Piece], validation: Documents | None
 ) -> tuple[Preference, Preference]:
-    """Returns the objectives for training on the pieces `coming` of the store, and for validation on the documents `apart`.
+    """Returns the objectives for training on `pieces` of the store, and for the documents for validation.
 
     Collective. Raises ReferenceError.
     """
-    pieces, own = [*coming], apart is None or apart.store is store
-    if apart is not None and own:
-        pieces += apart.pieces
+    every, same_store = [*pieces], validation is None or validation.store is store
+    if validation is not None and same_store:
+        every += validation.pieces
     assert settings.beta is not None
-    objective = Preference(settings.beta, settings.label_smoothing, reference.of(store, pieces, FILE))
-    if apart is None or own:
-        return objective, objective
-    return objective, replace(objective, reference=reference.of(apart.store, apart.pieces, FILE_APART, store_may_change=True))
+    training = Preference(settings.beta, settings.label_smoothing, reference.of(store, every, FILE))
+    if validation is None or same_store:
+        return training, training
+    sums = reference.of(validation.store, validation.pieces, VALIDATION_FILE, store_may_change=True)
+    return training, replace(training, reference=sums)

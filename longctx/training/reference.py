@@ -25,10 +25,10 @@ from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh
+from longctx.training.data import padding
 from longctx.training.gradients import norm_of, sum_of_squares
 from longctx.training.loss import log_probabilities
 from longctx.training.objective import document_sums
-from longctx.training.setup import padding
 from longctx.training.validation import Documents, Look
 
 FILE = "reference.npz"
@@ -49,7 +49,8 @@ class Reference:
     Attributes:
         model: the initial model.
         weights: parameters of the model that this rank counts.
-        look, planner: those of the trainer.
+        look: a pass without gradients.
+        planner: planner of the run.
         resumes: True requires files in the run folder to belong to this run; otherwise they are used if their weights match.
     """
 

@@ -21,9 +21,9 @@ from longctx.data.store import Store
 from longctx.errors import UserError, shell
 from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
+from longctx.training.data import RunData, make_masking, padding
 from longctx.training.loss import log_probabilities
-from longctx.training.objective import StepWeights
-from longctx.training.setup import make_masking, padding
+from longctx.training.objective import Objective, StepWeights
 
 
 class Score(Protocol):
@@ -44,7 +44,19 @@ class Score(Protocol):
 
 
 Look = Callable[[StepBatch, Score], list[torch.Tensor]]
-"""A pass without gradients, `Trainer.look`."""
+"""A pass without gradients, `Passes.look`."""
+
+
+class LookingPasses(Protocol):
+    """What a validation needs of `training.passes.Passes`."""
+
+    mesh: Mesh
+
+    def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]: ...
+
+    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights: ...
+
+    def end_looking(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -131,14 +143,14 @@ def in_steps(pieces: Iterable[Piece], tokens: int, multiple: int = 1) -> Iterato
         yield waiting
 
 
-def documents_apart(config: Config, training: Store, max_length: int) -> Documents:
+def validation_documents(config: Config, data: RunData, max_length: int) -> Documents:
     """Returns the validation documents of a run: those of eval.store, otherwise the held-out documents of its own store.
 
     Raises UserError if there are none, or if they were made with another tokenizer.
     """
-    if config.eval.store is None:
+    training, store = data.store, data.validation
+    if store is None:
         return Documents.choose(config, training, max_length, config.eval.documents, config.data.held_out)
-    store = Store.open(config.eval.store)
     if store.tokenizer.fingerprint != training.tokenizer.fingerprint:
         raise UserError(
             f"eval.store {config.eval.store} was made with another tokenizer than {config.data.said}: prepare it "
@@ -147,33 +159,47 @@ def documents_apart(config: Config, training: Store, max_length: int) -> Documen
     return Documents.choose(config, store, max_length, config.eval.documents)
 
 
-def mean_loss(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> Validation:
-    """Returns the mean loss over all targets of all ranks, the same on each rank. Collective."""
-    began = time.perf_counter()
-    total, targets = 0.0, 0
-    for batch in documents.steps(planner, mesh):
-        values = look(batch, log_probabilities)
-        total -= sum(float(value.double().sum()) for value in values) if mesh.counts else 0.0
-        targets += batch.target_tokens
-    loss = float(mesh.gather([total]).sum()) / max(1, targets)
-    return Validation(loss, targets, time.perf_counter() - began)
+@dataclass(frozen=True)
+class Validator:
+    """Validates documents; does not affect training.
 
-
-def mean_preference(
-    documents: Documents, weigh: Callable[[StepBatch], StepWeights], planner: Planner, mesh: Mesh
-) -> Validation:
-    """Returns the mean preference loss and accuracy over all pairs, the same on each rank. Collective.
-
-    `weigh` computes the loss and accuracy of a step.
+    Attributes:
+        documents: documents to validate.
+        passes: the model.
+        planner: planner of the run.
+        objective: of preference pairs; None: the mean loss over targets.
     """
-    began = time.perf_counter()
-    pairs = loss = accuracy = 0.0
-    targets = 0
-    for batch in documents.steps(planner, mesh):
-        found = weigh(batch)
-        assert found.loss is not None
-        pairs += found.divisor
-        loss += found.divisor * found.loss
-        accuracy += found.divisor * found.reported["reward_accuracy"]
-        targets += batch.target_tokens
-    return Validation(loss / pairs, targets, time.perf_counter() - began, accuracy / pairs)
+
+    documents: Documents
+    passes: LookingPasses
+    planner: Planner
+    objective: Objective | None = None
+
+    def validate(self) -> Validation:
+        """Returns the loss of all documents, the same on each rank. Collective."""
+        began = time.perf_counter()
+        loss, accuracy, targets = self._mean_loss() if self.objective is None else self._mean_preference(self.objective)
+        self.passes.end_looking()
+        return Validation(loss, targets, time.perf_counter() - began, accuracy)
+
+    def _mean_loss(self) -> tuple[float, None, int]:
+        """Returns the mean loss over all targets, and their number."""
+        mesh, total, targets = self.passes.mesh, 0.0, 0
+        for batch in self.documents.steps(self.planner, mesh):
+            values = self.passes.look(batch, log_probabilities)
+            total -= sum(float(value.double().sum()) for value in values) if mesh.counts else 0.0
+            targets += batch.target_tokens
+        return float(mesh.gather([total]).sum()) / max(1, targets), None, targets
+
+    def _mean_preference(self, objective: Objective) -> tuple[float, float, int]:
+        """Returns the mean preference loss and accuracy over all pairs, and the number of targets."""
+        pairs = loss = accuracy = 0.0
+        targets = 0
+        for batch in self.documents.steps(self.planner, self.passes.mesh):
+            weights = self.passes.weigh(batch, objective)
+            assert weights.loss is not None
+            pairs += weights.divisor
+            loss += weights.divisor * weights.loss
+            accuracy += weights.divisor * weights.reported["reward_accuracy"]
+            targets += batch.target_tokens
+        return loss / pairs, accuracy / pairs, targets

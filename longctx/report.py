@@ -1,0 +1,92 @@
+"""Report: what rank 0 prints when a run starts and when it is finished."""
+
+from longctx.config import Config
+from longctx.errors import shell
+from longctx.model.source import lines_on
+from longctx.training.build import computed_by
+from longctx.training.checks import check_family
+from longctx.training.export import export, how_to_load
+from longctx.training.first_steps import mix_lines
+from longctx.training.metrics import mean_speed
+from longctx.training.run import Run
+from longctx.training.run_profile import run_profile
+from longctx.training.trainer import Trainer
+from longctx.units import format_count
+
+
+def print_start(run: Run, trainer: Trainer) -> None:
+    """Prints what is trained on what, from where, and what may surprise."""
+    config, store, ranks = run.config, run.data.store, trainer.mesh.world_size
+    assert trainer.loader is not None
+    max_length = trainer.loader.state_dict()["max_length"]
+    begin = run.checkpoint.step if run.checkpoint is not None and not run.resumes else 0
+    print(
+        _first_line(run, trainer),
+        *filter(None, [run.changes]),
+        *mix_lines(config, trainer.loader.sampler, config.train.steps - begin),
+        *lines_on(run.source, config.model.from_pretrained, min(max_length, run.data.longest)),
+        *filter(None, [_dropped(run, max_length)]),
+        *run_profile(config, ranks, store.tokenizer.vocab_size).lines,
+        sep="\n",
+        flush=True,
+    )
+
+
+def _first_line(run: Run, trainer: Trainer) -> str:
+    config, store, model = run.config, run.data.store, trainer.model
+    start = "from new weights" if config.model.from_pretrained is None else f"from checkpoint {config.model.from_pretrained}"
+    if run.checkpoint is not None:
+        start = f"from step {trainer.steps_done}" + ("" if run.resumes else f" of {run.checkpoint.run}")
+    if trainer.steps_done >= config.train.steps:
+        start += f", the last step by train.steps {config.train.steps}: nothing to do"
+    parameters = f"{format_count(model.spec.parameters)} parameters"
+    if config.lora.rank is not None:
+        total = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        parameters = f"{trained:,} of {total:,} parameters trained (LoRA of rank {config.lora.rank})"
+    return (
+        f"{parameters} on {run.launch.world_size} ranks ({computed_by(config, model.spec, run.device.type)}), "
+        f"{start}; {'store' if len(store.sources) == 1 else 'stores'} {store.said}: {len(store):,} "
+        f"documents, {int(store.lengths.sum()):,} tokens; run folder {config.train.run_dir}"
+    )
+
+
+def _dropped(run: Run, max_length: int) -> str:
+    """Returns a line on documents, or pairs, that are dropped because they are too long; empty if there are none."""
+    store = run.data.store
+    documents, unit = (2, "pairs") if store.pairs else (1, "documents")
+    dropped = int((store.lengths.reshape(-1, documents).max(axis=1) > max_length).sum())
+    if run.config.data.long_documents != "drop" or not dropped:
+        return ""
+    return f"{dropped:,} of {len(store) // documents:,} {unit} are dropped: longer than {max_length:,} tokens"
+
+
+def print_end(config: Config, step: int, *, trained: bool) -> None:
+    """Prints the mean speed, where everything is and the next commands; exports if set. The other ranks do not wait for it."""
+    run_dir, out, saves = config.train.run_dir, config.checkpoint.export, config.checkpoint.every is not None
+    print(f"finished step {step}; mean over the run: {mean_speed(run_dir)}")
+    if saves:
+        print(f"  checkpoint   {run_dir / 'latest'}")
+    print(f"  metrics      {run_dir / 'metrics.jsonl'}")
+    if config.log.tensorboard:
+        print(f"  TensorBoard  tensorboard --logdir {shell(run_dir / 'tensorboard')}")
+    print(f"  pictures     longctx runs {shell(run_dir)}", flush=True)
+    if saves and out is None:
+        print(f"  export       {how_to_export(config)}")
+    elif saves and out is not None and out.exists() and not (trained and out.is_relative_to(run_dir)):
+        print(f"{out} exists and was not written again: longctx export {shell(run_dir, out)} --overwrite")
+    elif saves and out is not None:
+        print(export(run_dir, out, step=step, overwrite=out.exists()).said, how_to_load(out), sep="\n", flush=True)
+
+
+def how_to_export(config: Config) -> str:
+    """Returns the command that exports the run, or why nothing can; without transformers, which export needs, the command."""
+    from longctx.model.family import NoNativeModel
+
+    try:
+        check_family(config)
+    except NoNativeModel as none:
+        return f"not possible: {none}"
+    except ModuleNotFoundError:
+        pass
+    return f"longctx export {shell(config.train.run_dir)} OUT"

@@ -1,0 +1,210 @@
+"""Start: a whole run, from checked settings to the exit status of this process."""
+
+import logging
+import math
+import sys
+import traceback
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from longctx.attention.kernels import choose_kernel
+from longctx.attention.kernels.compilation import compile_variants
+from longctx.config import Config, check
+from longctx.errors import UserError
+from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
+from longctx.parallel.float8 import check_float8
+from longctx.parallel.mesh import Launch, Mesh, record_messages
+from longctx.parallel.peers import Peers
+from longctx.report import print_end, print_start
+from longctx.training import checkpoint
+from longctx.training.agreement import RanksDiffer, identity, require_same
+from longctx.training.assembly import assemble
+from longctx.training.build import attention_requests, join_run
+from longctx.training.checks import check_export, check_model, check_pairs, check_vocabulary
+from longctx.training.health import NonFiniteLoss
+from longctx.training.metrics import check_wandb
+from longctx.training.run import Run
+from longctx.training.run_folder import only_run_in, open_run_folder
+from longctx.training.run_profile import ProfilesDiffer
+from longctx.training.saving import NotWritten
+from longctx.training.stop_signal import StopSignal
+
+ON_EVERY_RANK = (RanksDiffer, DoesNotFit, NonFiniteLoss, ProfilesDiffer, checkpoint.NoCheckpoint, NotWritten)
+"""Errors that are raised on all ranks alike, after the processes have joined."""
+
+
+def train(
+    config: Config,
+    *,
+    resume: bool = False,
+    resume_if_any: bool = False,
+    continued: Path | None = None,
+    profile_steps: range | None = None,
+) -> int:
+    """Trains a run in the processes that torchrun started, or in this process alone. Every process calls it.
+
+    Args:
+        config: settings of the run, from `longctx.load_config`.
+        resume: continue from the newest complete checkpoint of `train.run_dir`.
+        resume_if_any: the same if there is a checkpoint, else start from the beginning.
+        continued: folder of another run, whose newest complete checkpoint is the beginning of this run: weights, moments, step
+            and places in the stores. Lengths, stores, batch, parallelism and RoPE may differ.
+        profile_steps: steps to trace, counted from 1; traces are written to `train.run_dir`/traces.
+
+    Returns the exit status of this process: 0 after the last step, 128 + the signal's number if a signal ended the run, 2 or 1
+    for an error after the processes joined, which is printed to standard error.
+    Raises UserError for everything that is wrong before the processes join.
+    """
+    check(config, world_size=Launch.read().world_size)
+    run = prepare(config, resume=resume, resume_if_any=resume_if_any, continued=continued).changed(traced=profile_steps)
+    rank, peers = run.launch.rank, None
+    stop = StopSignal.install(interrupts=True)
+    with only_run_in(config.train.run_dir) if rank == 0 else nullcontext():
+        record_messages(run.device, config.train.run_dir / "nccl")
+        try:
+            same = identity(config, run.data.fingerprints, run.checkpoint)
+            mesh = join_run(config, run.launch, run.device, partial(require_same, same))
+            peers = mesh.peers
+            finished, step = _train(run, mesh, stop)
+        except (UserError, OSError) as error:
+            if rank == 0 or not isinstance(error, ON_EVERY_RANK):
+                where = "" if isinstance(error, ON_EVERY_RANK) else f" on rank {rank}"
+                print(f"longctx train: error{where}: {error}", file=sys.stderr, flush=True)
+            if peers is not None:
+                peers.end(str(error))
+            return 2
+        except RuntimeError as error:
+            return _failed(config, rank, error, peers)
+        mesh.close()
+        stop.release_interrupts()
+        if finished and rank == 0:
+            print_end(config, step, trained=not run.resumes or (run.checkpoint is not None and step > run.checkpoint.step))
+    if not finished and rank == 0:
+        written = config.checkpoint.every is not None
+        saved = "checkpoint written, --resume continues" if written else "no checkpoint, because checkpoint.every is null"
+        print(f"stopped by {stop.number.name} after step {step}; {saved}", file=sys.stderr)
+    return 0 if finished else 128 + stop.number
+
+
+def prepare(config: Config, *, resume: bool = False, resume_if_any: bool = False, continued: Path | None = None) -> Run:
+    """Opens everything that a run needs, and checks everything that can be checked before the processes join.
+
+    Rank 0 prints notes on settings without effect, and on damaged checkpoints. See `train`. Raises UserError.
+    """
+    if continued is not None and (resume or config.dpo.beta is not None):
+        reason, way_out = "--resume continues the run itself", "omit one of the two, or use --resume-if-any"
+        if not resume:
+            reason, way_out = (
+                "DPO compares with the model at the start of the run",
+                "export that run, and start from it",
+            )
+        raise UserError(f"--continue is {continued}, but {reason}: {way_out}")
+    check_wandb(config.log.wandb)
+    run = Run.open(config)
+    _log_kernels(run)
+    if config.train.float8 is not None:
+        check_float8(run.device)
+    spec, split = run.source.spec, config.parallel.tensor_parallel_size
+    for layer, request in attention_requests(config, spec, run.device.type).items():
+        choose_kernel(config.context.kernel, request)
+        if run.on_gpu:
+            heads = layer.num_attention_heads // split, layer.num_key_value_heads // split
+            compile_variants(config.context.kernel, request, heads, window=layer.window is not None)
+    check_vocabulary(config, spec)
+    check_model(config, run.data, run.source, run.launch.world_size)
+    check_pairs(config, run.data)
+    if not _fits_memory(run):  # otherwise the settings that are checked are known when all ranks have joined
+        available = available_bytes(run.device, run.launch.local_world_size)
+        refuse_too_large(spec, config, run.data.store, run.launch.world_size, available, fused=run.on_gpu)
+    # Weights and two moments, in float32.
+    size = 0 if config.checkpoint.every is None else 12 * spec.trained_parameters
+    found, damaged = open_run_folder(
+        config.train.run_dir, resume=resume or resume_if_any, or_begin=resume_if_any, checkpoint_bytes=size
+    )
+    if found is None and continued is not None:
+        found, more = checkpoint.to_continue(continued, config.train.run_dir, config.train.steps)
+        damaged += more
+    run = run.changed(checkpoint=found)
+    check_export(config, found if run.resumes else None)
+    if run.launch.rank == 0:
+        for sentence in damaged + _notes(config, run.device):
+            print(f"longctx train: {sentence}", file=sys.stderr)
+    return run
+
+
+def _log_kernels(run: Run) -> None:
+    """On a GPU, lets local rank 0 say why the fastest attention kernel was not chosen."""
+    log = logging.getLogger("longctx.attention.kernels")
+    if run.launch.local_rank > 0:
+        log.setLevel(logging.ERROR)
+    elif run.on_gpu and not log.handlers:
+        log.setLevel(logging.INFO)
+        log.addHandler(logging.StreamHandler())
+
+
+def _notes(config: Config, device: torch.device) -> list[str]:
+    """Returns notes on settings that have no effect or are changed."""
+    notes, on_gpu = [], device.type == "cuda"
+    if not on_gpu and (config.train.offload_activations or config.train.offload_optimizer):
+        notes.append("offloading has no effect: on a CPU everything is in host memory already")
+    if on_gpu and config.dtype == "float32":
+        notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
+    if config.optimizer.warmup_steps > config.schedule_steps:
+        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {config.schedule_steps} steps")
+    return notes
+
+
+def _fits_memory(run: Run) -> bool:
+    """Returns whether settings are changed so that the run fits: `train.fit_memory`, or else its default."""
+    fit = run.config.train.fit_memory
+    return run.on_gpu if fit is None else fit
+
+
+def _fit(run: Run, mesh: Mesh) -> Run:
+    """Returns the run with settings that fit into the memory of every rank. Collective: raises DoesNotFit on every rank."""
+    available = available_bytes(run.device, run.launch.local_world_size)
+    least = min(mesh.gather_objects(math.inf if available is None else available))  # all ranks decide the same
+    if math.isinf(least):
+        return run
+    spec, store, ranks = run.source.spec, run.data.store, run.launch.world_size
+    config = fitted(spec, run.config, store, ranks, int(least), fused=run.on_gpu)
+    refuse_too_large(spec, config, store, ranks, int(least), fused=run.on_gpu)
+    return run.changed(config=config, changes=changes_between(run.config, config))
+
+
+def _train(run: Run, mesh: Mesh, stop: StopSignal) -> tuple[bool, int]:
+    """Trains to the last step. Returns whether it is done, and the number of steps done. All ranks call it."""
+    found, damaged = checkpoint.verified(run.checkpoint, mesh.control)
+    run = run.changed(checkpoint=found)
+    if mesh.world_rank == 0:
+        for sentence in damaged:
+            print(f"longctx train: {sentence}", file=sys.stderr)
+    if _fits_memory(run):
+        run = _fit(run, mesh)
+    trainer = assemble(run, mesh, stop)
+    if mesh.world_rank == 0:
+        print_start(run, trainer)
+    trainer.train()
+    return trainer.steps_done >= run.config.train.steps, trainer.steps_done
+
+
+def _failed(config: Config, rank: int, error: RuntimeError, peers: Peers | None) -> int:
+    """Says where this rank failed, which peers are dead or stuck, and how to go on. Returns the exit status.
+
+    A peer has died or is stuck, or this is a bug: then the traceback helps.
+    """
+    traceback.print_exception(error)
+    what = str(error).splitlines()[0][:300]
+    where = "; ".join(getattr(error, "__notes__", [])) or f"rank {rank}: {peers.where() if peers else 'joining'}"
+    lines = [f"longctx train: error: {where}: {what}"]
+    if peers is not None:
+        lines.append(f"longctx train: rank {rank}: {peers.report(what)}")
+    newest, run_dir = checkpoint.newest(config.train.run_dir)[0], config.train.run_dir
+    again = "no checkpoint: start again"
+    if newest is not None:
+        again = f"step {newest.step} as newest checkpoint: --resume continues after it"
+    print(*lines, f"{run_dir} has {again}", sep="\n", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,117 @@
+"""Assembly: builds the trainer of a run on a rank, with the weights and the place in the data of its checkpoint."""
+
+from pathlib import Path
+
+from longctx.config import Config
+from longctx.data.loader import Loader
+from longctx.model.protocol import Model, differences_but_rope
+from longctx.parallel.mesh import Mesh
+from longctx.training import checkpoint
+from longctx.training.build import computed_by
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.checkpoint_io import CheckpointError
+from longctx.training.checks import check_pairs
+from longctx.training.data import build_loader, choose_max_length
+from longctx.training.metrics import MetricsLog
+from longctx.training.model_folder import keep_model_files
+from longctx.training.objective import Objective, TokenMean
+from longctx.training.optimizer import make_optimizer
+from longctx.training.passes import Passes
+from longctx.training.preference import preferences
+from longctx.training.reference import Reference
+from longctx.training.run import Run
+from longctx.training.stop_signal import StopSignal
+from longctx.training.trace import Tracer
+from longctx.training.trainer import Trainer
+from longctx.training.validation import Documents, Validator, validation_documents
+
+
+def assemble(run: Run, mesh: Mesh, stop: StopSignal | None = None) -> Trainer:
+    """Builds the trainer of a run, and loads its checkpoint if it has one. Rank 0 writes config, model files and log.
+
+    The run stops after the current step if `stop` has received its signal on any rank. Collective.
+    """
+    config, found = run.config, run.checkpoint
+    check_pairs(config, run.data)
+    passes = Passes(config, mesh, run.source)
+    optimizer = make_optimizer(passes.model, config.optimizer, mesh.device)
+    own = found if run.resumes else None
+    max_length = choose_max_length(config, mesh.world_size, own, run.data.longest)
+    loader = build_loader(run.data.store, config, mesh, max_length)
+    documents = validation_documents(config, run.data, max_length) if config.eval.every is not None else None
+    base = None
+    if run.source.files is not None:
+        base = {"folder": str(run.source.files.folder), "fingerprint": run.source.files.fingerprint}
+    if found is not None:
+        _go_to(found, run, passes.model, loader, base)
+    objective: Objective = TokenMean()
+    validated: Objective | None = None
+    if config.dpo.beta is not None:  # before the checkpoint replaces the initial weights
+        objective, validated = _preferences(run, mesh, passes, loader, documents)
+    if found is not None:
+        checkpoint.load(found, passes.model, optimizer, mesh.control)
+    log = _begin_folder(run, mesh) if mesh.world_rank == 0 else None
+    traced, folder = run.traced, config.train.run_dir / "traces"
+    return Trainer(
+        config,
+        mesh,
+        passes,
+        optimizer,
+        loader,
+        objective=objective,
+        validator=None if documents is None else Validator(documents, passes, loader.planner, validated),
+        stop=stop,
+        log=log,
+        tracer=None if traced is None else Tracer(traced, folder, mesh.world_rank, passes.model),
+        base=base,
+        steps_done=0 if found is None else found.step,
+    )
+
+
+def _preferences(
+    run: Run, mesh: Mesh, passes: Passes, loader: Loader, documents: Documents | None
+) -> tuple[Objective, Objective]:
+    """Returns the DPO objectives for training and validation, with the reference log-probabilities of the pairs."""
+    config, model = run.config, passes.model
+    copy = passes.pipeline.tied_copy if passes.pipeline is not None else None
+    weights = [weight.detach() for weight in model.parameters() if weight is not copy]
+    reference = Reference(config, mesh, model, weights, passes.look, loader.planner, run.resumes)
+    pieces = loader.coming(config.train.steps)
+    objectives = preferences(reference, config.dpo, run.data.store, pieces, documents)
+    passes.end_looking()
+    return objectives
+
+
+def _go_to(found: Checkpoint, run: Run, model: Model, loader: Loader, base: dict[str, str] | None) -> None:
+    """Sets the place in the data to that of a checkpoint; reads no weights. Raises CheckpointError for another model.
+
+    The model of a run that this run continues may have another RoPE.
+    """
+    different = model.differences(found.state["model"])
+    if not run.resumes:
+        different = differences_but_rope(different)
+    if different:
+        raise CheckpointError(f"{found.folder} contains another model: {'; '.join(different)}. Use the model of that run")
+    began = found.state.get("base")  # None in earlier versions; a folder that is gone may be replaced by an export
+    if began and base and began["fingerprint"] != base["fingerprint"] and Path(began["folder"]).is_dir():
+        raise CheckpointError(
+            f"{found.folder} belongs to a run that began from {began['folder']}, whose weights differ from those of "
+            f"{base['folder']}: give that checkpoint, or choose another run folder (finetune: --out)"
+        )
+    (loader.load_state_dict if run.resumes else loader.continue_from)(found.state["data"])
+
+
+def _begin_folder(run: Run, mesh: Mesh) -> MetricsLog:
+    """Writes settings and model files of a run into its folder, and opens its log."""
+    config: Config = run.config
+    keep_model_files(config.train.run_dir, run.source, run.data.store)
+    computed = computed_by(config, run.source.spec, mesh.device.type)
+    header = f"# {mesh.world_size} ranks: {computed}\n" + (f"# {run.changes}\n" if run.changes else "")
+    (config.train.run_dir / "config.yaml").write_text(header + config.to_yaml(), "utf-8")
+    return MetricsLog(
+        config.train.run_dir,
+        after_step=0 if run.checkpoint is None else run.checkpoint.step,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        settings=config.model_dump(mode="json"),
+    )

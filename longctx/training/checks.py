@@ -1,0 +1,108 @@
+"""Checks of a run across settings, stores and model, before its processes join."""
+
+from pathlib import Path
+
+from longctx.config import Config
+from longctx.config.rules import leaves_rank_empty
+from longctx.data.checkpoint import Checkpoint as CheckpointTokenizer
+from longctx.data.manifest import TOKENIZER
+from longctx.data.store import Store
+from longctx.data.tokenizer import TokenizerError, same_tokens
+from longctx.errors import UserError, shell
+from longctx.model.source import ModelSource
+from longctx.model.spec import ModelSpec
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.data import RunData, make_masking
+from longctx.training.export import check_place
+
+
+def check_vocabulary(config: Config, spec: ModelSpec) -> None:
+    """Raises UserError if tensor parallelism leaves a rank without entries of the vocabulary."""
+    assert spec.vocab_size is not None
+    ranks, entries = config.parallel.tensor_parallel_size, spec.vocab_size
+    if leaves_rank_empty(entries, ranks):
+        share = -(-entries // ranks)
+        divisors = (n for n in range(ranks, 0, -1) if spec.largest_layer.num_key_value_heads % n == 0)
+        fewer = (n for n in divisors if not leaves_rank_empty(entries, n))
+        raise UserError(
+            f"parallel.tensor_parallel_size is {ranks}, but with {share} of {entries} vocabulary entries per rank the last "
+            f"rank has none: set it to {next(fewer)}, or model.vocab_size to {ranks * share}"
+        )
+
+
+def check_pairs(config: Config, data: RunData) -> None:
+    """Raises UserError if stores have preference pairs without DPO, or DPO is set for stores without pairs."""
+    beta = config.dpo.beta
+    if beta is not None and len(data.store.sources) > 1:
+        raise UserError(f"dpo.beta is {beta:g}, but DPO does not support several stores: set data.store to one store of pairs")
+    for key, store in (("data.store", data.store), ("eval.store", data.validation)):
+        if store is not None and store.pairs and beta is None:
+            raise UserError(
+                f"{key} {store.path} contains preference pairs, but dpo.beta is null: set dpo.beta (0.1 is usual) to train by "
+                "DPO, or use a store without pairs"
+            )
+        if store is not None and not store.pairs and beta is not None:
+            raise UserError(
+                f"dpo.beta is {beta:g}, but {key} {store.path} contains no preference pairs: prepare records with `chosen` and "
+                "`rejected` (longctx prepare --source), or omit dpo.beta"
+            )
+
+
+def check_model(config: Config, data: RunData, source: ModelSource, ranks: int) -> None:
+    """Raises UserError if the model does not fit the stores.
+
+    Documents are too long; or a checkpoint has another tokenizer, or one without mask token where tokens are to be masked.
+    """
+    if config.model.from_pretrained is not None:
+        _check_tokenizer(config, data.store, source, config.model.from_pretrained)
+        make_masking(config, data.store, config.train.seed)
+    source.check_length(min(config.max_length(ranks), data.longest))
+
+
+def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: str) -> None:
+    entries, embedded = store.tokenizer.vocab_size, source.spec.vocab_size
+    own = _own_tokenizer(source.files.folder) if source.files is not None else None
+    if own is not None and not same_tokens(own, store.tokenizer.text):
+        raise UserError(
+            f"{config.data.said} was prepared with another tokenizer than {name}: prepare it with the tokenizer of the "
+            f"checkpoint (longctx prepare --tokenizer {shell(name)})"
+        )
+    if embedded is not None and entries > embedded and config.masked.share is None:
+        entries = store.largest_token + 1  # only masks may be any token
+    if embedded is not None and entries > embedded:
+        raise UserError(
+            f"token {entries - 1} of {config.data.said} ({store.tokenizer.decode([entries - 1])!r}) is beyond the embedding of "
+            f"{name}, which has {embedded:,} entries: remove text with it, add entries with transformers "
+            "(resize_token_embeddings), or use the tokenizer that the model was trained with"
+        )
+
+
+def _own_tokenizer(folder: Path) -> str | None:
+    """Returns the tokenizer.json of a checkpoint as transformers builds it, which may differ from the file."""
+    try:
+        return CheckpointTokenizer.load(str(folder)).tokenizer.text
+    except TokenizerError:  # it has no end of documents, or is not one for transformers
+        return (folder / TOKENIZER).read_text("utf-8") if (folder / TOKENIZER).is_file() else None
+
+
+def check_export(config: Config, resumed: Checkpoint | None) -> None:
+    """Raises UserError for settings with which the export at the end of the run would fail."""
+    out = config.checkpoint.export
+    if out is None or (resumed is not None and resumed.step >= config.train.steps):
+        return
+    check_place(out, overwrite=resumed is not None and out.is_relative_to(config.train.run_dir))  # of this run, before
+    if config.lora.rank is not None and config.model.changed_rope:
+        raise UserError(
+            "checkpoint.export is set, and adapters cannot carry the changed RoPE (model.rope_*): give checkpoint.export null, "
+            f"and merge them later (longctx export {shell(config.train.run_dir)} OUT --merge)"
+        )
+    check_family(config)
+
+
+def check_family(config: Config) -> None:
+    """Raises NoNativeModel if the model is new and no family of transformers has models of its shape."""
+    from longctx.model.families import expressed  # needs transformers
+
+    if config.model.from_pretrained is None:
+        sizes = config.model.sizes()
+        expressed(sizes.model_copy(update={"vocab_size": sizes.vocab_size or 256}), longest=1)  # no family depends on it

@@ -1,0 +1,159 @@
+"""Data of a run: its stores, opened once, the length of its documents, masks, planner and loader."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from longctx.config import Config, ConfigError
+from longctx.config.run import FLOAT8_ROWS
+from longctx.data.loader import Loader
+from longctx.data.masking import Masking
+from longctx.data.store import Store
+from longctx.data.tokenizer import TokenizerError
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.plan import Plan
+from longctx.planning.planner import make_plan
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.run_profile import run_profile
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The stores of a run, each opened once.
+
+    Attributes:
+        store: documents for training: one store, or several joined.
+        validation: store of `eval.store`; None if it is not set, or if nothing is validated.
+    """
+
+    store: Store
+    validation: Store | None = None
+
+    @classmethod
+    def open(cls, config: Config) -> "RunData":
+        """Opens the stores. Raises StoreError if one is damaged, or if tokenizers of joined stores differ."""
+        opened = [Store.open(path, tokenizer=config.data.tokenizer) for path in config.data.paths]
+        validated = config.eval.every is not None and config.eval.store is not None
+        validation = Store.open(config.eval.store) if validated and config.eval.store is not None else None
+        if config.data.store is not None:
+            return cls(opened[0], validation)
+        stores = config.data.stores or ()
+        unit = "epochs" if any(store.epochs is not None for store in stores) else "weight"
+        return cls(Store.join(opened, [store.epochs or store.weight or 0.0 for store in stores], unit), validation)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(int(store.lengths.max()) for store in (self.store, self.validation) if store is not None)
+
+    @property
+    def fingerprints(self) -> list[str]:
+        """Fingerprints of the stores for training."""
+        return [source.fingerprint for source in self.store.sources]
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the tokenizer."""
+        return self.store.tokenizer.vocab_size
+
+
+def choose_max_length(config: Config, world_size: int, resume_from: Checkpoint | None, longest: int | None = None) -> int:
+    """Returns the maximum document length in tokens: `data.max_length`, or that of the checkpoint, or what the domain can hold.
+
+    A run that resumes on another number of ranks must see the same documents, so it keeps the length of the checkpoint, which
+    may be above what the domain can hold if the `longest` document is not (None: unknown). Raises ConfigError otherwise.
+    """
+    capacity = config.capacity(world_size)
+    if config.data.max_length is not None or resume_from is None:
+        return config.max_length(world_size)
+    previous = int(resume_from.state["data"]["max_length"])
+    wanted = min(previous, longest or previous)
+    if wanted > capacity:
+        count = f"{world_size} rank" if world_size == 1 else f"{world_size} ranks"
+        least = _budget_for(config, wanted, world_size)
+        way_out = f"set it to {least}" if least else f"give context.bins an entry of {wanted} tokens or more"
+        raise ConfigError(
+            f"{resume_from.folder} was trained on documents of at most {previous} tokens, but {count} with "
+            f"batch.tokens_per_rank {config.batch.tokens_per_rank} can hold only {capacity}: {way_out}, or start more "
+            "processes (--processes)"
+        )
+    return previous
+
+
+def _budget_for(config: Config, length: int, world_size: int) -> int | None:
+    """Returns the least batch.tokens_per_rank at which a document of `length` tokens fits; None if it never does."""
+
+    def holds(tokens: int) -> bool:
+        batch = config.batch.model_copy(update={"tokens_per_rank": tokens})
+        return config.model_copy(update={"batch": batch}).capacity(world_size) >= length
+
+    step = padding(config)
+    budgets = range(0, length + step, step)
+    return budgets[bisect_left(budgets, True, key=holds)] if holds(budgets[-1]) else None
+
+
+def padding(config: Config) -> int:
+    """Returns the multiple to which the tokens per rank of every micro-batch are padded."""
+    float8 = 1 if config.train.float8 is None else FLOAT8_ROWS
+    return math.lcm(config.batch.pad_to_multiple_of, config.parallel.tensor_parallel_size, float8)
+
+
+def make_masking(config: Config, store: Store, seed: int) -> Masking | None:
+    """Returns the masks of an encoder's tokens; None if next tokens are predicted.
+
+    Raises UserError if the tokenizer of the store has no mask token, or the store has preference pairs.
+    """
+    masked, tokenizer = config.masked, store.tokenizer
+    if masked.share is None:
+        return None
+    if store.pairs:
+        raise UserError(f"masked.share is {masked.share:g}, but {store.path} contains preference pairs: omit one of the two")
+    try:
+        token = tokenizer.mask_token(masked.token)
+    except TokenizerError as error:
+        raise UserError(f"masked.share is {masked.share:g}, but in the tokenizer of {config.data.said} {error}") from error
+    return Masking(seed, masked.share, token, tokenizer.ordinary, masked.random, masked.kept)
+
+
+def make_planner(
+    config: Config, ranks: int, profile: HardwareProfile, *, static: bool = False
+) -> Callable[[Sequence[int]], Plan]:
+    """Makes the planner of `config.context` for a domain of `ranks`; with `static` that of the best static degree.
+
+    `profile` must be scaled to the run's model, parallel sizes and exchange, see `run_profile`.
+    """
+    context = config.context
+    return partial(
+        make_plan,
+        ranks=ranks,
+        tokens_per_rank=config.batch.tokens_per_rank,
+        profile=profile,
+        mode="static" if static else context.mode,
+        degree=None if static else context.degree,
+        bins=None if static else context.bins,
+        max_remote_tokens=context.max_remote_tokens,
+        pipeline=config.pipeline,
+    )
+
+
+def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> Loader:
+    """Makes the loader of this rank. Collective: raises ProfilesDiffer if ranks have different profiles."""
+    profile = run_profile(config, mesh.world_size, store.tokenizer.vocab_size).agreed(mesh)
+    return Loader(
+        store,
+        rank=mesh.rank,
+        ranks=mesh.ranks,
+        planner=make_planner(config, mesh.ranks, profile),
+        global_tokens=config.batch.global_tokens,
+        seed=config.train.seed,
+        max_length=max_length,
+        long_documents=config.data.long_documents,
+        held_out_share=config.data.held_out,
+        pad_to_multiple_of=padding(config),
+        masking=make_masking(config, store, config.train.seed),
+        ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
+    )

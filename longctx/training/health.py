@@ -1,0 +1,83 @@
+"""Health of a run: losses that are not finite, copies of weights that differ, and steps far above those before them."""
+
+import math
+import sys
+from collections import deque
+from statistics import median
+
+import torch
+
+from longctx.config import Config
+from longctx.data.packing import StepBatch
+from longctx.errors import UserError
+from longctx.parallel.mesh import Mesh
+
+MOST_SKIPPED = 3
+"""Steps in a row that may have no update with `train.on_nonfinite: skip`."""
+WINDOW, FEWEST = 50, 20
+"""Steps to compare a step with, and the fewest of them."""
+DEVIATIONS, SHARE = 6.0, 0.2
+"""A spike is more median absolute deviations, and a larger share, above the median."""
+
+
+class NonFiniteLoss(UserError):
+    """Raised if loss or gradient is infinite or NaN. The weights of the last checkpoint are intact."""
+
+
+class FiniteLoss:
+    """Counts the last steps in a row without an update, because loss or gradient was not finite."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config, self.mesh, self.skipped = config, mesh, 0
+
+    def check(self, batch: StepBatch, losses: torch.Tensor, loss: float, grad_norm: float) -> bool:
+        """Returns whether loss and gradient of a step are finite; names the documents of the affected micro-batches if not.
+
+        Collective if they are not, which all ranks know alike. Raises NonFiniteLoss on every rank if the run should stop.
+        """
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.skipped = 0
+            return True
+        self.skipped += 1
+        affected = {
+            batch.documents[shard.document]
+            for micro_batch, part in zip(batch.micro_batches, losses, strict=True)
+            if not part.isfinite()
+            for shard in micro_batch.layout.shards
+        }
+        gathered = self.mesh.gather_objects(sorted(affected))
+        names = sorted({name for names in gathered for name in names}) or sorted(batch.documents)
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        what = f"step {batch.step}: loss is {loss}, gradient norm is {grad_norm}"
+        documents = f"Documents in the affected micro-batches: {', '.join(names[:20])}{more}"
+        if self.config.train.on_nonfinite == "stop" or self.skipped > MOST_SKIPPED:
+            before = f", after {MOST_SKIPPED} skipped steps" if self.skipped > MOST_SKIPPED else ""
+            intact = "" if self.config.checkpoint.every is None else "; the last checkpoint is intact"
+            raise NonFiniteLoss(f"{what}{before}{intact}. {documents}. Check these documents, or lower optimizer.learning_rate")
+        if self.mesh.world_rank == 0:
+            print(f"longctx train: {what}: no update. {documents}", file=sys.stderr, flush=True)
+        return False
+
+
+class Spikes:
+    """Compares every step with the ones before it, as this process has seen them."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, deque[float]] = {}
+
+    def of(self, values: dict[str, float]) -> list[str]:
+        """Returns the names of values that are not finite or far above those of the steps before, and remembers the others."""
+        names = []
+        for name, value in values.items():
+            before = self._before.setdefault(name, deque(maxlen=WINDOW))
+            if not math.isfinite(value) or (len(before) >= FEWEST and value > _limit(before)):
+                names.append(name)
+            if math.isfinite(value):  # a spike too: at a new level they end
+                before.append(value)
+        return names
+
+
+def _limit(before: deque[float]) -> float:
+    usual = median(before)
+    spread = median(abs(value - usual) for value in before)
+    return usual + max(DEVIATIONS * spread, SHARE * abs(usual))

@@ -1,0 +1,152 @@
+"""Passes of a model on this rank over the micro-batches of a step: forward and backward, or forward alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from longctx.attention import RingAttention
+from longctx.attention.host_to_device import copy_to
+from longctx.config import Config
+from longctx.data.packing import MicroBatch, StepBatch, empty_micro_batch
+from longctx.model.protocol import Attention
+from longctx.model.source import ModelSource
+from longctx.parallel.mesh import Mesh
+from longctx.parallel.pipeline import Inputs
+from longctx.parallel.sharding import reduce_gradients, reshard
+from longctx.training.balance import Balance
+from longctx.training.build import build_model, make_attention
+from longctx.training.clock import StepClock
+from longctx.training.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.multi_token import MultiTokenLoss
+from longctx.training.objective import Objective, StepWeights, document_sums
+from longctx.training.trace import micro_batch_name
+from longctx.training.validation import Score
+
+
+class Passes:
+    """The model of a run on this rank, and its passes. Every method is collective.
+
+    Attributes:
+        model: this rank's part of the model.
+        pipeline: what runs the model in a pipeline; None without one.
+        clock: times attention and exchange.
+        balance: balance of the experts.
+        multi_token: loss of multi-token prediction.
+        task: what this rank does now, for those who wait for it.
+        place: where it is in this task.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, source: ModelSource) -> None:
+        """Builds the model with its initial weights."""
+        self.config, self.mesh = config, mesh
+        self.model, self.pipeline = build_model(source, config, mesh)
+        self.clock = StepClock(mesh.device)
+        self.balance = Balance.of(self.model, config, mesh)
+        self.multi_token = MultiTokenLoss(self.model.spec.predictions, config.train.mtp_loss)
+        self.task = "starting"
+        self.place: Callable[[], str] = str
+
+    def begin(self, task: str, place: Callable[[], str] = str) -> None:
+        """Says what this rank does from now on. `place` is called by another thread, also while what it reads changes."""
+        self.task, self.place = task, place
+
+    def position(self) -> str:
+        """Returns what this rank does: its task, and the micro-batch, layer and pass."""
+        return ", ".join(filter(None, [self.task, self.place()]))
+
+    def weigh(self, batch: StepBatch, objective: Objective) -> StepWeights:
+        """Returns the weights of the tokens of a step, after a pass without gradients if the objective needs one."""
+        if not objective.needs_log_probabilities:
+            return objective.weights(batch)
+        values = self.look(batch, log_probabilities)
+        return objective.weights(batch, values, document_sums(batch, values, self.mesh))
+
+    @torch.no_grad()
+    def look(self, batch: StepBatch, score: Score) -> list[torch.Tensor]:
+        """Returns the `score` of every label, [T] for each of this rank's micro-batches, by a pass without gradients.
+
+        Pipeline ranks without the head return zeros.
+        """
+
+        def inputs(number: int) -> Inputs:
+            self.place = f"micro-batch {number}".__str__
+            labels, device = batch.micro_batches[number].labels, self.mesh.device
+            rows = copy_to(labelled_rows(labels), device)
+            head = partial(score, labels=copy_to(labels, device), softcap=self.model.spec.logit_softcap, rows=rows)
+            return replace(self.inputs(batch, StepWeights(1.0), number), head=head)
+
+        if self.pipeline is not None:
+            return self.pipeline.forward(len(batch.micro_batches), inputs)
+        every_input = map(inputs, range(len(batch.micro_batches)))
+        return [self.model(each.tokens, each.positions, each.attention, each.head) for each in every_input]
+
+    def end_looking(self) -> None:
+        """Reshards the model and resets the clock after passes without gradients."""
+        reshard(self.model)  # otherwise blocks that stay gathered until backward would stay so until the next backward
+        self.clock.take()
+
+    def forward_backward(self, batch: StepBatch, weights: StepWeights) -> torch.Tensor:
+        """Returns this rank's part of the loss in every micro-batch; gradients are summed over the domain."""
+        if self.pipeline is None:
+            return torch.stack([self.micro_batch(batch, number, weights) for number in range(len(batch.micro_batches))])
+        self.begin("", self.pipeline.where)
+        return self.pipeline.forward_backward(len(batch.micro_batches), partial(self.inputs, batch, weights))
+
+    def micro_batch(
+        self, batch: StepBatch, number: int, weights: StepWeights, attention: Attention | None = None
+    ) -> torch.Tensor:
+        """Runs forward and backward of a micro-batch; gradients are reduced in the last one, or in each.
+
+        `attention` replaces that of the settings, for measurements.
+        """
+        last = number == len(batch.micro_batches) - 1
+        parallel = self.config.parallel
+        reduce_gradients(
+            self.model,
+            in_this_backward=last or parallel.reduce_after == "micro_batch",
+            keep_gathered=not last and parallel.reshard_after == "step",
+        )
+        inputs = self.inputs(batch, weights, number)
+        used: Any = inputs.attention if attention is None else attention
+        later = {} if inputs.later is None else {"later": inputs.later}
+        self.begin(f"micro-batch {number}", lambda: f"attention last in {used.last}")
+        with record_function(inputs.name):
+            loss: torch.Tensor = self.model(inputs.tokens, inputs.positions, used, inputs.head, inputs.documents, **later)
+            loss.backward()
+        return loss.detach()
+
+    def inputs(self, batch: StepBatch, weights: StepWeights, number: int) -> Inputs:
+        """Returns the inputs of this rank for a micro-batch; after the batch's last micro-batch, those of an empty one."""
+        device, counted = self.mesh.device, None
+        if number < len(batch.micro_batches):
+            micro_batch = batch.micro_batches[number]
+            attention = self._attention(batch, micro_batch)
+            counted = None if weights.tokens is None else copy_to(weights.tokens[number], device)
+        else:
+            micro_batch = empty_micro_batch(number, self.mesh.rank)
+            context = self.config.context
+            attention = RingAttention(
+                micro_batch.layout, kernel=context.kernel, deterministic=context.deterministic, device=device
+            )
+        rows = rows_with_labels(micro_batch.labels)
+        head = partial(
+            cross_entropy_sum,
+            labels=copy_to(micro_batch.labels, device),
+            divisor=weights.divisor,
+            weights=counted,
+            softcap=self.model.spec.logit_softcap,
+            rows=None if rows is None else copy_to(rows, device),
+            compiled=self.config.compiles(device.type, self.model.spec),
+        )
+        tokens, positions = copy_to(micro_batch.tokens, device), copy_to(micro_batch.positions, device)
+        documents = self.balance.documents(batch.plan, micro_batch.layout, len(tokens))
+        later = self.multi_token.later(micro_batch, head, weights.divisor, device)
+        return Inputs(micro_batch_name(batch, number), tokens, positions, attention, head, documents, later)
+
+    def _attention(self, batch: StepBatch, micro_batch: MicroBatch) -> Any:
+        make = make_attention(self.config, self.mesh, self.model.spec, batch.plan, micro_batch.layout, self.clock)
+        return self.model.attention(make)

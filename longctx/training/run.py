@@ -1,0 +1,57 @@
+"""Run: the settings of a run with everything that they name, opened once on this rank."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from longctx.config import Config
+from longctx.model.source import ModelSource
+from longctx.parallel.mesh import Launch, prepare_device
+from longctx.training.checkpoint import Checkpoint
+from longctx.training.data import RunData
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run before its processes join.
+
+    Attributes:
+        config: settings.
+        launch: place of this process.
+        device: device of this process, ready for use.
+        data: stores for training and validation.
+        source: model to build.
+        checkpoint: checkpoint to start from, of this run or of one that this run continues; None for the initial weights.
+        traced: steps to trace, counted from 1.
+        changes: settings that `train.fit_memory` changed, in words; empty if none.
+    """
+
+    config: Config
+    launch: Launch
+    device: torch.device
+    data: RunData
+    source: ModelSource
+    checkpoint: Checkpoint | None = None
+    traced: range | None = None
+    changes: str = ""
+
+    @classmethod
+    def open(cls, config: Config, **others: Any) -> "Run":
+        """Prepares the device, and opens the stores and the model's files. Raises UserError if one cannot be used."""
+        launch = Launch.read()
+        device, data = prepare_device(config.train.device, launch), RunData.open(config)
+        return cls(config, launch, device, data, config.model_source(data.vocab_size), **others)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the checkpoint is one of this run."""
+        return self.checkpoint is not None and self.checkpoint.run == self.config.train.run_dir
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def changed(self, **others: Any) -> "Run":
+        """Returns the run with other values of its attributes."""
+        return replace(self, **others)
