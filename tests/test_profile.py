@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +32,7 @@ from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
-from tests import profile_cases
+from tests import launched, profile_cases
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
 from tests.training_cases import make_store
@@ -310,17 +307,9 @@ def test_the_settings_may_name_the_profile_that_is_to_be_made(tmp_path: Path, ca
     assert "a folder" in refusal(capsys, str(run), "--out", str(tmp_path))
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Both ranks run the command together, and the JSON is printed once."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx"]
-    process = subprocess.run(
-        [*launcher, *profile_arguments(tmp_path / "my.yaml", "--json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    printed = json.loads(process.stdout)
+def test_two_ranks_run_the_command_together(tmp_path: Path) -> None:
+    """The JSON is printed once."""
+    printed = json.loads(launched.run(*profile_arguments(tmp_path / "my.yaml", "--json"), ranks=2)[0])
     assert {name: printed[name] for name in H100.to_dict()} == HardwareProfile.load(tmp_path / "my.yaml").to_dict()
     assert printed["measured"]["ranks"] == 2
 

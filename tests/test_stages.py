@@ -1,10 +1,7 @@
 """A run in stages equals separate runs that continue each other, bit by bit, interrupted anywhere, on any number of ranks."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +23,7 @@ from longctx.training import checkpoint
 from longctx.training.setup import build_loader, open_data
 from longctx.training.stages import train_in_stages
 from longctx.training.trainer import Trainer
+from tests import launched
 from tests.data_cases import byte_store
 from tests.training_cases import SMALL
 from tests.workers import Workers
@@ -253,12 +251,10 @@ def test_the_command_prints_the_stage_and_its_changes(settings: Path, tmp_path: 
     run = tmp_path / "run"
     given = [*(f"--{one}" for one in SETTINGS), f"--train.run_dir={run}"]
     given += [f"--stages.{number}.batch.tokens_per_rank=800" for number in (1, 2, 3)]
-    command = [sys.executable, "-m", "longctx", "train", str(settings), *given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    printed, _ = launched.run("train", settings, *given)
+    lines = printed.splitlines()
     assert lines[0] == "stage 1 of 3, steps 1 to 3"
-    assert "short: 24 documents, 2,820 tokens to train on, 60.00% of the mix: at least 0.957 epochs" in done.stdout
+    assert "short: 24 documents, 2,820 tokens to train on, 60.00% of the mix: at least 0.957 epochs" in printed
     (second,) = (line for line in lines if line.startswith("stage 2 of 3, steps 4 to 6: "))
     assert "model.rope_scaling null → yarn" in second and "data.max_length 200 → 700" in second
     assert [line.split()[1] for line in lines if line.startswith("step ")] == [str(step) for step in range(1, 9)]
