@@ -25,6 +25,7 @@ from tests.evaluation_cases import (
     save_checkpoint,
     train_checkpoint,
 )
+from tests.marks import slow_unless
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers
 
@@ -75,7 +76,7 @@ def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
         assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
 
 
-@pytest.mark.parametrize("name", NATIVE_SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "pipeline"), NATIVE_SPLITS))
 def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     workers: Workers, store: Path, run: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -86,7 +87,7 @@ def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     assert max(results[0]["degrees"]) > 1 or name in ("tensor", "pipeline")
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "three ranks", SPLITS))
 def test_a_checkpoint_of_transformers_is_worth_the_same(
     workers: Workers, store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -185,7 +186,7 @@ def test_a_grid_is_refused() -> None:
         Writer(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, (1, 2, 3)))
 def test_answers_are_those_of_greedy_decoding(workers: Workers, checkpoint: Path, ranks: int) -> None:
     """In every other document, one token of the answer is not the one that the model would write."""
     questions = greedy_questions(checkpoint, (40, 700, 90, 300, 1400, 55, 61))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from longctx.cli import main
@@ -23,14 +24,11 @@ from longctx.training import checkpoint
 from longctx.training.checkpoint import SavedWeights
 from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.export import ExportError, export
-from tests.training_cases import SMALL, make_store, train_then_save
+from tests.export_cases import untouched
+from tests.huggingface_cases import build_model
+from tests.test_decoder_options import attention_of
+from tests.training_cases import SMALL, train_then_save
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from tests.export_cases import untouched  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.test_decoder_options import attention_of  # noqa: E402
 
 FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe gpt2 gpt_neox phi phi3 cohere olmo2 starcoder2"
 KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
@@ -44,11 +42,6 @@ def train(capfd: pytest.CaptureFixture[str], settings: list[str], *arguments: st
     assert main(["train", *(f"--{setting}" for setting in settings), *arguments]) == status
     printed = capfd.readouterr()
     return printed.err if status else printed.out
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")

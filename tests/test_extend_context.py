@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from longctx.config import load
 from longctx.data.corpus import open_corpus
@@ -17,13 +18,10 @@ from longctx.parallel.mesh import make_groups
 from longctx.training import checkpoint
 from longctx.training.export import export
 from longctx.training.stages import train_in_stages
+from tests.data_cases import write_jsonl
+from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES
-
-transformers = pytest.importorskip("transformers")
-
-from tests.data_cases import write_jsonl  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.workers import Workers  # noqa: E402
+from tests.workers import Workers
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "extend_context.yaml"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}

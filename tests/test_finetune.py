@@ -11,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 import yaml
 
 from longctx.cli import main
@@ -25,13 +27,10 @@ from longctx.errors import UserError
 from longctx.training.checkpoint import steps
 from longctx.training.setup import check_model
 from tests import launched
+from tests.evaluation_cases import save_checkpoint
+from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES
 from tests.training_cases import make_store
-
-transformers = pytest.importorskip("transformers")
-
-from tests.evaluation_cases import save_checkpoint  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
 SIZES = [
@@ -105,7 +104,6 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path, c
 
 @pytest.mark.usefixtures("quick_start")
 def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    peft = pytest.importorskip("peft")
     out = tmp_path / "run"
     finetune(capfd, checkpoint, conversations, "--config", "examples/lora.yaml", "--out", out, *SIZES)
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -11,7 +11,6 @@ from longctx.data.store import Store
 from longctx.memory import advisor
 from longctx.memory.advisor import ROOM, changed, changes_said, fitted, heaviest
 from longctx.memory.model import estimate
-from tests.training_cases import make_store
 
 STAGES = {"batch": {"tokens_per_rank": 2000}, "stages": [{"steps": 2}, {"steps": 2, "batch": {"tokens_per_rank": 4000}}]}
 
@@ -20,11 +19,6 @@ SAVING = [
     *("context.max_remote_tokens=2000", "context.two_level_exchange=false", "parallel.reduce_after=micro_batch"),
 ]
 """All that saves memory."""
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 def settings(store: Path, *more: str) -> list[str]:

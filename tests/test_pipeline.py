@@ -17,15 +17,10 @@ from longctx.training.metrics import StepMetrics
 from longctx.training.objective import StepWeights
 from longctx.training.trainer import Trainer
 from tests import training_cases
-from tests.training_cases import make_store, train, zero_bubble
+from tests.training_cases import train, zero_bubble
 from tests.workers import Workers
 
 LAYERS = "model.num_hidden_layers=4"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")

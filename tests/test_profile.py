@@ -33,9 +33,9 @@ from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
 from tests import launched, profile_cases
+from tests.marks import examples
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -64,7 +64,7 @@ def test_a_line_of_noise_still_rises() -> None:
     assert line.slope > 0.01
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(profiles(), st.integers(4, 9), st.integers(0, 300))
 def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) -> None:
     """Times from the cost model give back its efficiencies and its split penalty."""
@@ -312,8 +312,3 @@ def test_two_ranks_run_the_command_together(tmp_path: Path) -> None:
     printed = json.loads(launched.run(*profile_arguments(tmp_path / "my.yaml", "--json"), ranks=2)[0])
     assert {name: printed[name] for name in H100.to_dict()} == HardwareProfile.load(tmp_path / "my.yaml").to_dict()
     assert printed["measured"]["ranks"] == 2
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))

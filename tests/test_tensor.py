@@ -18,7 +18,7 @@ from longctx.parallel.tensor import ENDS
 from longctx.training.loss import cross_entropy_sum, rows_with_labels
 from longctx.training.metrics import StepMetrics
 from tests import profile_cases
-from tests.training_cases import make_store, start, train, train_and_save, train_then_save
+from tests.training_cases import start, train, train_and_save, train_then_save
 from tests.workers import Workers
 
 WITHOUT = "parallel.tensor_parallel_size=1"
@@ -26,17 +26,6 @@ TWO = "parallel.tensor_parallel_size=2"
 FOUR = "parallel.tensor_parallel_size=4"
 PIPELINE = "parallel.pipeline_parallel_size=2"
 UNTIED = "model.tie_word_embeddings=false"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    """Results of four steps of one process."""
-    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [], 4)[0]
 
 
 def assert_equal(split: list[StepMetrics], alone: list[StepMetrics]) -> None:

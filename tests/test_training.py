@@ -31,18 +31,6 @@ from tests import launched, training_cases
 from tests.training_cases import SMALL, make_store, steps_in, train, train_and_save, train_then_save
 from tests.workers import Workers
 
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
-
-
-@pytest.fixture(scope="module")
-def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepMetrics]:
-    """Ten steps of one process."""
-    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
-
-
 OPTIONS = [
     *("model.qkv_bias=true", "model.qk_norm=true", "model.output_norms=true", "model.hidden_act=gelu"),
     *("model.embedding_scale=2", "model.attention_scale=0.4", "model.attention_softcap=2", "model.logit_softcap=3"),
@@ -492,13 +480,3 @@ def test_dry_run(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more than 1024 times" in refusal(capsys, *arguments, "--ranks=2", "--batch.global_tokens=10000000000")
     assert "--processes is 0" in refusal(capsys, *arguments, "--processes", "0")
     assert "--ranks requires --dry-run" in refusal(capsys, f"--data.store={store}", "--ranks", "4")
-
-
-def test_errors_are_printed_once_per_node_and_before_any_group(store: Path, tmp_path: Path) -> None:
-    """Two mistakes at once, on two processes: one process prints both, and both exit with a non-zero status."""
-    mistakes = arguments(store, tmp_path / "run", "--train.stepps=3", "--context.degree=2")
-    errors = launched.run(*mistakes, ranks=2, status=2)[1]
-    assert errors.count("train.stepps") == 1
-    assert "did you mean train.steps?" in errors
-    assert "only applies to context.mode static" in errors
-    assert not (tmp_path / "run").exists()
