@@ -15,11 +15,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help train finetune test check format docs clean
+.PHONY: help train finetune test test-all check format docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo
 	@echo '  Variables: PYTHON=python3.12  PROCESSES=4  CONFIG=examples/quickstart.yaml  RUN=runs/mine  PYTEST_ARGS="tests/test_config.py -v"'
 
@@ -42,6 +42,9 @@ finetune: $(VENV)/installed-finetune  ## Fine-tune a real chat model of 135M par
 
 test: check  ## Lint, check types and run the tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile $(PYTEST_ARGS)
+
+test-all: PYTEST_ARGS := -m "not gpu"
+test-all: test  ## The same with the slow tests, before a release; takes hours
 
 check: $(VENV)/installed-dev  ## Lint, check the format and the types
 	$(BIN)/ruff check .

@@ -5,9 +5,9 @@
 
 Part `flips`: one bit of one file is flipped at a time, and the store is opened and read, or the newest checkpoint is looked
 for, verified and loaded, as `train --resume` does. A fault is noticed if it is refused with a message that names the file.
-Part `inputs`: mutated settings, YAML, lengths, profiles, corpora, stores and runs are given to commands: tests/fuzz_inputs.py.
-Part `kills`: ranks are killed at random moments and runs started again; see tests/fuzz_kills.py.
-Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see tests/fuzz_machine.py. As root.
+Part `inputs`: mutated settings, YAML, lengths, profiles, corpora, stores and runs are given to commands: tools/fuzz_inputs.py.
+Part `kills`: ranks are killed at random moments and runs started again; see tools/fuzz_kills.py.
+Part `machine`: ranks that stand still, full disks, cut links, two preparations at once; see tools/fuzz_machine.py. As root.
 Part `soak`: 2,000 steps with a kill every 50 or so. These three need an idle machine, or patience.
 
 Each part replaces its own section of the results, unless --scale is given. Kills need a temporary folder that is quick: TMPDIR.
@@ -28,10 +28,10 @@ from random import Random
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.training import checkpoint
-from tests.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
-from tests.fuzz_kills import Killer, Soak
-from tests.fuzz_machine import FAULTS, PATIENCE_S, Machine
 from tests.training_cases import make_store
+from tools.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
+from tools.fuzz_kills import Killer, Soak
+from tools.fuzz_machine import FAULTS, PATIENCE_S, Machine
 
 HEAD = "# Faults\n\nMade by `python -m bench.faults`.\n"
 RESULTS = Path(__file__).parent / "results" / "faults.md"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # `--hypothesis-profile explore` draws new examples instead, to look for what the fixed ones miss.
-settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile("steady", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("steady")
 
@@ -27,6 +28,22 @@ def workers() -> Iterator[Workers]:
     pool = Workers()
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small store, for tests that leave it as it is."""
+    from tests.training_cases import make_store
+
+    return make_store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="session")
+def alone(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Metrics of ten steps of one process on the small store, with which tests compare runs on several ranks."""
+    from tests.training_cases import train
+
+    return workers.run(train, 1, store, tmp_path_factory.mktemp("alone"), [])[0]
 
 
 @pytest.fixture(autouse=True)

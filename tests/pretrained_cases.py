@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -57,6 +58,21 @@ def step(
     dist.all_reduce(total)
     gradients = {name.removeprefix(OURS): _gradient(weight) for name, weight in trainer.model.named_parameters()}
     return total.item(), gradients, state
+
+
+Step = tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+"""Loss, gradients and state."""
+
+
+def assert_step(found: list[Step], expected: Step) -> None:
+    """Checks that every rank's step and first weights are the expected ones."""
+    loss, gradients, state = expected
+    for found_loss, found_gradients, found_state in found:
+        assert found_loss == pytest.approx(loss, rel=1e-5)
+        assert largest_error(found_gradients, gradients) < 1e-4
+        assert found_state.keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(found_state[name], value), name
 
 
 def make_trainer(folder: Path, settings: list[str]) -> Trainer:

@@ -1,9 +1,5 @@
 """Ranks that differ in settings, data, versions or copies of weights are found, and named."""
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from longctx.config import load
 from longctx.training.agreement import RanksDiffer, identity, require_same, require_same_copies
+from tests import launched
 from tests.training_cases import SMALL, make_store, start
 from tests.workers import Workers
 
@@ -81,37 +78,22 @@ def test_a_flipped_bit_of_a_copy_is_found(
         assert text == "" if spoiled is None else f"1 weights, such as {spoiled}, differ between ranks 0 to 1" in text
 
 
-def launched(tmp_path: Path, store: Path, rank: int, ranks: int, port: int, *given: str) -> subprocess.Popen[str]:
-    """Starts `longctx train` as one rank, as a launcher does."""
-    everything = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500", *given]
-    command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in everything)]
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-    environment = os.environ | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def arguments(tmp_path: Path, store: Path, *given: str) -> list[str]:
+    """Those of a small run."""
+    settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "batch.tokens_per_rank=1500", *given]
+    return ["train", *(f"--{setting}" for setting in settings)]
 
 
 def test_a_run_whose_ranks_differ_does_not_start(tmp_path: Path) -> None:
-    store, port = make_store(tmp_path), free_port()
+    store = make_store(tmp_path)
     different = [(f"optimizer.learning_rate={0.01 * size}", f"parallel.tensor_parallel_size={size}") for size in (1, 2)]
-    running = [launched(tmp_path, store, rank, 2, port, *given) for rank, given in enumerate(different)]
-    try:
-        said = [process.communicate(timeout=600)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [2, 2], said
-    assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in said[0]
-    assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in said[0]
+    group = launched.start([arguments(tmp_path, store, *given) for given in different], tmp_path / "output")
+    assert not group.end() and group.codes == [2, 2], group.said
+    assert "optimizer.learning_rate: 0.01 on rank 0; 0.02 on rank 1" in group.errors[0]
+    assert "parallel.tensor_parallel_size: 1 on rank 0; 2 on rank 1" in group.errors[0]
 
 
 def test_ranks_that_do_not_join_are_named(tmp_path: Path) -> None:
-    alone = launched(tmp_path, make_store(tmp_path), 0, 3, free_port(), "train.timeout_s=15")
-    _, said = alone.communicate(timeout=600)
-    assert alone.returncode == 2
-    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in said and "within 15 s" in said
+    alone = launched.start([arguments(tmp_path, make_store(tmp_path), "train.timeout_s=5")], tmp_path / "output", world=3)
+    assert not alone.end() and alone.codes == [2], alone.said
+    assert "ranks 1 to 2 of 3 did not join at 127.0.0.1:" in alone.errors[0] and "within 5 s" in alone.errors[0]

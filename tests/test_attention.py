@@ -18,10 +18,11 @@ from longctx.attention.merge import merge_
 from longctx.attention.segments import Segment
 from longctx.planning.layout import Placement, head_span, tail_span
 from tests.attention_cases import Case, gather, run_case
+from tests.marks import examples
 from tests.workers import Workers
 
 # One group of ranks serves all examples of a property test, and the fixture is meant to be shared.
-several_ranks = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several_ranks = settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -220,7 +221,7 @@ MOST = {"cpu": (2.0, 2.0, 2.0, 2.0), "reference": (1.01, 1.01, 2.0, 2.0)}
 accumulates, so only gradients from other ranks are rounded more than once."""
 
 
-@settings(parent=several_ranks, max_examples=12)
+@settings(parent=several_ranks, max_examples=examples(12))
 @given(data=st.data(), case=cases(max_ranks=5))
 @pytest.mark.parametrize("kernel", MOST)
 def test_precision_contract_at_any_size(workers: Workers, kernel: str, data: st.DataObject, case: Case) -> None:
@@ -325,7 +326,7 @@ def test_documents_do_not_see_each_other(workers: Workers, perturbed: int) -> No
     reverse=st.booleans(),
     start=st.integers(0, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, stages: int, reverse: bool, start: int) -> None:
     """Sends match receives in the same stage, and every chunk reaches exactly the ranks with queries that see it."""
     case = Case(start + degree, (length,), (Placement(0, start, degree, reverse),), exchange_stages=stages)
@@ -358,7 +359,7 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
 
 
 @given(data=st.data(), length=st.integers(1, 150), degree=st.integers(2, 12), stages=st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degree: int, stages: int) -> None:
     """A rank receives exactly the remote keys that one of its queries sees, and none outside the window."""
     case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)

@@ -16,6 +16,7 @@ from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import best_fit
 from longctx.planning.validation import check_plan
+from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 OURS_TO_READ = [name for name in BASELINES if name != "megatron-main"]
@@ -25,7 +26,7 @@ def is_power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     st.sampled_from(OURS_TO_READ),
     st.sampled_from([1, 2, 4, 6, 8, 24, 64]),
@@ -117,7 +118,7 @@ def test_fixed_static_splits_the_last_packs_until_no_group_is_empty() -> None:
     assert [[p.first_rank for p in mb] for mb in few.micro_batches] == [[0, 1]], "two documents are too few for four groups"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40), st.sampled_from([1, 2, 4, 8]))
 def test_fixed_static_is_that_of_megatron(lengths: list[int], degree: int) -> None:
     """Against its rule, written down by token counts: drawn order, and group 0 first in every micro-batch."""
@@ -160,7 +161,7 @@ def test_best_fit_takes_the_fullest_pack_with_room() -> None:
     assert best_fit(np.array([6, 5, 4, 5]), 10).tolist() == [0, 1, 0, 1]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 8))
 def test_flexsp_cuts_keep_the_order_and_the_fullest_small(lengths: list[int], number: int) -> None:
     sizes = np.array(sorted(lengths, reverse=True))

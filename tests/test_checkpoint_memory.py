@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from longctx.config import load
 from longctx.model.huggingface import TransformersModel
@@ -20,8 +21,6 @@ from longctx.training.export import export
 from longctx.training.optimizer import make_optimizer
 from longctx.training.saving import Saver
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 1024, 4096, 16, 4096
 BLOCK = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * MLP + 2 * HIDDEN)

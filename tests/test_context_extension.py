@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from longctx.config import ConfigError, load
-
-transformers = pytest.importorskip("transformers")
-
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.pretrained_cases import largest_error, reference, step  # noqa: E402
-from tests.workers import Workers  # noqa: E402
+from tests.huggingface_cases import build_model
+from tests.pretrained_cases import largest_error, reference, step
+from tests.workers import Workers
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "base": (["rope_theta=50000.0"], {"rope_type": "default", "rope_theta": 50000.0}),

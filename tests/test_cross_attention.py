@@ -14,10 +14,11 @@ from longctx.attention import Mask, RingAttention, Schedule, ring_attention
 from longctx.attention.inputs import AttentionInputError
 from longctx.planning.layout import CrossLayout, Layout, Placement
 from tests.attention_cases import in_stages
+from tests.marks import examples
 from tests.test_attention import relative_errors
 from tests.workers import Workers
 
-several_ranks = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+several_ranks = settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 EVERYTHING = Mask(causal=False)
 
 

@@ -21,6 +21,7 @@ from longctx.data.store import IGNORED_LABEL, Store
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from tests.data_cases import PROFILE, byte_store, random_plan, write_jsonl
+from tests.marks import examples
 
 LENGTHS = (2, 3, 5, 8, 13, 40, 100, 257)
 
@@ -114,7 +115,7 @@ def same(left: StepBatch, right: StepBatch) -> bool:
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(ranks=st.integers(1, 4), mode=st.sampled_from(["static", "bins", "auto"]), multiple=st.integers(1, 8))
 def test_steps_do_not_depend_on_ranks_or_plans(store: Store, ranks: int, mode: str, multiple: int) -> None:
     with loader(store) as alone:
@@ -146,7 +147,7 @@ def test_steps_are_numbered_and_documents_named(store: Store) -> None:
 
 
 @given(before=st.integers(0, 5), ranks=st.integers(1, 3))
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_resuming_gives_the_same_batches(store: Store, before: int, ranks: int) -> None:
     with loader(store, ranks - 1, ranks) as whole:
         batches = take(whole, before + 3)

@@ -20,6 +20,7 @@ from longctx.data.store import Store
 from longctx.planning.planner import make_plan
 from longctx.training.validation import Documents
 from tests.data_cases import PROFILE, byte_store, write_jsonl
+from tests.marks import examples
 from tests.test_data_loader import same, step_rows, take
 
 CUT = {"seed": 3, "max_length": 100, "long_documents": "split", "held_out_share": 0.0}
@@ -46,7 +47,7 @@ def source_of(mixed: Mixture, piece: Piece) -> int:
 weights_strategy = st.lists(st.floats(0.01, 100), min_size=2, max_size=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     weights=weights_strategy, unit=st.sampled_from(["weight", "epochs"]), global_tokens=st.integers(1, 900), drop=st.booleans()
 )
@@ -71,7 +72,7 @@ def test_no_store_is_more_than_a_document_ahead_of_its_share(
         assert [tokens for _, tokens in cursor] == taken.tolist()
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(weights=weights_strategy, sizes=st.lists(st.integers(1, 700), min_size=1, max_size=6))
 def test_any_cursor_can_be_gone_on_from_at_any_size_of_a_step(
     stores: list[Store], weights: list[float], sizes: list[int]

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn import functional as F
 
 from longctx.attention import Mask, PackedAttention, RingAttention, by_layer
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.planning.layout import Layout, Placement
-
-transformers = pytest.importorskip("transformers")
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 LENGTH = 61

@@ -1,5 +1,6 @@
 """README and docs: commands run or at least parse, links and anchors resolve, figures are those of bench/results."""
 
+import contextlib
 import csv
 import json
 import os
@@ -21,6 +22,7 @@ import longctx
 from longctx import cli
 from longctx.config import ConfigError
 from longctx.config.reading import SETTINGS
+from tests import launched
 from tests.training_cases import make_store
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,24 +125,19 @@ def why_not_run(command: list[str]) -> str:
 
 def run(command: list[str], folder: Path, steps: int) -> str:
     """Runs a command in `folder`, with `steps` small steps if it trains, and returns its output."""
-    arguments = longctx_arguments(command)
+    arguments, ranks = longctx_arguments(command), 1
+    if command[0] == "torchrun":
+        ranks = int(command[command.index("--nproc-per-node") + 1])
     if arguments is None:
-        command = [sys.executable, *command[1:]]
-    else:
-        command = [*launcher(command), "-m", "longctx", *arguments]
-        if arguments[0] == "train":
-            command += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
-            command += [] if "retrieval.yaml" in " ".join(command) else SMALL
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert process.returncode == 0, f"{shlex.join(command)}\n{process.stdout}\n{process.stderr}"
-    return process.stdout
-
-
-def launcher(command: list[str]) -> list[str]:
-    options = command[1 : command.index("-m")] if command[0] == "torchrun" else None
-    return [sys.executable] if options is None else [sys.executable, "-m", "torch.distributed.run", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
+        assert process.returncode == 0, f"{shlex.join(command)}\n{process.stdout}\n{process.stderr}"
+        return process.stdout
+    if arguments[0] == "train":
+        arguments += [] if "--profile-steps" in arguments else ["--train.steps", str(steps)]
+        arguments += [] if "retrieval.yaml" in " ".join(command) else SMALL
+    with contextlib.chdir(folder):
+        return launched.run(*arguments, ranks=ranks)[0]
 
 
 @pytest.fixture
@@ -249,7 +246,6 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_site_builds(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings_handlers.python", reason="pip install '.[docs]'")
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]  # --quiet would hide warnings
     process = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

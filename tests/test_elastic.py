@@ -13,14 +13,19 @@ from pathlib import Path
 import pytest
 
 from longctx.training.metrics import StepMetrics
-from tests.test_agreement import free_port
-from tests.test_training import children, steps_in
-from tests.training_cases import SMALL, make_store, train
+from tests.launched import free_port
+from tests.training_cases import SMALL, make_store, steps_in, train
 from tests.workers import Workers
 
 STEPS, LIMIT_S = 3000, 400
 SETTINGS = ["batch.tokens_per_rank=1500", f"train.steps={STEPS}", "checkpoint.every=5", "checkpoint.keep=null"]
 TIMES = "join_timeout=300,read_timeout=300,last_call_timeout=20,keep_alive_interval=3,keep_alive_max_attempt=6"
+
+
+def children(pid: int) -> list[int]:
+    """All processes below `pid`: torchrun's workers are in sessions of their own and outlive a killed agent."""
+    found = [int(line) for line in subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()]
+    return [*found, *(grandchild for child in found for grandchild in children(child))]
 
 
 class Agent:

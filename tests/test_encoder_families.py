@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
+from longctx.attention.huggingface import HuggingFaceError, prepare
+from tests.encoder_cases import reference, step
+from tests.encoder_families import FAMILIES, build, classify
+from tests.family_cases import MIXING
+from tests.pretrained_cases import largest_error
+from tests.test_huggingface_families import OUTCOMES, find_all, outcomes, render
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from longctx.attention.huggingface import HuggingFaceError, prepare  # noqa: E402
-from tests.encoder_cases import reference, step  # noqa: E402
-from tests.encoder_families import FAMILIES, build, classify  # noqa: E402
-from tests.family_cases import MIXING  # noqa: E402
-from tests.pretrained_cases import largest_error  # noqa: E402
-from tests.test_huggingface_families import OUTCOMES, find_all, outcomes, render  # noqa: E402
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "encoders.md"
 HEADER = """\

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from longctx.data.tokenizer import Tokenizer
 from longctx.evaluation.loss import Part
 from longctx.evaluation.picture import save_grid
 from longctx.evaluation.retrieval import KEYS, Cell, Grid, RetrievalError, Writer, ask, task_documents
+from tests import launched
 from tests.evaluation_cases import (
     FOR_CHECKPOINTS,
     greedy_questions,
@@ -27,6 +25,7 @@ from tests.evaluation_cases import (
     save_checkpoint,
     train_checkpoint,
 )
+from tests.marks import slow_unless
 from tests.training_cases import make_store, train_then_save
 from tests.workers import Workers
 
@@ -77,7 +76,7 @@ def assert_equal(found: dict[str, Any], reference: dict[str, Any]) -> None:
         assert {**mine, "loss": 0, "perplexity": 0} == {**theirs, "loss": 0, "perplexity": 0}
 
 
-@pytest.mark.parametrize("name", NATIVE_SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "pipeline"), NATIVE_SPLITS))
 def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     workers: Workers, store: Path, run: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -88,7 +87,7 @@ def test_a_run_is_worth_the_same_on_any_number_of_ranks(
     assert max(results[0]["degrees"]) > 1 or name in ("tensor", "pipeline")
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "three ranks", SPLITS))
 def test_a_checkpoint_of_transformers_is_worth_the_same(
     workers: Workers, store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], name: str
 ) -> None:
@@ -187,7 +186,7 @@ def test_a_grid_is_refused() -> None:
         Writer(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_unless(lambda ranks: ranks == 3, (1, 2, 3)))
 def test_answers_are_those_of_greedy_decoding(workers: Workers, checkpoint: Path, ranks: int) -> None:
     """In every other document, one token of the answer is not the one that the model would write."""
     questions = greedy_questions(checkpoint, (40, 700, 90, 300, 1400, 55, 61))
@@ -213,40 +212,30 @@ def test_the_picture_shows_the_shares(tmp_path: Path) -> None:
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
-def command(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return subprocess.run(
-        [sys.executable, *launcher, "-m", "longctx", "eval", *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_the_command_writes_into_the_run(store: Path, run: Path, alone: dict[str, dict[str, Any]]) -> None:
-    process = command(2, str(run), "--store", str(store), "--json", "--batch.tokens_per_rank=750")
-    assert process.returncode == 0, process.stderr
-    printed = json.loads(process.stdout)
+def test_the_command_writes_into_the_run(
+    store: Path, run: Path, alone: dict[str, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    printed = json.loads(launched.run("eval", run, "--store", store, "--json", "--batch.tokens_per_rank=750", ranks=2)[0])
     assert json.loads((run / "eval.json").read_text()) == printed
     assert printed["ranks"] == 2 and printed["step"] == 2
     assert_equal(printed, alone["run"])
-    process = command(
-        1, str(run), "--needle", "--lengths=100,1500", "--depths=0,1", "--samples=2", *["--batch.tokens_per_rank=1500"]
-    )
-    assert process.returncode == 0, process.stderr
-    assert "of 8 answers right (one fact, 2 documents per cell)" in process.stdout
+    grid = "--needle --lengths=100,1500 --depths=0,1 --samples=2 --batch.tokens_per_rank=1500"
+    assert main(["eval", str(run), *grid.split()]) == 0
+    assert "of 8 answers right (one fact, 2 documents per cell)" in capfd.readouterr().out
     assert [cell["samples"] for cell in json.loads((run / "needle.json").read_text())["cells"]] == [2] * 4
     assert (run / "needle.png").stat().st_size > 10_000
 
 
-def test_the_table_of_a_checkpoint(store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]]) -> None:
+def test_the_table_of_a_checkpoint(
+    store: Path, checkpoint: Path, alone: dict[str, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
     before = sorted(checkpoint.iterdir())
     settings = [f"--{setting}" for setting in [*FOR_CHECKPOINTS, *WHOLE]]
-    process = command(1, str(checkpoint), "--store", str(store), *settings)
-    assert process.returncode == 0, process.stderr
+    assert main(["eval", str(checkpoint), "--store", str(store), *settings]) == 0
+    printed = capfd.readouterr().out
     overall = alone["checkpoint"]["overall"]
-    assert f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over {overall['tokens']:,}" in process.stdout
-    assert "1,024 to 2,047" in process.stdout
+    assert f"loss {overall['loss']:.4f}, perplexity {overall['perplexity']:.3f} over {overall['tokens']:,}" in printed
+    assert "1,024 to 2,047" in printed
     assert sorted(checkpoint.iterdir()) == before, "a checkpoint is left as it is"
 
 

@@ -1,7 +1,7 @@
 """Every combination of tensor ranks, pipeline, domain, planning mode, recomputation and resharding that eight processes can
 run: ten float32 steps as one process makes them, losses to 1e-5 relative and gradient norms to 1e-4.
 
-`make test` pairs the options that its other tests do not bring together, for two steps. The rest is slow:
+`make test` runs a subset that has every pair of options, and what the options lack, for two steps. Ten steps are slow:
 
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow -k covering    # every pair of options
     SPLITS_TABLE=bench/results/splits python -m pytest tests/test_every_split.py -m slow                # every combination
@@ -23,10 +23,8 @@ from typing import Any
 import pytest
 import torch
 
-from longctx.config import load
 from longctx.training.metrics import StepMetrics
-from tests import test_pipeline, test_tensor, test_training
-from tests.training_cases import SMALL, make_store, train, zero_bubble
+from tests.training_cases import make_store, train, zero_bubble
 from tests.workers import Workers
 
 LOSS, GRADIENT_NORM = 1e-5, 1e-4
@@ -96,16 +94,6 @@ class Split:
         """Every two of its options."""
         return set(itertools.combinations(enumerate(astuple(self)), 2))
 
-    @classmethod
-    def of(cls, ranks: int, settings: list[str]) -> "Split":
-        """That of settings of another test."""
-        config = load(None, [*SMALL, "data.store=store", *settings], world_size=ranks)
-        parallel = config.parallel
-        pipeline = parallel.pipeline_schedule if parallel.pipeline_parallel_size > 1 else "none"
-        domain = ranks // parallel.tensor_parallel_size // parallel.pipeline_parallel_size
-        options = (config.context.mode, config.train.recompute, parallel.reshard_after)
-        return cls(parallel.tensor_parallel_size, pipeline, domain, *options)
-
 
 OPTIONS = (
     (1, 2),
@@ -127,16 +115,33 @@ def covering(left: set[Pair], every: Sequence[Split] = ALL) -> list[Split]:
     return splits
 
 
-def in_other_tests() -> Iterable[Split]:
-    for ranks, settings in [*test_training.SPLITS.values(), *test_pipeline.SPLITS.values()]:
-        yield Split.of(ranks, settings)
-    for ranks, _, settings in test_tensor.SPLITS.values():
-        yield Split.of(ranks, [test_tensor.TWO, *settings])
-
-
 PAIRS = set[Pair]().union(*(split.pairs for split in ALL))
-NOT_IN_OTHER_TESTS = covering(PAIRS.difference(*(split.pairs for split in in_other_tests())))
 COVERING = covering(PAIRS)
+
+DOMAIN_OF_4 = Split(1, "none", 4, "auto", "selective", "block")
+LACKING = {
+    "gpipe, recompute mlp": (Split(1, "1f1b", 2, "auto", "mlp", "block"), ["parallel.pipeline_schedule=gpipe"]),
+    "three stages, recompute norms": (Split(1, "1f1b", 1, "auto", "norms", "step"), ["parallel.pipeline_parallel_size=3"]),
+    "zero-bubble, two chunks": (Split(1, "zero-bubble", 1, "auto", "none", "step"), ["parallel.pipeline_chunks=2"]),
+    "padded, in rounds": (
+        Split(1, "none", 3, "auto", "norms", "block"),
+        ["batch.pad_to_multiple_of=64", "context.max_remote_tokens=150", "batch.tokens_per_rank=320"],
+    ),
+    "replicated, MLP in tiles": (
+        Split(1, "none", 3, "bins", "none", "block"),
+        ["parallel.shard_ranks=1", "train.mlp_tile_tokens=100"],
+    ),
+    "sharded inside pairs, reduced after each micro-batch, MLP in tiles": (
+        DOMAIN_OF_4,
+        ["parallel.shard_ranks=2", "parallel.reduce_after=micro_batch", "train.mlp_tile_tokens=100"],
+    ),
+    "Ulysses, received keys kept": (DOMAIN_OF_4, ["context.ulysses_degree=2", "context.keep_kv=true"]),
+    "tensor parallel, replicated": (
+        Split(2, "none", 2, "auto", "mlp", "micro_batch"),
+        ["parallel.shard_ranks=1", "parallel.reduce_after=micro_batch"],
+    ),
+}
+"""Settings that are no options above, each with a split of them."""
 
 
 def name(split: Split) -> str:
@@ -180,11 +185,24 @@ def test_every_split(workers: Workers, store: Path, alone: list[StepMetrics], tm
     TABLE.assert_exact(split, lambda: workers.run(train, split.world, store, tmp_path, split.settings)[0], alone)
 
 
-@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in NOT_IN_OTHER_TESTS], ids=name)
-def test_pairs_that_other_tests_lack(
-    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split
+@pytest.mark.parametrize("split", [pytest.param(split, marks=split.marks) for split in COVERING], ids=name)
+def test_every_pair(workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, split: Split) -> None:
+    """All ranks say the same, bit by bit."""
+    everyones = workers.run(train, split.world, store, tmp_path, split.settings, 2)
+    assert_exact(split, everyones[0], alone[:2])
+    assert all([(m.loss, m.grad_norm) for m in steps] == [(m.loss, m.grad_norm) for m in everyones[0]] for steps in everyones)
+    if split.pipeline != "none":
+        assert all(0 < m.predicted_bubble_share < 1 and 0 < m.bubble_share < 1 for m in everyones[0])
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=split.marks) for name, (split, _) in LACKING.items()])
+def test_what_the_options_lack(
+    workers: Workers, store: Path, alone: list[StepMetrics], tmp_path: Path, name: str, steps: int
 ) -> None:
-    assert_exact(split, workers.run(train, split.world, store, tmp_path, split.settings, 2)[0], alone[:2])
+    split, more = LACKING[name]
+    ranks = 3 if name.startswith("three stages") else split.world
+    assert_exact(split, workers.run(train, ranks, store, tmp_path, [*split.settings, *more], steps)[0], alone[:steps])
 
 
 def test_the_subset_has_every_pair() -> None:

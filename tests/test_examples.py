@@ -1,9 +1,7 @@
 """The examples for trainers of other people run under torchrun, and equal one process that takes document after document."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from tests import launched
 from tests.workers import Workers
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -101,14 +100,11 @@ def test_an_example_equals_one_unpacked_process(workers: Workers, name: str, sha
 
 
 @pytest.mark.parametrize("call", [*NAMES, pytest.param("own_trainer --fsdp", marks=pytest.mark.slow)])
-def test_an_example_runs_under_torchrun(call: str) -> None:
+def test_an_example_runs_on_two_ranks(call: str) -> None:
     name, *options = call.split()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command = [*torchrun, EXAMPLES / f"{name}.py", *options]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert process.returncode == 0, process.stderr
-    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", process.stdout, re.M)
-    assert [int(step) for step, _ in lines] == list(range(10)), process.stdout
+    printed, _ = launched.run(EXAMPLES / f"{name}.py", *options, ranks=2)
+    lines = re.findall(r"^step (\d+) loss ([\d.]+) micro-batches \d+ documents on ranks: 8 on 1, 1 on 2$", printed, re.M)
+    assert [int(step) for step, _ in lines] == list(range(10)), printed
     assert float(lines[-1][1]) < float(lines[0][1]) - 1
 
 

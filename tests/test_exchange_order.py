@@ -20,6 +20,7 @@ from longctx.attention import Schedule, exchange
 from longctx.attention.exchange import Exchange, Rows
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
+from tests.marks import examples
 from tests.test_attention import cases, masks, swapped
 
 
@@ -82,7 +83,7 @@ def varied(data: st.DataObject, case: Case) -> Case:
 
 
 @given(data=st.data(), case=cases(max_ranks=9))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_messages_meet_in_order(data: st.DataObject, case: Case) -> None:
     """Each rank receives exactly the messages sent to it, in order; otherwise gloo aborts and NCCL hangs."""
     case = varied(data, case)
@@ -173,7 +174,7 @@ def left_over(posted: list[list[Batch]], *, in_order: bool = False) -> int:
 
 
 @given(data=st.data(), case=cases(max_ranks=9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_rounds_meet(data: st.DataObject, case: Case) -> None:
     """No rank waits for ever if it must end a batch before the next of its group, as in a stream of NCCL, or before the next of
     any group, as in one queue of a GPU. Batches have at most the cap.
@@ -236,7 +237,7 @@ def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPa
     per_node=st.integers(2, 8),
     stages=st.integers(1, 4),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_rows_cross_the_network_once_a_node(
     data: st.DataObject, length: int, degree: int, first: int, reverse: bool, per_node: int, stages: int
 ) -> None:

@@ -21,6 +21,7 @@ from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout
 from longctx.planning.planner import make_plan
 from longctx.planning.stages import CHOICES, PRICE, _Exchange, _waits, plan_score, staged
+from tests.marks import examples
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)
 HIDING = replace(H100, overlap=1.0, attention_efficiency=((64, 1.0),))
@@ -143,13 +144,13 @@ def waits_as_predicted(profile: HardwareProfile, lengths: list[int], a: Assignme
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_predicted_waits_are_those_of_the_runtime(case: tuple[HardwareProfile, list[int], Assignment, int, Integers]) -> None:
     waits_as_predicted(*case)
 
 
 @given(cases())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_rank_waits_for_its_own_documents_alone(case: tuple[HardwareProfile, list[int], Assignment, int, Integers]) -> None:
     """Whatever stages the documents of other ranks have."""
     profile, lengths, a, rank, stages = case
@@ -166,7 +167,7 @@ def test_a_rank_waits_for_its_own_documents_alone(case: tuple[HardwareProfile, l
 
 
 @given(st.integers(2, 7), st.integers(100, 3000), st.floats(0.02, 1), st.floats(0, 0.3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
     degree: int, tokens: int, speed: float, query_share: float
 ) -> None:
@@ -181,7 +182,7 @@ def test_a_ring_in_a_node_waits_as_long_with_two_exchange_levels(
 
 
 @given(st.integers(2, 4), st.integers(1, 40), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_queries_hide_both_hops_of_returning_gradients(node: int, tokens: int, stages: int) -> None:
     """They travel beside the queries' backward: first to the relay, which adds them up, and then across nodes."""
     ring = Assignment(*(np.array([x]) for x in (0, 0, 2 * node)), np.array([False]))
@@ -261,7 +262,7 @@ def test_rings_in_a_node_do_not_pay_for_stages_across_nodes() -> None:
     st.sampled_from([None, 20_000, 100_000]),
     st.sampled_from([NO_PIPELINE, Pipeline(3)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_plans_take_as_long_as_their_stages(lengths: list[int], nodes: int, most: int | None, pipeline: Pipeline) -> None:
     """Waits and stages make no plan faster, and mode auto is never behind the others with them."""
     request: dict[str, Any] = {"ranks": 8 * nodes, "tokens_per_rank": 16384, "profile": H100, "pipeline": pipeline}

@@ -30,7 +30,8 @@ from tests.expert_cases import (
     split_over_ranks,
     statistics_of_counts,
 )
-from tests.training_cases import make_store, train, train_then_save
+from tests.marks import examples
+from tests.training_cases import train, train_then_save
 from tests.workers import Workers
 
 KINDS: list[dict[str, Any]] = [
@@ -38,11 +39,6 @@ KINDS: list[dict[str, Any]] = [
     {"norm_topk_prob": False},
     {"router_scores": "sigmoid", "router_bias": True, "routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 5},
 ]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("experts"))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: ", ".join(kind) or "mixtral")
@@ -55,7 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dtype=st.sampled_from([torch.float64, torch.float32]),
     data=st.data(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_every_token_uses_its_experts(
     kind: dict[str, Any],
     tokens: int,
@@ -296,7 +292,6 @@ def test_checkpoints_continue_under_other_splits(store: Path, tmp_path: Path, wo
 @pytest.mark.parametrize("kind", ROUTERS)
 def test_checkpoints_of_transformers_are_balanced_too(workers: Workers, tmp_path: Path, kind: str) -> None:
     """Gradients are those without losses, plus those of the losses over whole documents; equal on every number of ranks."""
-    pytest.importorskip("transformers")
     from tests.family_cases import build
 
     build(kind, "eager").save_pretrained(tmp_path / kind)
@@ -307,11 +302,10 @@ def test_checkpoints_of_transformers_are_balanced_too(workers: Workers, tmp_path
     routers = [name for name in wanted if name.endswith(("gate.weight", "router.weight"))]
     assert routers and all((wanted[name] - plain[name]).norm() > 0.01 * plain[name].norm() for name in routers)
     assert (kind in WITH_BIAS) == bool(biases) and all((bias.abs() == 0.01).any() for bias in biases)
-    for ranks in (2, 3):
-        found, others, moved = workers.run(balanced_step, ranks, tmp_path / kind, losses)[0]
-        assert largest_error(found, wanted) < 1e-4
-        assert others == pytest.approx(counts, rel=1e-5)
-        assert all(torch.equal(a, b) for a, b in zip(biases, moved, strict=True))
+    found, others, moved = workers.run(balanced_step, 3, tmp_path / kind, losses)[0]
+    assert largest_error(found, wanted) < 1e-4
+    assert others == pytest.approx(counts, rel=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(biases, moved, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +319,6 @@ def test_checkpoints_of_transformers_are_balanced_too(workers: Workers, tmp_path
     ],
 )
 def test_what_cannot_be_with_a_checkpoint_is_refused(tmp_path: Path, kind: str, given: list[str], said: str) -> None:
-    pytest.importorskip("transformers")
     from tests.family_cases import build
 
     build(kind, "eager").save_pretrained(tmp_path)

@@ -3,13 +3,13 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from longctx.cli import main
@@ -24,14 +24,11 @@ from longctx.training import checkpoint
 from longctx.training.checkpoint import SavedWeights
 from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.export import ExportError, export
-from tests.training_cases import SMALL, make_store, train_then_save
+from tests.export_cases import untouched
+from tests.huggingface_cases import build_model
+from tests.test_decoder_options import attention_of
+from tests.training_cases import SMALL, train_then_save
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from tests.export_cases import untouched  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.test_decoder_options import attention_of  # noqa: E402
 
 FAMILIES = "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text mixtral qwen3_moe gpt2 gpt_neox phi phi3 cohere olmo2 starcoder2"
 KINDS = [*FAMILIES.split(), "deepseek_v3", "gpt_oss"]
@@ -39,16 +36,12 @@ SECOND = "additional_chat_templates/tools.jinja"
 NATIVE = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "phi3"]
 
 
-def train(settings: list[str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `longctx train` with settings `key=value`."""
-    given = [part for setting in settings for part in ("--" + setting).split("=", 1)]
-    command = [sys.executable, "-m", "longctx", "train", *given, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
+def train(capfd: pytest.CaptureFixture[str], settings: list[str], *arguments: str, status: int = 0) -> str:
+    """Runs `longctx train` with settings `key=value`. Returns what it prints."""
+    capfd.readouterr()
+    assert main(["train", *(f"--{setting}" for setting in settings), *arguments]) == status
+    printed = capfd.readouterr()
+    return printed.err if status else printed.out
 
 
 @pytest.fixture(scope="module")
@@ -192,12 +185,13 @@ def test_new_weights_come_out_as_a_family_of_transformers(workers: Workers, stor
         assert model.generate(tokens[None, :20], max_new_tokens=3, do_sample=False).shape[1] <= 23
 
 
-def test_a_shape_without_family_is_refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_without_family_is_refused(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The end of the run says so too, instead of a command that fails."""
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2"]
-    done = train([*settings, "model.qk_norm=true", "model.qkv_bias=true"])
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)", done.stdout)
+    printed = train(capfd, [*settings, "model.qk_norm=true", "model.qkv_bias=true"])
+    assert re.search(r"  export       not possible: no supported family of .* \(qwen2 lacks qk_norm True\)", printed)
     command = f"longctx export {Config().train.run_dir} OUT"
     assert how_to_export(Config()) == command
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -303,22 +297,19 @@ def test_a_run_that_fails_midway_leaves_nothing(tmp_path: Path, runs: Path, monk
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_exports_at_its_end(store: Path, tmp_path: Path) -> None:
+def test_a_run_exports_at_its_end(store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And prints where everything is; starting a finished run again does not change the export."""
     run, out = tmp_path / "run", tmp_path / "out"
     settings = [*SMALL, f"data.store={store}", f"train.run_dir={run}", f"checkpoint.export={out}", "train.steps=2"]
-    done = train(settings)
-    assert done.returncode == 0, done.stderr
-    assert f"  checkpoint   {run / 'latest'}\n  metrics      {run / 'metrics.jsonl'}\n" in done.stdout
-    speeds = re.search(r"finished step 2; mean over the run: (\S+) tokens/s, (\S+) per rank, (\S+) s per step", done.stdout)
+    printed = train(capfd, settings)
+    assert f"  checkpoint   {run / 'latest'}\n  metrics      {run / 'metrics.jsonl'}\n" in printed
+    speeds = re.search(r"finished step 2; mean over the run: (\S+) tokens/s, (\S+) per rank, (\S+) s per step", printed)
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     seconds = sum(step["step_time_s"] for step in steps)
     assert speeds and speeds[1] == speeds[2] == f"{sum(step['tokens'] for step in steps) / seconds / 1000:.1f}k"
-    lines = done.stdout.splitlines()[-2:]
+    lines = printed.splitlines()[-2:]
     assert lines[0].startswith(f"step 2 exported to {out}: LlamaForCausalLM")
-    assert "from_pretrained" in lines[1] and "from new weights" in done.stdout
+    assert "from_pretrained" in lines[1] and "from new weights" in printed
     transformers.AutoModelForCausalLM.from_pretrained(out)
-    again = train(settings, "--resume")
-    assert again.returncode == 0 and f"{out} exists and was not written again" in again.stdout
-    more = train(settings, "--resume", "--train.steps", "3")
-    assert more.returncode == 2 and f"{out} exists" in more.stderr
+    assert f"{out} exists and was not written again" in train(capfd, settings, "--resume")
+    assert f"{out} exists" in train(capfd, settings, "--resume", "--train.steps", "3", status=2)

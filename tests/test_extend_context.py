@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from longctx.config import load
 from longctx.data.corpus import open_corpus
@@ -18,13 +19,10 @@ from longctx.training import checkpoint
 from longctx.training.assembly import assemble
 from longctx.training.export import export
 from longctx.training.run import Run
+from tests.data_cases import write_jsonl
+from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES
-
-transformers = pytest.importorskip("transformers")
-
-from tests.data_cases import write_jsonl  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.workers import Workers  # noqa: E402
+from tests.workers import Workers
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}

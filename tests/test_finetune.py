@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import sys
 import time
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import transformers
 import yaml
 
 from longctx.cli import main
@@ -23,13 +26,11 @@ from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
 from longctx.training.checkpoint import steps
 from longctx.training.checks import check_model
+from tests import launched
+from tests.evaluation_cases import save_checkpoint
+from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES
 from tests.training_cases import make_store
-
-transformers = pytest.importorskip("transformers")
-
-from tests.evaluation_cases import save_checkpoint  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
 
 SETTINGS = ["--train.steps=3", "--batch.global_tokens=2000", "--optimizer.learning_rate=0.01", "--log.tensorboard=false"]
 SIZES = [
@@ -65,14 +66,17 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def finetune(*arguments: object) -> str:
-    """What the command prints; the run is torchrun's."""
-    command = [sys.executable, "-m", "longctx", "finetune", *map(str, arguments), "--processes", "2", *SETTINGS]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes torchrun's place."""
+    monkeypatch.setattr("longctx.parallel.launch.launch", launched.launch)
+
+
+def finetune(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What the command prints."""
+    capfd.readouterr()
+    assert main(["finetune", *map(str, arguments), "--processes", "2", *SETTINGS]) == 0
+    return capfd.readouterr().out
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
@@ -81,10 +85,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return out
 
 
-def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
-    """The example, with smaller data."""
+def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The example, with smaller data, by torchrun."""
     out = tmp_path / "run"
-    told = finetune(checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
+    told = finetune(capfd, checkpoint, conversations, "--config", "examples/finetune_chat.yaml", "--out", out, *SIZES)
     assert "with loss) on 2 ranks" in told and "longctx generate" in told
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and any(len(row["degrees"]) > 1 for row in rows)
@@ -98,10 +102,10 @@ def test_all_parameters(checkpoint: Path, conversations: Path, tmp_path: Path) -
     assert templates[0] == templates[1] and templates[0].keys() == {"default", "short"}
 
 
-def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    peft = pytest.importorskip("peft")
+@pytest.mark.usefixtures("quick_start")
+def test_adapters(checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    finetune(checkpoint, conversations, "--config", "examples/lora.yaml", "--out", out, *SIZES)
+    finetune(capfd, checkpoint, conversations, "--config", "examples/lora.yaml", "--out", out, *SIZES)
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     plain = logits(base)
     adapted = logits(peft.PeftModel.from_pretrained(base, out / "export"))
@@ -178,7 +182,10 @@ def test_a_tokenizer_may_have_more_entries_than_the_embedding(
     assert f"token {len(tokenizer) - 1} of" in told and "('<image>') is beyond the embedding" in told
 
 
-def test_the_tokenizer_is_the_one_that_transformers_builds(tmp_path: Path, conversations: Path) -> None:
+@pytest.mark.usefixtures("quick_start")
+def test_the_tokenizer_is_the_one_that_transformers_builds(
+    tmp_path: Path, conversations: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Qwen 2's class makes its own pre-tokenizer, whatever tokenizer.json says."""
     folder = FAMILIES["Qwen 3"].save(tmp_path / "qwen")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
@@ -188,7 +195,7 @@ def test_the_tokenizer_is_the_one_that_transformers_builds(tmp_path: Path, conve
     built = transformers.AutoTokenizer.from_pretrained(folder)
     assert not same_tokens(built.backend_tokenizer.to_str(), (folder / "tokenizer.json").read_text()), "nothing to show"
     out = tmp_path / "my run"
-    told = finetune(folder, conversations, "--out", out)
+    told = finetune(capfd, folder, conversations, "--out", out)
     assert f"try it: longctx generate '{out}/export' --chat" in told
     messages = json.loads(conversations.read_text().splitlines()[0])["messages"]
     exported, store = transformers.AutoTokenizer.from_pretrained(out / "export"), Store.open(out / "store")
@@ -207,6 +214,7 @@ def test_the_tokenizer_is_the_one_that_transformers_builds(tmp_path: Path, conve
         check_model(config, Store.open(raw), 1)
 
 
+@pytest.mark.usefixtures("quick_start")
 def test_more_epochs_continue_and_another_base_does_not(
     checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,9 +241,8 @@ def test_more_epochs_continue_and_another_base_does_not(
     after = transformers.AutoModelForCausalLM.from_pretrained(run / "export")
     assert not torch.equal(logits(before), logits(after))
     (line,) = (line for line in told.splitlines() if line.startswith("try it: "))
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    shell = line.removeprefix("try it: ").replace("longctx ", f"{sys.executable} -m longctx ", 1) + " --max-new-tokens 2"
-    assert subprocess.run(shell, shell=True, env=environment, check=False).returncode == 0
+    name, *arguments = shlex.split(line.removeprefix("try it: "))
+    assert name == "longctx" and main([*arguments, "--max-new-tokens", "2"]) == 0
     other = shutil.copytree(checkpoint, tmp_path / "other")
     model = transformers.AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
@@ -269,16 +276,20 @@ def test_every_option_of_data_is_one_of_finetune(checkpoint: Path, tmp_path: Pat
     assert "has input_ids: tokens of another program are not read yet" in told and "--text-column" not in told
 
 
-def test_documents_beyond_the_models_length_are_told(checkpoint: Path, conversations: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_start")
+def test_documents_beyond_the_models_length_are_told(
+    checkpoint: Path, conversations: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     short = shutil.copytree(checkpoint, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 300}))
-    told = finetune(short, conversations, "--out", tmp_path / "run")
+    told = finetune(capfd, short, conversations, "--out", tmp_path / "run")
     assert "and the checkpoint is made for 300 (max_position_embeddings): extend it by model.rope_scaling" in told
     extended = ["--model.rope_scaling=yarn", "--model.rope_factor=16"]
-    assert "max_position_embeddings" not in finetune(short, conversations, "--out", tmp_path / "extended", *extended)
+    assert "max_position_embeddings" not in finetune(capfd, short, conversations, "--out", tmp_path / "extended", *extended)
 
 
+@pytest.mark.slow
 def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     checkpoint: Path, conversations: Path, tmp_path: Path
 ) -> None:
@@ -300,6 +311,29 @@ def test_an_interrupt_keeps_a_checkpoint_and_prints_how_to_resume(
     assert f"run the same command to resume from step {step}\n" in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize(("when", "how"), [([], "to start again (no checkpoint was"), ([3, 7], "to resume from step 7\n")])
+def test_the_way_on_after_an_interrupt_is_printed(
+    checkpoint: Path,
+    conversations: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    when: list[int],
+    how: str,
+) -> None:
+    def interrupted(ranks: int, arguments: list[str]) -> int:
+        for step in when:
+            state = tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "state.json"
+            state.parent.mkdir(parents=True)
+            state.write_text(json.dumps({"step": step, "files": {}}))
+        return 128 + signal.SIGINT
+
+    monkeypatch.setattr("longctx.parallel.launch.launch", interrupted)
+    assert main(["finetune", str(checkpoint), str(conversations), "--out", str(tmp_path / "run")]) == 130
+    assert f"run the same command {how}" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize(("markers", "more"), [("tokens", []), ("text", []), ("template", []), ("tokens", ["--lora", "16"])])
 def test_generation_stops_where_the_trained_answer_ends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], markers: str, more: list[str]
@@ -366,7 +400,6 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
     """The example at a small size: the model learns to distinguish chosen from rejected."""
     store, out = tmp_path / "store", tmp_path / "run"
     assert main(["prepare", "--source", str(preferences), "--tokenizer", str(checkpoint), "--out", str(store)]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx", "train"]
     settings = {
         "model.from_pretrained": checkpoint,
         "data.store": store,
@@ -383,22 +416,14 @@ def test_the_example_of_preference_tuning(checkpoint: Path, preferences: Path, t
         "log.tensorboard": "false",
     }
     given = [f"--{name}={value}" for name, value in settings.items()]
-    done = subprocess.run(
-        [*command, str(repository / "examples" / "dpo.yaml"), *given],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "reference log-probabilities: 10 of 10 pairs" in done.stdout
-    assert "1 of 11 pairs are dropped: longer than 400 tokens" in done.stdout
+    printed, _ = launched.run("train", repository / "examples" / "dpo.yaml", *given, ranks=2)
+    assert "reference log-probabilities: 10 of 10 pairs" in printed
+    assert "1 of 11 pairs are dropped: longer than 400 tokens" in printed
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert any(int(degree) > 1 for row in rows for degree in row["degrees"])
     assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and rows[-1]["loss"] < 0.6
     assert rows[-1]["reward_margin"] > 0.2 and rows[-1]["reward_accuracy"] > 0.9 and rows[-1]["validation_accuracy"] > 0
-    assert "margin" in done.stdout and "accuracy" in done.stdout
+    assert "margin" in printed and "accuracy" in printed
     transformers.AutoModelForCausalLM.from_pretrained(out / "export")
 
 

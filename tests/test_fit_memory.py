@@ -13,18 +13,12 @@ from longctx.data.store import Store
 from longctx.memory.advisor import ROOM, changes_between, fitted, heaviest
 from longctx.memory.model import estimate
 from longctx.start import _fits_memory
-from tests.training_cases import make_store
 
 SAVING = [
     *("train.recompute=full", "train.offload_activations=true", "train.offload_optimizer=true", "train.mlp_tile_tokens=2048"),
     *("context.max_remote_tokens=2000", "context.two_level_exchange=false", "parallel.reduce_after=micro_batch"),
 ]
 """All that saves memory."""
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 def settings(store: Path, *more: str) -> list[str]:

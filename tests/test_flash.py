@@ -45,6 +45,7 @@ from longctx.errors import UserError
 from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.flash_fakes import deterministic_calls, installed, margins
+from tests.marks import examples
 
 HOPPER, BLACKWELL, AMPERE = (9, 0), (10, 0), (8, 0)
 BF16 = Request("cuda", torch.bfloat16, 128, 128)
@@ -130,7 +131,7 @@ def check(
 
 
 @given(drawn=segment_lists(), seed=st.integers(0, 1000), cap=st.sampled_from([0.0, 3.0]))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_every_library_computes_the_segments(drawn: tuple[list[Segment], int, int], seed: int, cap: float) -> None:
     for library in LIBRARIES:
         if cap and library.refusal(Request("cuda", torch.bfloat16, 8, 8, softcap=True), HOPPER):
@@ -483,7 +484,7 @@ def same(a: Variant, b: Variant, places: list[int]) -> bool:
     degree=st.integers(1, 6),
     window=st.none() | st.integers(1, 200),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, degree: int, window: int | None) -> None:
     """A GPU has one size of each block."""
     rings = [Placement(i, 0, degree) for i in range(len(lengths))]

@@ -11,16 +11,10 @@ from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.float8 import check_float8, convert_to_float8
-from tests.training_cases import make_store, train
+from tests.training_cases import train
 from tests.workers import Workers
 
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 BFLOAT16 = ["train.dtype=bfloat16", "batch.tokens_per_rank=1504"]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,6 @@ def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     return [metrics.loss for metrics in workers.run(train, 1, store, tmp_path_factory.mktemp("plain"), BFLOAT16)[0]]
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ("ranks", "settings"),
     [
@@ -46,7 +39,6 @@ def test_the_loss_curve_stays_within_1_percent_of_bfloat16(
     assert losses != pytest.approx(plain, rel=1e-6), "float8 must have been used"
 
 
-@needs_torchao
 def test_only_aligned_layers_of_blocks_are_converted_and_empty_inputs_work() -> None:
     torch.manual_seed(0)
     model = Decoder(PRESETS["tiny"].model_copy(update={"vocab_size": 50, "intermediate_size": 200}))
@@ -97,9 +89,7 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load(None, ["train.float8=tensorwise", "train.dtype=bfloat16"])
 
 
-@needs_torchao
 def test_models_of_transformers_are_refused(workers: Workers, store: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     from tests.lora_cases import make_checkpoint, settings_of
 
     checkpoint = make_checkpoint(tmp_path, "llama")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fuzz_inputs import FULL, Fuzzer
+from tools.fuzz_inputs import FULL, Fuzzer
 
 SHORT = {
     "configs": 200,

@@ -7,7 +7,6 @@ import torch
 
 from longctx.training.loss import greedy_choices, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 ONCE = {"__float__ at sum_of_squares", "__float__ at _share"}
@@ -21,11 +20,6 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: str) -> None:
     ranks, settings = RUNS[name]
@@ -35,7 +29,6 @@ def test_a_step_waits_once(workers: Workers, store: Path, tmp_path: Path, name: 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_path: Path, kind: str) -> None:
-    pytest.importorskip("peft")
     from tests.lora_cases import make_checkpoint, settings_of
 
     settings = settings_of(make_checkpoint(tmp_path, kind), "batch.tokens_per_rank=250")
@@ -45,7 +38,6 @@ def test_a_step_of_transformers_waits_once(workers: Workers, store: Path, tmp_pa
 
 def test_preferences_wait_once_more(workers: Workers, tmp_path: Path) -> None:
     """DPO weighs a step by the log-probabilities of a pass before it."""
-    pytest.importorskip("peft")
     from tests.lora_cases import make_checkpoint
     from tests.preference_cases import SETTINGS, make_pairs
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from bench import faults
-from tests.fuzz_kills import Killer, Soak
-from tests.fuzz_machine import FAULTS, Machine
+from tools.fuzz_kills import Killer, Soak
+from tools.fuzz_machine import FAULTS, Machine
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def kill(killer: Killer, ranks: list[int], count: int) -> None:
 
 
 def test_killed_runs_end_as_if_nobody_had_disturbed_them(tmp_path: Path, store: Path) -> None:
-    kill(Killer(tmp_path, store, seed=5, steps=12), [2], 4)
+    kill(Killer(tmp_path, store, seed=5, steps=8), [2], 2)
 
 
 def test_a_result_that_differs_counts_as_lost(tmp_path: Path, store: Path) -> None:

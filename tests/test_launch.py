@@ -142,7 +142,7 @@ def test_a_mistake_in_a_process_is_said_without_a_traceback() -> None:
 
 
 def test_a_command_starts_its_processes(tmp_path: Path) -> None:
-    """`train --processes 2` is a run on two ranks, which prints each line once and ends with the status of its processes."""
+    """`train --processes 2` is a run on two ranks, which prints each line once."""
     run = tmp_path / "run"
     settings = [*SMALL, f"data.store={make_store(tmp_path)}", f"train.run_dir={run}", "train.steps=1", "checkpoint.every=null"]
     command = [sys.executable, "-m", "longctx", "train", *(f"--{setting}" for setting in settings), "--processes", "2"]
@@ -152,9 +152,6 @@ def test_a_command_starts_its_processes(tmp_path: Path) -> None:
     assert done.stdout.count("on 2 ranks (cpu, float32, attention by cpu)") == 1
     assert (run / "config.yaml").read_text().startswith("# 2 ranks: cpu, float32, attention by cpu\n")
     assert done.stdout.count("step 1 loss") == 1
-    again = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert again.returncode == 2 and "Traceback" not in again.stderr
-    assert again.stderr.count("error") == 1 and "contains a run without a checkpoint" in again.stderr
 
 
 def test_another_package_of_the_name_in_the_working_folder_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from longctx.attention.linear import Recurrence
 from longctx.planning.layout import Layout, Placement
 from tests.attention_cases import Case
 from tests.linear_cases import NAMES, gather, run_linear, token_by_token
+from tests.marks import examples
 from tests.workers import Workers
 
 LENGTHS = st.one_of(st.integers(1, 12), st.integers(1, 90))
@@ -36,7 +37,7 @@ def check(workers: Workers, case: Case, kernel: int, delta: bool) -> None:
         assert error < 1e-10, f"{name}: {error:.1e}"
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases(), kernel=st.integers(1, 6), delta=st.booleans())
 def test_any_split_equals_a_loop_over_tokens(workers: Workers, case: Case, kernel: int, delta: bool) -> None:
     check(workers, case, kernel, delta)

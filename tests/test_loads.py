@@ -15,6 +15,7 @@ from longctx.memory.loads import full_loads, micro_batch_loads
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from tests.marks import examples
 from tests.test_operator_memory import RING, Watching
 from tests.workers import Workers
 
@@ -63,7 +64,7 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
     stages=st.lists(st.integers(1, 5), min_size=6, max_size=6),
     mode=st.sampled_from(["auto", "static"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_loads_are_those_of_the_schedules(
     lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, stages: list[int], mode: str
 ) -> None:

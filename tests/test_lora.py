@@ -9,15 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-from tests.marks import slow_unless
-from tests.memory_cases import MODEL, peak_of_step_2
-from tests.training_cases import SMALL, make_store
-from tests.workers import Workers
-
-pytest.importorskip("peft")
 from peft import PeftModel
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import AutoModelForCausalLM
 
 from longctx.cli import main
@@ -40,6 +33,10 @@ from tests.lora_cases import (
     run_with_checkpoints,
     settings_of,
 )
+from tests.marks import slow_unless
+from tests.memory_cases import MODEL, peak_of_step_2
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
 
 KINDS = ("llama", "mixtral", "gpt2")
 MODES = {
@@ -70,10 +67,11 @@ def known() -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "ranks", "mode"),
     [
-        *[("llama", 1, "degree 1"), ("llama", 3, "auto"), ("mixtral", 3, "static"), ("gpt2", 2, "auto")],
+        *[("llama", 3, "auto"), ("mixtral", 3, "static"), ("gpt2", 2, "auto")],
         *slow_unless(
             lambda *_: False,
             [
+                ("llama", 1, "degree 1"),
                 ("llama", 2, "static"),
                 ("llama", 2, "auto"),
                 ("llama", 3, "degree 1"),
@@ -123,8 +121,6 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
     settings = settings_of(checkpoints["llama"], *MOST)
     ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
-    again = workers.run(run_with_checkpoints, 2, store, tmp_path / "again", settings)[0]
-    assert all(torch.equal(value, again[name]) for name, value in ended.items()), "a run is not repeatable at all"
     folder = tmp_path / "whole" / "checkpoints" / "step-000005"
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
@@ -175,7 +171,10 @@ def test_other_adapters_or_another_base_are_refused_on_resume(
 
 @pytest.mark.parametrize(
     "setting",
-    ["train.recompute=norms", "train.recompute=selective", "train.recompute=full", "parallel.reduce_after=micro_batch"],
+    [
+        *("train.recompute=full", "parallel.reduce_after=micro_batch"),
+        *slow_unless(lambda _: False, ["train.recompute=norms", "train.recompute=selective"]),
+    ],
 )
 def test_the_run_is_the_same_with(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any], setting: str
@@ -188,14 +187,13 @@ def test_the_run_is_the_same_with(
 
 
 def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
-    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path, known: dict[str, Any]
+    workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    settings = settings_of(checkpoints["llama"], *MOST)
-    if "plain" not in known:
-        known["plain"] = workers.run(run, 2, store, tmp_path / "plain", settings, 3)[0]["losses"]
-    for losses, graphs, breaks in workers.run(run_compiled, 2, store, tmp_path / "compiled", settings, 3):
-        assert losses == pytest.approx(known["plain"], rel=1e-6)
-        assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
+    settings = settings_of(checkpoints["llama"], *MODES["degree 1"])
+    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 3)[0]["losses"]
+    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 3)
+    assert losses == pytest.approx(plain, rel=1e-6)
+    assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
 
 
 def test_the_frozen_base_is_bfloat16_and_adapters_float32(

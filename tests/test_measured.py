@@ -17,15 +17,10 @@ from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
 from longctx.training import trainer as module
 from longctx.training.build import build_model
-from tests.training_cases import SMALL, make_store
+from tests.training_cases import SMALL
 from tests.workers import Workers
 
 MODES = ("auto", "static", "static:2", "bins")
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("measured"))
 
 
 def measure_here(store: Path, modes: tuple[str, ...], other_seed_of: str | None = None) -> tuple[dict[str, Any], list[str]]:

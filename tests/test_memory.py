@@ -31,14 +31,8 @@ from longctx.model.presets import ModelShape
 from longctx.training.first_steps import plan_steps
 from longctx.units import format_bytes
 from tests.memory_cases import MODEL, peak_of_step_2
-from tests.training_cases import SMALL, make_store
+from tests.training_cases import SMALL
 from tests.workers import Workers
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
-
 
 ON_4 = ["context.mode=static", "context.degree=4", "batch.tokens_per_rank=512", "model.num_key_value_heads=4"]
 SWAPPED = [

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from longctx.data.corpus import open_corpus
 from longctx.data.manifest import VERSION
@@ -11,13 +12,10 @@ from longctx.data.prepare import _digest, prepare
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import CheckpointFiles
+from longctx.model.huggingface import TransformersSource
 from longctx.training.model_folder import keep_model_files
 from tests.data_cases import write_jsonl
 from tests.template_cases import FAMILIES, chat
-
-transformers = pytest.importorskip("transformers")
-
-from longctx.model.huggingface import TransformersSource  # noqa: E402
 
 MULTI = {"messages": chat("Grüße, 日本 🦊?", "x = {'a': 1}\n", "And?", "No.")}  # SmolLM2 would add a system turn
 

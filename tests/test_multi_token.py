@@ -14,6 +14,7 @@ from longctx.planning.layout import Placement
 from longctx.training.export import export
 from longctx.training.metrics import StepMetrics
 from tests.data_cases import placed_plan
+from tests.marks import examples
 from tests.multi_token_cases import FACTOR, TINY_MTP, decoder, document, in_one_buffer
 from tests.training_cases import make_store, train, train_and_save
 from tests.workers import Workers
@@ -28,7 +29,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("options", [{}, {"num_experts": 3, "first_dense_layers": 1, "tie_word_embeddings": True}])
 @given(lengths=LENGTHS, blocks=st.integers(1, 3), seed=st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_loss_and_gradients_are_those_of_the_paper(
     options: dict[str, object], lengths: list[int], blocks: int, seed: int
 ) -> None:
@@ -55,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_paper(
 
 
 @given(lengths=LENGTHS, ranks=st.integers(1, 4), ahead=st.integers(0, 3), multiple=st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_later_tokens_are_those_of_the_document(lengths: list[int], ranks: int, ahead: int, multiple: int) -> None:
     documents = [torch.arange(length) + 100 * number for number, length in enumerate(lengths, start=1)]
     plan = placed_plan(lengths, ranks, [[Placement(number, 0, ranks)] for number in range(len(lengths))])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from longctx.errors import UserError
 from longctx.model.checkpoint_files import CheckpointFiles, PretrainedError
@@ -13,15 +14,12 @@ from longctx.model.families import FAMILIES, expressed
 from longctx.model.family import NoNativeModel, canonical
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import pretrained
+from tests.huggingface_cases import SIZE, SPECIAL
 from tests.marks import slow_unless
+from tests.native_cases import step
+from tests.pretrained_cases import largest_error, reference
+from tests.test_decoder_options import CASES, GPT, attention_of
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from tests.huggingface_cases import SIZE, SPECIAL  # noqa: E402
-from tests.native_cases import step  # noqa: E402
-from tests.pretrained_cases import largest_error, reference  # noqa: E402
-from tests.test_decoder_options import CASES, GPT, attention_of  # noqa: E402
 
 BASE = {**SIZE, "num_hidden_layers": 4, "bos_token_id": None, "eos_token_id": 1}
 

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from longctx.training.loss import cross_entropy_sum, log_probabilities
 from longctx.training.metrics import StepMetrics
 from tests.objective_cases import OBJECTIVES, train
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 STEPS = 3
@@ -20,11 +19,6 @@ SPLITS = {
     "two tensor ranks": (4, ["parallel.tensor_parallel_size=2", "batch.tokens_per_rank=750"]),
     "a pipeline": (4, ["parallel.pipeline_parallel_size=2", "batch.tokens_per_rank=750"]),
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("objective"))
 
 
 @pytest.fixture(scope="module")

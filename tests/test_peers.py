@@ -1,6 +1,5 @@
 """Processes that die, stop or are stuck are named on the others, with host, step, micro-batch, layer and pass."""
 
-import os
 import re
 import signal
 import socket
@@ -15,7 +14,8 @@ import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from longctx.parallel.peers import Peers
-from tests.test_agreement import free_port, launched
+from tests import launched
+from tests.test_agreement import arguments
 from tests.training_cases import make_store
 
 HOST = re.escape(socket.gethostname())
@@ -114,7 +114,7 @@ def test_a_position_that_cannot_be_read_now_is_no_end(capsys: pytest.CaptureFixt
 def test_a_store_that_does_not_answer_is_not_waited_for_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that holds the store stands still: the others waited for it as long as the timeout of the process group."""
     monkeypatch.setattr("longctx.parallel.peers.ANSWER_S", 3.0)
-    port = free_port()
+    port = launched.free_port()
     serve = "TCPStore('127.0.0.1', int(sys.argv[1]), 1, is_master=True, wait_for_workers=False)"
     code = f"import sys, time; from torch.distributed import TCPStore; store = {serve}; print(); time.sleep(600)"
     server = subprocess.Popen([sys.executable, "-c", code, str(port)], stdout=subprocess.PIPE)
@@ -142,34 +142,23 @@ def test_a_store_that_is_gone_is_said() -> None:
     assert "the store of the run does not answer" in peers.report("closed by peer")
 
 
-def _while_training(tmp_path: Path, ranks: int, *given: str) -> list[subprocess.Popen[str]]:
-    """Starts a run and returns when it has trained some steps."""
-    store, port = make_store(tmp_path), free_port()
-    running = [launched(tmp_path, store, rank, ranks, port, "train.steps=100000", *given) for rank in range(ranks)]
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 600
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return running
-
-
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=["killed", "stopped"]
 )
 @pytest.mark.parametrize("every", [1, pytest.param(1000, marks=pytest.mark.slow)], ids=["saving", "training"])
 def test_the_survivors_of_a_run_name_the_one_that_is_gone(tmp_path: Path, how: signal.Signals, every: int) -> None:
     """Within the timeout of 20 s, and the run folder says how to go on."""
-    running = _while_training(tmp_path, 3, f"checkpoint.every={every}", "train.timeout_s=20")
-    try:
-        began = time.monotonic()
-        os.kill(running[2].pid, how)
-        said = [process.communicate(timeout=600)[1] for process in running[:2]]
-        assert time.monotonic() - began < 20 + 15, "the timeout, and some seconds to look for signs of life"
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in running[:2]] == [1, 1], said
-    for rank, text in enumerate(said):
+    given = arguments(tmp_path, make_store(tmp_path), "train.steps=100000", f"checkpoint.every={every}", "train.timeout_s=20")
+    group, metrics = launched.start([given] * 3, tmp_path / "output"), tmp_path / "run" / "metrics.jsonl"
+    assert group.until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2), group.said
+    began = time.monotonic()
+    group.send(how, [2])
+    survivors = launched.Group(group.processes[:2], group.folder)
+    assert not survivors.end() and survivors.codes == [1, 1], group.said
+    assert time.monotonic() - began < 20 + 15, "the timeout, and some seconds to look for signs of life"
+    group.send(signal.SIGKILL, [2])
+    group.end()
+    for rank, text in enumerate(survivors.errors):
         place = rf"rank 2 on {HOST} in step \d+, (micro-batch \d+, attention last in \S.*|[a-z][a-z -]*( \d+)?)\n"
         assert re.search(rf"longctx train: rank {rank}: rank 2 gives no sign of life: .*; last in {place}", text), text[-2000:]
         assert "--resume continues after it" in text or every == 1000

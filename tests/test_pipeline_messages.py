@@ -26,6 +26,7 @@ from longctx.model.presets import ModelShape
 from longctx.parallel.pipeline import Inputs, PipelineRun, Stage
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.layout import Layout, Placement
+from tests.marks import examples
 from tests.test_exchange_order import Batch, left_over
 from tests.training_cases import zero_bubble
 
@@ -280,7 +281,7 @@ def numbered(log: list[Post], communicator: Communicator) -> list[set[Any]]:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", pytest.param("zero-bubble", marks=zero_bubble)])
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_messages_of_pipelines_meet(data: st.DataObject, schedule: str) -> None:
     """Of training and validation, one after the other, with ring attention inside the stages.
 

@@ -16,6 +16,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
 from longctx.planning.layout import shard_tokens
 from longctx.planning.planner import make_plan
+from tests.marks import examples
 from tests.test_plan_properties import H100, profiles
 
 
@@ -74,7 +75,7 @@ def assignments(draw: st.DrawFn) -> tuple[list[int], int, Assignment]:
     return lengths, ranks, Assignment(micro_batch, first, degree_, reverse)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(assignments(), profiles())
 def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
     lengths, ranks, a = case
@@ -97,7 +98,7 @@ def test_score_equals_the_plain_reference(case: tuple[list[int], int, Assignment
     assert 0 <= result.exposed_share < 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(1, 100_000), min_size=1, max_size=20), st.integers(1, 64), st.integers(1, 20_000), profiles())
 def test_bound_equals_the_plain_reference(lengths: list[int], ranks: int, budget: int, profile: HardwareProfile) -> None:
     work = 0.0
@@ -144,7 +145,7 @@ def test_queries_hide_the_first_fetch_and_the_return_but_not_the_fetch_in_betwee
         assert found.exposed[0, 0] / 1e9 == pytest.approx(expected, abs=1e-8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.floats(1e-6, 1e12))
 def test_log2(x: float) -> None:
     assert float(log2(np.array(x))) == pytest.approx(math.log2(x), abs=1e-12)
@@ -164,7 +165,7 @@ def test_attention_does_not_fall_when_a_document_is_split_further() -> None:
     assert (np.diff(total) >= -2 * degrees[1:]).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(assignments(), profiles())
 def test_no_assignment_beats_the_tight_bound(case: tuple[list[int], int, Assignment], profile: HardwareProfile) -> None:
     """Any assignment is a valid plan if the budget is that of its fullest rank."""
@@ -200,7 +201,7 @@ def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:
     assert lower_bound_ns(straight, length, 64, 16384) < 0.9 * best
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 200_000), st.integers(1, 40), st.integers(0, 39))
 def test_a_ring_alone_takes_what_the_score_says(length: int, degree: int, first: int) -> None:
     offset = np.array([first % H100.ranks_per_node])

@@ -16,6 +16,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
 from longctx.planning.stages import plan_score
 from longctx.plots.timeline import timeline
+from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 MIXED = [30_000, 12_000, 9_000, *[700 + 50 * i for i in range(60)]]
@@ -90,7 +91,7 @@ def test_less_waiting_with_chunks_and_zero_bubble() -> None:
     assert times == sorted(times, reverse=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     lengths=st.lists(st.integers(1, 40_000), min_size=1, max_size=20),
     pipeline=st.builds(Pipeline, st.integers(2, 6), st.integers(1, 3), st.sampled_from(SCHEDULES)).filter(

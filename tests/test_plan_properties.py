@@ -19,6 +19,7 @@ from longctx.planning.planners.static import computing_ns, longest_ns, pack_stat
 from longctx.planning.planners.step import Step
 from longctx.planning.stages import plan_score
 from longctx.planning.validation import check_plan
+from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 HIDDEN_BY_QUERIES = replace(H100, attention_s_per_token2=1e-15, overlap=1.0, query_share=1.0, ranks_per_node=1)
@@ -68,7 +69,7 @@ def plan_or_none(**arguments: object) -> Plan | None:
         return None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(requests(), profiles())
 def test_auto_keeps_the_guarantees_and_is_never_worse(request: dict[str, object], profile: HardwareProfile) -> None:
     auto = plan_or_none(**request, profile=profile)
@@ -94,7 +95,7 @@ def test_auto_is_not_worse_by_the_rounding_of_reversed_documents() -> None:
     assert plans[0].makespan_s == min(plan.makespan_s for plan in plans)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.integers(1, 9), profiles())
 def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degree: int, profile: HardwareProfile) -> None:
     one = plan_or_none(**request, profile=profile, mode="static", degree=degree)
@@ -105,7 +106,7 @@ def test_best_static_is_the_best_of_all_degrees(request: dict[str, object], degr
         assert set(one.degrees) == {degree}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(requests(), profiles(), st.sampled_from([NO_PIPELINE, Pipeline(3), Pipeline(4, 2, "zero-bubble")]))
 @example({"lengths": [8000], "ranks": 8, "tokens_per_rank": 1000}, HIDDEN_BY_QUERIES, NO_PIPELINE)
 def test_no_static_plan_beats_the_bounds_of_its_degree(
@@ -125,7 +126,7 @@ def test_no_static_plan_beats_the_bounds_of_its_degree(
             assert again is not None and again.makespan_ns == found.makespan_ns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.one_of(st.none(), st.integers(1, 4000)))
 def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_tokens: int | None) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=max_remote_tokens)
@@ -139,7 +140,7 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
     assert (tuple(read["lengths"]), read["hash"]) == (plan.lengths, plan.hash)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.integers(1, 4000))
 def test_stages_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=most)
@@ -153,13 +154,13 @@ def test_stages_bound_the_remote_tokens(request: dict[str, object], most: int) -
             assert p.stages * most >= remote or p.stages == max(1, p.degree - 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.integers(1, 5000), st.integers(1, 70))
 def test_closed_form_of_the_largest_shard(length: int, degree: int) -> None:
     assert largest_shards(np.array([length]), np.array([degree]))[0] == largest_shard(length, degree)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 30))
 def test_least_degree_is_the_first_that_fits(length: int, ranks: int, budget: int) -> None:
     fitting = [d for d in range(1, ranks + 1) if largest_shard(length, d) <= budget]

@@ -22,6 +22,7 @@ from longctx.planning.planners.auto.settings import DEFAULT
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Step
+from tests.marks import examples
 from tests.test_plan_properties import requests
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -39,7 +40,7 @@ def standing(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, 
     return slots % (ranks * micro_batches), time, tokens, ranks, ranks * micro_batches
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(standing(), st.integers(0, 60), st.integers(0, 40))
 def test_evening_out_keeps_every_document_and_the_budget(
     case: tuple[np.ndarray, np.ndarray, np.ndarray, int, int], spare: int, rounds: int
@@ -78,7 +79,7 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() 
     assert load.max(axis=1).tolist() == [90, 30]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 24), st.sampled_from([1, 2, 4]))
 def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int, narrowest: int) -> None:
     if narrowest > ranks:
@@ -106,7 +107,7 @@ def test_auto_is_not_behind_groups_of_ranks_where_documents_are_few(mix: str, ra
     assert auto.makespan_s <= 1.003 * flexsp.makespan_s
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.integers(100, 5000), min_size=1, max_size=7), st.integers(1, 9), st.integers(0, 300))
 def test_shortest_paths_are_as_short_as_any_cut_into_micro_batches(work: list[int], ranks: int, launch_ns: int) -> None:
     """At price 0. A document of time w takes w/d on d ranks; limits of the graph are at most 5 % apart."""
@@ -160,7 +161,7 @@ def test_auto_is_near_the_lower_bound_where_the_budget_is_tight() -> None:
     assert make_plan(lengths, ranks=64, tokens_per_rank=4096, profile=H100).gap < 0.1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.sampled_from([2, 3, 4, 8]))
 def test_documents_take_whole_blocks_that_hold_them(request: dict[str, Any], block: int) -> None:
     lengths, budget = np.array(request["lengths"]), request["tokens_per_rank"]

@@ -7,6 +7,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.stages import plan_score
 from longctx.plots.colours import by_class, class_name, degree_class
 from longctx.plots.timeline import timeline
+from tests.marks import examples
 from tests.test_plan_properties import H100, plan_or_none, requests
 
 
@@ -19,7 +20,7 @@ def busy_on(plan: Plan, micro_batch: int, rank: int) -> list[tuple[float, float]
     return sorted(spans)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(requests())
 def test_every_rank_is_busy_for_its_modelled_time(request: dict[str, object]) -> None:
     plan = plan_or_none(**request, profile=H100)

@@ -85,7 +85,6 @@ def _updated(model: torch.nn.Module, loss: float, plan: Any) -> tuple[float, lis
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_heads_of_the_example_equal_one_process(workers: Workers, ranks: int) -> None:
-    pytest.importorskip("transformers")
     example = load("encoder_heads")
     model = example.build_model()
     results: Any = workers.run(heads_on_a_rank, ranks)
@@ -107,7 +106,6 @@ def test_heads_of_the_example_equal_one_process(workers: Workers, ranks: int) ->
 
 def test_the_loss_must_count_each_document_once() -> None:
     """The example's shares of the loss add up to the whole."""
-    pytest.importorskip("transformers")
     model = load("encoder_heads").build_model()
     first, mean = torch.randn(2, 6, 64)
     labels, everything = torch.tensor([0, 1, 2, 0, 1, 2]), torch.arange(6)

@@ -10,11 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from tests.training_cases import SMALL, make_store
-from tests.workers import Workers
-
-pytest.importorskip("peft")
-
 from longctx.cli import main
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.sampler import held_out
@@ -25,6 +20,8 @@ from tests.data_cases import placed_plan
 from tests.lora_cases import ALPHA, RANK, make_checkpoint
 from tests.marks import slow_unless
 from tests.preference_cases import SETTINGS, Plain, make_pairs, run, run_fails
+from tests.training_cases import SMALL, make_store
+from tests.workers import Workers
 
 NATIVE = ["model.implementation=native", "batch.tokens_per_rank=250"]
 ADAPTERS = [f"lora.rank={RANK}", f"lora.alpha={ALPHA}"]
@@ -206,7 +203,7 @@ APART = ["eval.every=2", "data.held_out=0.4"]
 
 @pytest.mark.parametrize(
     ("ranks", "settings"),
-    [(1, ["batch.tokens_per_rank=500"]), (3, ["batch.tokens_per_rank=200"])],
+    [pytest.param(1, ["batch.tokens_per_rank=500"], marks=pytest.mark.slow), (3, ["batch.tokens_per_rank=200"])],
     ids=["alone", "three ranks"],
 )
 def test_pairs_that_are_set_apart_are_validated_by_the_same_loss(
@@ -224,12 +221,11 @@ def test_pairs_that_are_set_apart_are_validated_by_the_same_loss(
     expected = Plain(checkpoint, store, []).after(found["last"], chosen)
     assert [rows[-1][key] for key in ("validation_loss", "validation_accuracy")] == pytest.approx(expected, rel=1e-5)
     assert rows[-1]["validation_tokens"] == int(Store.open(store).trained_tokens[apart].sum())
-    if ranks == 1:
-        other = [source, *settings, "eval.every=4", f"eval.store={store}", "eval.documents=3"]
-        found = workers.run(run, ranks, store, tmp_path / "other", other)[0]
-        expected = Plain(checkpoint, store, []).after(found["last"], [0, 2])
-        row = found["rows"][-1]
-        assert [row[key] for key in ("validation_loss", "validation_accuracy")] == pytest.approx(expected, rel=1e-5)
+    other = [source, *settings, "eval.every=4", f"eval.store={store}", "eval.documents=3"]
+    found = workers.run(run, ranks, store, tmp_path / "other", other)[0]
+    expected = Plain(checkpoint, store, []).after(found["last"], [0, 2])
+    row = found["rows"][-1]
+    assert [row[key] for key in ("validation_loss", "validation_accuracy")] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -25,15 +26,12 @@ from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
 from longctx.training import checkpoint
+from tests.export_cases import untouched
+from tests.huggingface_cases import build_model
 from tests.marks import slow_unless
+from tests.pretrained_cases import SETTINGS, assert_step, largest_error, make_batch, make_trainer, reference, step, whole
 from tests.training_cases import make_store
 from tests.workers import Workers
-
-transformers = pytest.importorskip("transformers")
-
-from tests.export_cases import untouched  # noqa: E402
-from tests.huggingface_cases import build_model  # noqa: E402
-from tests.pretrained_cases import SETTINGS, largest_error, make_batch, make_trainer, reference, step, whole  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = ("llama", "gemma2", "mixtral", "gpt2", "phi", "cohere", "deepseek_v3", "gpt_oss")
@@ -49,13 +47,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize(("kind", "ranks"), slow_unless(lambda _, ranks: ranks == 3, product(KINDS, (1, 2, 3))))
 def test_a_step_is_that_of_transformers(workers: Workers, checkpoints: dict[str, Path], kind: str, ranks: int) -> None:
-    loss, gradients, state = reference(checkpoints[kind])
-    for found_loss, found_gradients, found_state in workers.run(step, ranks, checkpoints[kind], []):
-        assert found_state.keys() == state.keys()
-        for name, value in state.items():
-            assert torch.equal(found_state[name], value), name
-        assert found_loss == pytest.approx(loss, rel=1e-5)
-        assert largest_error(found_gradients, gradients) < 1e-4
+    assert_step(workers.run(step, ranks, checkpoints[kind], []), reference(checkpoints[kind]))
 
 
 def test_blocks_compile_once_for_all_layers_of_a_kind(tmp_path: Path) -> None:
@@ -160,10 +152,7 @@ COMBINED = [(kind, name) for kind in ("llama", "gemma2", "mixtral") for name in 
 
 @pytest.mark.parametrize(("kind", "name"), slow_unless(lambda kind, _: kind == "mixtral", COMBINED))
 def test_settings_change_nothing(workers: Workers, checkpoints: dict[str, Path], kind: str, name: str) -> None:
-    loss, gradients, _ = reference(checkpoints[kind])
-    for found_loss, found_gradients, _ in workers.run(step, 2, checkpoints[kind], OPTIONS[name]):
-        assert found_loss == pytest.approx(loss, rel=1e-5)
-        assert largest_error(found_gradients, gradients) < 1e-4
+    assert_step(workers.run(step, 2, checkpoints[kind], OPTIONS[name]), reference(checkpoints[kind]))
 
 
 def work_of_a_step(folder: Path, settings: list[str]) -> Counter[str]:

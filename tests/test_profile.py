@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,10 +32,10 @@ from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes
 from longctx.profiling.computation import no_attention
 from longctx.profiling.profiled_run import layout_of
-from tests import profile_cases
+from tests import launched, profile_cases
+from tests.marks import examples
 from tests.profile_cases import TINY
 from tests.test_plan_properties import profiles
-from tests.training_cases import make_store
 from tests.workers import Workers
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -67,7 +64,7 @@ def test_a_line_of_noise_still_rises() -> None:
     assert line.slope > 0.01
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(profiles(), st.integers(4, 9), st.integers(0, 300))
 def test_attention_is_found(profile: HardwareProfile, sizes: int, penalty: int) -> None:
     """Times from the cost model give back its efficiencies and its split penalty."""
@@ -310,21 +307,8 @@ def test_the_settings_may_name_the_profile_that_is_to_be_made(tmp_path: Path, ca
     assert "a folder" in refusal(capsys, str(run), "--out", str(tmp_path))
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
-    """Both ranks run the command together, and the JSON is printed once."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longctx"]
-    process = subprocess.run(
-        [*launcher, *profile_arguments(tmp_path / "my.yaml", "--json")],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    printed = json.loads(process.stdout)
+def test_two_ranks_run_the_command_together(tmp_path: Path) -> None:
+    """The JSON is printed once."""
+    printed = json.loads(launched.run(*profile_arguments(tmp_path / "my.yaml", "--json"), ranks=2)[0])
     assert {name: printed[name] for name in H100.to_dict()} == HardwareProfile.load(tmp_path / "my.yaml").to_dict()
     assert printed["measured"]["ranks"] == 2
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))

@@ -25,7 +25,7 @@ from longctx.planning.planner import make_plan
 from longctx.training.build import make_attention
 from longctx.training.data import make_planner
 from longctx.training.run_profile import ProfilesDiffer, preset_profile, read_described, run_profile, work_of
-from tests.training_cases import SMALL, make_store, start
+from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 CPU, H100, H200 = (HardwareProfile.load(name) for name in ("cpu-2core", "h100-nvlink-ib", "h200-nvlink-ib"))
@@ -343,11 +343,6 @@ def test_the_exchange_follows_the_real_nodes(monkeypatch: pytest.MonkeyPatch) ->
     ring = getattr(made, "ring", made)
     crossing = [peer for stage in ring.schedule.stages for peer, _ in stage.hops[0].receives if peer > 1]
     assert len(crossing) == 3, "one relayed copy from each other node, as the other rank of the node takes the second one"
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 def profile_of_rank(settings: list[str], h200: int | None) -> HardwareProfile | str:

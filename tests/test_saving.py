@@ -20,15 +20,10 @@ from longctx.parallel import host_memory
 from longctx.training import checkpoint, saving
 from longctx.training.saving import NotWritten
 from longctx.training.trainer import NonFiniteLoss, Trainer
-from tests.training_cases import make_store, start
+from tests.training_cases import start
 from tests.workers import Workers
 
 NAMES = ["step-000001"]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @contextmanager

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 import transformers
 
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare

@@ -11,7 +11,6 @@ import torch
 from tests.training_cases import start
 from tests.workers import Workers
 
-pytest.importorskip("peft")
 pytest.importorskip("gguf")
 from transformers import AutoModelForCausalLM
 

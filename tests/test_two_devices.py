@@ -15,7 +15,7 @@ from longctx.parallel.mesh import make_groups
 from longctx.planning.layout import Placement
 from longctx.training.metrics import StepMetrics
 from tests.attention_cases import Case, gather, run_case
-from tests.training_cases import make_store, start
+from tests.training_cases import start
 from tests.workers import Workers
 
 TWO_GPUS = (
@@ -81,11 +81,6 @@ def steps(store: Path, run: Path, settings: list[str], name: str) -> list[StepMe
             found.append(trainer.step())
             trainer.save()
     return found
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 HALF, OFFLOADED = "batch.tokens_per_rank=1000", "train.offload_optimizer=true"

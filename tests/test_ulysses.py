@@ -10,6 +10,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import choose_ulysses_degree, micro_batch_ns, swaps_heads
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -59,7 +60,7 @@ def test_queries_hide_messages_only_on_ranks_that_do_not_swap_heads() -> None:
     ranks=st.sampled_from([6, 8, 16, 32]),
     heads=st.sampled_from([(32, 8), (8, 8), (6, 2), (4, 1)]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_choice_is_never_slower(lengths: list[int], ranks: int, heads: tuple[int, int]) -> None:
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=65536, profile=H100)
     for micro_batch in range(len(plan.micro_batches)):

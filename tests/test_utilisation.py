@@ -16,16 +16,11 @@ from longctx.model.presets import PRESETS
 from longctx.parallel.recompute import apply_recompute
 from longctx.training.trace import parse_steps
 from longctx.training.utilisation import model_flops, peak_flops
-from tests.training_cases import make_store, start
+from tests.training_cases import start
 from tests.workers import Workers
 
 ON_2 = ["batch.tokens_per_rank=750", "context.mode=static", "context.degree=2"]
 IN_PIPELINE = ["parallel.pipeline_parallel_size=2", "context.degree=1", "data.max_length=750"]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.parametrize("tied", [True, False])

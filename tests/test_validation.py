@@ -17,7 +17,7 @@ from longctx.training.loss import greedy_choices
 from longctx.training.metrics import MetricsLog, StepMetrics
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
-from tests.training_cases import SMALL, make_store, start
+from tests.training_cases import SMALL, start
 from tests.workers import Workers
 
 SHARE = 0.3
@@ -39,11 +39,6 @@ SPLITS = {
         ],
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_store(tmp_path_factory.mktemp("store"))
 
 
 Rows = list[dict[str, object]]

@@ -3,6 +3,7 @@
 import errno
 import gc
 import itertools
+import json
 import os
 import sysconfig
 import time
@@ -71,6 +72,12 @@ def make_store(folder: Path, lengths: Sequence[int] = (250, 500, 1475, 375)) -> 
             (source / f"{piece}-{name}").write_bytes(text[max(lengths) * piece :][:length] or text[:length])
     prepare(open_corpus(str(source)), folder / "store", tokenizer="bytes")
     return folder / "store"
+
+
+def steps_in(run: Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl, but not one that is being written."""
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def start(

@@ -21,6 +21,8 @@ GROUP_TIMEOUT_S = 60.0
 """A deadlock fails a test after this long instead of hanging it."""
 CALLS = 20
 """After so many the workers are replaced."""
+PRELOADED = ["torch", "torch.distributed", "longctx.training.trainer", "longctx.commands.train", "pandas", "peft", "datasets"]
+"""What the fork server imports once for all processes; what is not installed is passed over."""
 
 
 def _serve(connection: Connection) -> None:
@@ -63,7 +65,7 @@ class Workers:
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch", "torch.distributed", "longctx.training.trainer"])
+        self.context.set_forkserver_preload(PRELOADED)
         self.workers: list[tuple[Any, Connection]] = []
         self.folder = tempfile.TemporaryDirectory(prefix="longctx-test-groups-")
         self.calls = 0

@@ -1,144 +1,37 @@
 """Runs whose ranks are killed at random moments and started again until they end, compared with a run that nobody disturbs.
 
-A fork server that has imported torch starts the ranks, as a new process needs seconds for it. `tests/test_kills.py` kills some,
-`python -m bench.faults kills soak` kills hundreds.
+`tests/test_kills.py` kills some, `python -m bench.faults kills soak` kills hundreds.
 """
 
-import ctypes
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
 
 from longctx.training import checkpoint
-from tests.test_agreement import free_port
+from tests.launched import LIMIT_S, Group, start
+from tests.training_cases import steps_in
 
 TIMEOUT_S = 60.0
 """Of messages between ranks, and for ranks to join."""
-LIMIT_S = 900.0
-"""A group of processes that lasts longer hangs, with two cores that are busy otherwise."""
 SETTINGS = (
     "--model.hidden_size=32 --model.intermediate_size=64 --model.num_hidden_layers=1 --model.num_attention_heads=2 "
     "--model.num_key_value_heads=1 --model.head_dim=16 --model.vocab_size=257 --batch.global_tokens=700 "
     "--batch.tokens_per_rank=400 --data.max_length=350 --train.device=cpu --log.tensorboard=false "
     f"--train.timeout_s={TIMEOUT_S}"
 ).split()
-IMPORTED = (
-    "torch",
-    "torch.distributed",
-    "pandas",
-    "longctx.training.trainer",
-    "longctx.training.stages",
-    "longctx.commands.train",
-)
-"""Modules that the fork server has already; the first is the slowest."""
 START, TRAINING, SAVING = "before the first step", "in training", "while a checkpoint is written"
 UNDISTURBED = "a start without a fault"
-CLONE_NEWNET = 0x40000000
-
-
-def _rank(arguments: list[str], environment: dict[str, str], output: Path, namespace: str | None) -> None:
-    """One rank: `longctx ARGUMENTS` with its output in a file, in a network namespace if one is named."""
-    from longctx.cli import main
-
-    with output.open("ab", buffering=0) as stream:
-        os.dup2(stream.fileno(), 1)
-        os.dup2(stream.fileno(), 2)
-    if namespace is not None:
-        with Path("/run/netns", namespace).open() as file:
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET) == 0, os.strerror(ctypes.get_errno())
-    os.environ.update(environment)
-    sys.exit(main(arguments))
-
-
-class Launcher:
-    """Starts groups of ranks from a fork server."""
-
-    def __init__(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(
-            ["torch", "torch.distributed", "longctx.training.trainer", "longctx.commands.train"]
-        )
-
-    def start(self, arguments: Sequence[str], ranks: int, output: Path, namespaces: Sequence[str] = ()) -> "Group":
-        """Starts `longctx ARGUMENTS` on `ranks` ranks, with their output in one file; with namespaces, one rank in each."""
-        address = "10.77.0.1" if namespaces else "127.0.0.1"
-        place = {"MASTER_ADDR": address, "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        place |= {"GLOO_SOCKET_IFNAME": "eth0"} if namespaces else {}
-        output.write_bytes(b"")
-        group = Group([], output)
-        for rank in range(ranks):
-            own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            namespace = namespaces[rank] if namespaces else None
-            process = self.context.Process(target=_rank, args=([*arguments], own, output, namespace), daemon=True)
-            process.start()
-            group.processes.append(process)
-        return group
-
-
-@dataclass
-class Group:
-    """Processes of a run, by rank."""
-
-    processes: list[Any]
-    output: Path
-
-    @property
-    def said(self) -> str:
-        return self.output.read_text("utf-8", errors="replace")
-
-    @property
-    def codes(self) -> list[int | None]:
-        return [process.exitcode for process in self.processes]
-
-    @property
-    def running(self) -> list[int]:
-        return [rank for rank, process in enumerate(self.processes) if process.is_alive()]
-
-    def send(self, number: signal.Signals, ranks: Sequence[int]) -> None:
-        for rank in ranks:
-            if self.processes[rank].is_alive():
-                os.kill(self.processes[rank].pid, number)
-
-    def end(self, limit_s: float = LIMIT_S) -> bool:
-        """Waits until all processes have ended; those that have not in time are killed. Returns whether they had to be."""
-        deadline = time.monotonic() + limit_s
-        while (running := self.running) and (left := deadline - time.monotonic()) > 0:
-            wait([self.processes[rank].sentinel for rank in running], left)
-        hung = bool(self.running)
-        for process in self.processes:
-            process.kill()
-            process.join()
-        return hung
-
-    def until(self, condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
-        """Waits for a condition. Returns False if a process ended before, or the time was over."""
-        deadline = time.monotonic() + limit_s
-        while not condition():
-            if len(self.running) < len(self.processes) or time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
-
-
-def steps_in(run: Path) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, but not one that is being written."""
-    path = run / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
 def last_step(run: Path) -> int:
@@ -203,7 +96,6 @@ class Killer:
     def __init__(self, folder: Path, store: Path, seed: int, *, steps: int = 24, every: int = 2, attempts: int = 100) -> None:
         self.folder, self.store, self.random, self.steps, self.attempts = folder, store, Random(seed), steps, attempts
         self.settings = [*SETTINGS, f"--data.store={store}", f"--train.steps={steps}", f"--checkpoint.every={every}"]
-        self.launcher = Launcher()
         self.rows: dict[str, Row] = {}
         self.failures: list[str] = []
         self.whole: dict[int, Any] = {}
@@ -220,7 +112,7 @@ class Killer:
         """Returns the result of a run that nobody disturbs."""
         if ranks not in self.whole:
             run = self.folder / f"whole-{ranks}"
-            group = self.launcher.start(self.arguments(run), ranks, run.with_suffix(".txt"))
+            group = start([self.arguments(run)] * ranks, self.folder / f"{run.name}-said")
             assert not group.end(LIMIT_S * max(1, self.steps / 50)) and group.codes == [0] * ranks, group.said
             self.whole[ranks] = result(run)
             assert len(self.whole[ranks][0]) == self.steps
@@ -233,7 +125,7 @@ class Killer:
         self.reference(ranks[0])
         for attempt in range(self.attempts):
             count = self.random.choice(ranks)
-            group = self.launcher.start(self.arguments(run), count, self.folder / f"run-{self.runs}-{attempt}.txt")
+            group = start([self.arguments(run)] * count, self.folder / f"run-{self.runs}-{attempt}")
             kind = (disturb or self.kill)(run, group, len(ranks) > 1) if killed.total() < most else None
             if group.end(LIMIT_S * max(1, self.steps / 50)):
                 self.fail(kind or UNDISTURBED, "it hangs", group, hang=True)
@@ -340,7 +232,7 @@ class Soak(Killer):
     def both(self) -> list[str]:
         """Trains both runs. Returns the lines of the table."""
         run = self.folder / "whole-2"
-        group = self.launcher.start(self.arguments(run), 2, run.with_suffix(".txt"))
+        group = start([self.arguments(run)] * 2, self.folder / "whole-2-said")
         for step in range(5, self.steps, 10):
             group.until(lambda step=step: last_step(run) >= step)
             self.sample(group)

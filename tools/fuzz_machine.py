@@ -13,7 +13,8 @@ from bench.namespaces import ClusterError, command, linked_namespaces
 from longctx.checksums import damage
 from longctx.data.manifest import Manifest
 from longctx.training import checkpoint
-from tests.fuzz_kills import Group, Killer, Row, last_step, result
+from tests.launched import Group, start
+from tools.fuzz_kills import Killer, Row, last_step, result
 
 PATIENCE_S = 15.0
 """`train.timeout_s` of runs whose ranks stop answering."""
@@ -75,7 +76,7 @@ class Machine(Killer):
 
     def start(self, run: Path, name: str, *more: str, namespaces: tuple[str, ...] = ()) -> Group:
         arguments = [*self.arguments(run), *more]
-        return self.launcher.start(arguments, 2, self.folder / f"{run.name}-{name}.txt", namespaces)
+        return start([arguments] * 2, self.folder / f"{run.name}-{name}", namespaces=namespaces)
 
     def _finish(self, kind: str, run: Path, namespaces: tuple[str, ...] = ()) -> None:
         """Starts a run again and counts whether it comes to the same end."""
@@ -115,7 +116,7 @@ class Machine(Killer):
         self._under_way(run, group)
         rank, began = self.random.randrange(2), time.monotonic()
         group.send(signal.SIGSTOP, [rank])
-        left = Group([group.processes[1 - rank]], group.output)
+        left = Group([group.processes[1 - rank]], group.folder)
         ended = self._ended(kind, row, left, began)
         group.send(signal.SIGKILL, [rank])
         group.end()
@@ -179,7 +180,7 @@ class Machine(Killer):
     def _prepare(self, out: Path, name: str) -> Group:
         source = self.store.with_name("source")
         arguments = ["prepare", "--source", str(source), "--tokenizer", "bytes", "--workers", "1", "--out", str(out)]
-        return self.launcher.start(arguments, 1, out.with_name(f"{out.name}-{name}.txt"))
+        return start([arguments], out.with_name(f"{out.name}-{name}"))
 
     def two_preparations(self) -> None:
         """Two preparations into one folder: a whole store is there afterwards, and one that did not make it says why."""
