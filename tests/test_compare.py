@@ -125,21 +125,21 @@ def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
 
 
 def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
-    outcome = compare_case(Case((6 * 4096,), 6, 4096), H100, ("auto", "static", "flexsp", "plain-static"))
+    outcome = compare_case(Case((6 * 4096,), 6, 4096), H100, ("auto", "static", "plain-static"))
     rows = {row.planner: row for row in outcome.rows}
-    assert "largest degree here is 4" in rows["flexsp"].note and rows["flexsp"].speedup_over_best_static is None
+    assert "largest degree here is 4" in rows["plain-static"].note and rows["plain-static"].speedup_over_best_static is None
     assert rows["static"].winner == "static:6" and rows["auto"].speedup_over_best_static is not None
     assert rows["auto"].speedup_over_fixed is None, "fixed static was not asked for"
-    assert mean_rows([rows["flexsp"], rows["flexsp"]])[0].note == rows["flexsp"].note
+    assert mean_rows([rows["plain-static"], rows["plain-static"]])[0].note == rows["plain-static"].note
 
 
 def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None:
-    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "flexsp") for ranks in (8, 1024)]
+    everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "plain-static") for ranks in (8, 1024)]
     assert missing([replace(row, note="") for row in everywhere]) == []
     noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
     assert missing(noted) == ["Megatron main: not installed"]
     noted[-1] = replace(noted[-1], note="too long")
-    assert missing(noted) == ["Megatron main: not installed", "FlexSP-like, 1,024 ranks: too long"]
+    assert missing(noted) == ["Megatron main: not installed", "plain static, 1,024 ranks: too long"]
 
 
 def test_means_are_means(rows: dict[str, Row]) -> None:
@@ -246,8 +246,6 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
         "fixed static (",
         "best static",
         "plain static",
-        "Megatron dev",
-        "FlexSP-like",
         "bound for any plan",
     ):
         assert title in out

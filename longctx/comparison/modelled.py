@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import BASELINES, Baseline, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
@@ -126,11 +126,12 @@ def compare_case(
     planners: Sequence[str] = PLANNERS,
     kv_bytes: int | None = None,
     started: Callable[[str], object] = lambda planner: None,
+    baselines: Mapping[str, Baseline] = BASELINES,
 ) -> ComparedCase:
     """Plans one step with the given planners. If a planner has no plan, the note of its row gives the reason.
 
     `kv_bytes`: bytes of one token's K and V in one layer. `started` is called before every planner, to show
-    progress. Raises PlanError if no degree holds the documents.
+    progress. `baselines`: the schedulers of other systems, by name. Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     started("auto")
@@ -139,8 +140,8 @@ def compare_case(
     for planner in planners:
         started(planner)
         try:
-            if planner in BASELINES:
-                plans[planner] = plan_baseline(planner, case.lengths, **request)
+            if planner in baselines:
+                plans[planner] = plan_baseline(planner, case.lengths, **request, baselines=baselines)
             elif planner == "fixed-static":
                 of_data_set = case.longest or max(case.lengths)
                 degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
@@ -149,7 +150,7 @@ def compare_case(
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
-    baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
+    baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = [
         Row(
@@ -163,7 +164,7 @@ def compare_case(
             longest=max(case.lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baselines, tight_s, kv_bytes) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s, kv_bytes) if planner in plans else {}),
         )
         for planner in planners
     ]
@@ -180,8 +181,8 @@ def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
     return tuple(pieces)
 
 
-def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
-    """Returns the values of a plan's row. `baselines`: seconds of the baseline of every speedup, by its name."""
+def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+    """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = plan_score(plan)
@@ -198,7 +199,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
         "lower_bound_s": plan.lower_bound_s,
         "no_barrier_s": (fixed_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
         "tight_bound_s": tight_s,
-        **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
+        **{name: seconds / plan.makespan_s for name, seconds in baseline_s.items()},
         "gap": plan.gap,
         "unavoidable_gap": unavoidable_gap(tight_s, plan.lower_bound_s),
         "work_share": busy - exchange,

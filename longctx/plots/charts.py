@@ -18,7 +18,6 @@ DARK = {
     PAPER: "#151c23",
     "#1f5c99": "#3f86cf",
     "#3c4650": "#71808e",
-    "#932f5e": "#d8649d",
     "#2f7d4f": "#5fc08a",
 }
 """Colour in the light scheme → colour in the dark one; all other colours stay."""

@@ -20,8 +20,6 @@ LOOKS = {
     "static": ("#6c7985", "_"),
     "plain-static": ("#98a4ae", "x"),
     "megatron-main": ("#cf4b3e", "v"),
-    "megatron-dev": ("#e8833a", "^"),
-    "flexsp": ("#932f5e", "D"),
 }
 """Colour and marker of every planner."""
 AXES = {"ranks": "ranks", "tokens_per_rank": "tokens per rank", "max_length": "longest document in tokens"}
