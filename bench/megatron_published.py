@@ -23,7 +23,7 @@ import numpy as np
 
 from harness import markdown, options
 from longctx.comparison.baselines import BASELINES, plan_baseline, plan_fixed_static
-from longctx.comparison.layouts.cost import Machine, Split, profile_of
+from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE

@@ -28,6 +28,7 @@ from longctx.comparison import modelled
 from longctx.comparison.baselines import BASELINES
 from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, Row
+from longctx.comparison.steps import fit
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
@@ -126,7 +127,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
     drawn = [draw(setting, seed) for seed in range(seeds)]
-    steps = [modelled.cut(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
+    steps = [fit(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
         rows += modelled.compare_case(case, profile, planners, baselines=SYSTEMS).rows
@@ -144,7 +145,7 @@ def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
     That is the time of auto's plans over a lower bound for all documents of a window, for windows of each size.
     """
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    steps = [modelled.cut(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
+    steps = [fit(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
     request: dict[str, Any] = {"ranks": setting.ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
     times = [make_plan(lengths, **request).makespan_s for lengths in steps]
 

@@ -21,12 +21,11 @@ from longctx.comparison.modelled import (
     Case,
     Row,
     compare_case,
-    cut,
     mean_rows,
     most_speedup,
     over_fixed_without_barriers,
 )
-from longctx.comparison.steps import Source, file_source, make_cases, steps_drawn, sweeps
+from longctx.comparison.steps import LengthSource, file_source, fit, make_cases, steps_drawn, sweeps
 from longctx.comparison.table import missing
 from longctx.config import load
 from longctx.data.sampler import Sampler
@@ -169,12 +168,12 @@ def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, Row]) 
     assert most_speedup(means, "speedup_over_fixed") == pytest.approx(reached)
 
 
-def from_file(long_documents: str, lengths: Sequence[int] = (40_000, 5), tokens: int = 1 << 20, steps: int = 3) -> Source:
+def from_file(long_documents: str, lengths: Sequence[int] = (40_000, 5), tokens: int = 1 << 20, steps: int = 3) -> LengthSource:
     return file_source(lengths, "a file", lambda ranks: tokens, seed=1, steps=steps, long_documents=long_documents)
 
 
 def test_long_documents_are_split_and_reported() -> None:
-    assert cut([10, 4, 9, 3], 4) == (4, 4, 2, 4, 4, 4, 1, 3)
+    assert fit([10, 4, 9, 3], 4) == (4, 4, 2, 4, 4, 4, 1, 3)
     cases, words = make_cases(from_file("split"), [2, 8], 8192, H100, "split", all_must_fit=True)
     assert [case.lengths for case in cases] == [(16384, 16384, 7232, 5), (40_000, 5)]
     assert [case.longest for case in cases] == [16384, 40_000]
@@ -344,7 +343,6 @@ def test_the_page_is_whole_small_and_asks_nobody(tmp_path: Path, capsys: pytest.
         ),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:3"], "static:3 on 8 ranks: the degree must divide"),
         (["--mix", "wlb_128k", "--ranks", "8", "--baseline", "static:1"], "use degree"),
-        (["--mix", "wlb_128k", "--parallel", "8", "--baseline", "static:8"], "--baseline is not supported with --parallel"),
         (["--measure", "run.yaml", "--baseline", "static:8"], "--baseline is not supported with --measure"),
         (["--mix", "wlb_128k", "--html", "missing/page.html"], "folder missing does not exist"),
         (["--measure", "run.yaml", "--model", "8b"], "--model is not supported with --measure"),

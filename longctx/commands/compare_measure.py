@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.lengths import DEFAULT_PROFILE
 from longctx.commands.output import check_writable, given_options, said_once
-from longctx.commands.plan import DEFAULT_PROFILE
 from longctx.config import load
 from longctx.errors import UserError
 

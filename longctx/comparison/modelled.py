@@ -171,16 +171,6 @@ def compare_case(
     return ComparedCase(rows, plans)
 
 
-def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Splits documents longer than `longest` into pieces of `longest` tokens and a remainder, as training does."""
-    pieces: list[int] = []
-    for length in lengths:
-        pieces += [longest] * (length // longest)
-        if length % longest:
-            pieces.append(length % longest)
-    return tuple(pieces)
-
-
 def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
     """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
