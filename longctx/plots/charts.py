@@ -2,7 +2,6 @@
 
 import base64
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -33,18 +32,11 @@ STYLE: dict[Any, object] = {
 
 def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
     """Returns a figure of this size in inches with one pair of axes in the common style."""
-    figure, (axes,) = new_figure(width, height, 1)
-    return figure, axes
-
-
-def new_figure(width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """Returns a figure of this size in inches and its axes, row by row."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="none")
-        all_axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for axes in all_axes:
-        dress(axes)
-    return figure, all_axes
+        axes = figure.subplots()
+    dress(axes)
+    return figure, axes
 
 
 def dress(axes: Axes) -> None:
