@@ -45,7 +45,7 @@ WINDOWS = (2, 4, 8)
 SYSTEMS = BASELINES | RIVALS
 TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
 PLANNERS = tuple(TITLES)
-FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
+FIGURES = [name for name in COLUMNS if name not in ("seed", "remote_kv_bytes")]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     steps = [fit(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
-        rows += modelled.compare_case(case, profile, planners, baselines=SYSTEMS).rows
+        rows += modelled.compare_case(case, profile, planners, baselines=SYSTEMS)[0]
     return modelled.mean_rows(rows)
 
 

@@ -80,9 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_step_options(parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--html", type=Path, metavar="F", help="write a page with figures, also over the token budget and the longest document"
-    )
+    output.add_argument("--html", type=Path, metavar="F", help="write a page with figures")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
     compare_measure.add_arguments(parser)
@@ -121,20 +119,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents with every planner, and prints the modelled times."""
-    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
-    from longctx.comparison.steps import steps_drawn, sweeps
+    from longctx.comparison.modelled import mean_rows
     from longctx.training.run_profile import preset_profile
 
     check_writable(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     source, cases, changed = _cases(arguments, named.profile)
-    title = f"{source.words}; {steps_drawn(cases)}"
-    detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
-    here = [case for case in cases if case.ranks == detailed]
-    if arguments.html:
-        budget = here[0].tokens_per_rank
-        cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
-    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), here[0])
+    detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
+    shown = [case for case in cases if case.ranks == detailed]
+    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), shown[0])
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -142,12 +135,12 @@ def compare_plans(arguments: argparse.Namespace) -> int:
         from longctx.comparison.page.html import Comparison, render
 
         comparison = Comparison(
-            source=title,
+            source=source.words,
             profile_name=named.name,
             profile=named.profile,
             ranks=detailed,
-            tokens_per_rank=here[0].tokens_per_rank,
-            steps=len(here),
+            tokens_per_rank=shown[0].tokens_per_rank,
+            steps=len(shown),
             rows=means,
             plans=plans,
             about=_about(),
@@ -157,13 +150,13 @@ def compare_plans(arguments: argparse.Namespace) -> int:
         arguments.html.write_text(render(comparison), encoding="utf-8")
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
-        print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
+        print(json.dumps({"version": 3, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
         from rich.console import Console
 
         from longctx.comparison.table import print_comparison
 
-        print_comparison(means, detailed, "; ".join([title, *changed]), arguments.model, Console())
+        print_comparison(means, detailed, "; ".join([source.words, *changed]), arguments.model, Console())
     return 0
 
 
@@ -199,22 +192,17 @@ def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
 ) -> tuple[list["Row"], dict[str, "Plan"]]:
     """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
-    from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
+    from longctx.comparison.modelled import compare_case
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
-    done = 0
     with progress_bar() as show:
-        for case in cases:
-
-            def started(planner: str, case: "Case" = case, done: int = done) -> None:
-                show(f"planning {case.ranks} ranks: {TITLES[planner]}", done / (len(cases) * len(PLANNERS)))
-
-            outcome = compare_case(case, profile, kv_bytes=kv_bytes, started=started)
-            done += len(PLANNERS)
-            rows += outcome.rows
+        for number, case in enumerate(cases):
+            show(f"planning {case.ranks} ranks", number / len(cases))
+            of_case, made = compare_case(case, profile, kv_bytes=kv_bytes)
+            rows += of_case
             if case is shown:
-                plans.update(outcome.plans)
+                plans = made
     return rows, plans
 
 

@@ -4,9 +4,8 @@ Steps from a file are drawn as training draws from a store, because a whole file
 ranks can hold are split, dropped or refused by the sampler of training, and reported.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +48,7 @@ def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: 
         count = documents_per_rank * ranks if documents is None else documents
         return [mix.draw(count, seed + i) for i in range(steps)], ""
 
-    return LengthSource(f"documents drawn from the length mix {name}, seed {seed}", draw, seed)
+    return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, seed)
 
 
 def file_source(
@@ -69,7 +68,9 @@ def file_source(
         sampler = Sampler(np.array(pieces), global_tokens=tokens, seed=seed, max_length=max(pieces))
         return first_lengths(sampler, steps), ""
 
-    return LengthSource(f"{len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths))
+    return LengthSource(
+        f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths)
+    )
 
 
 def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
@@ -88,9 +89,12 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         )
         return first_lengths(sampler, steps), ""
 
-    return LengthSource(
-        f"the first step{'s' * (steps > 1)} of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths
-    )
+    words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, {len(store):,} documents, seed {seed}"
+    return LengthSource(words, draw, seed, store.lengths)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
 
 
 def fit(lengths: Sequence[int], longest: int, long_documents: str = "split") -> tuple[int, ...]:
@@ -167,31 +171,3 @@ def _cases(
         done = {"split": "split", "drop": "dropped"}[long_documents]
         words.append(f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}")
     return cases, words
-
-
-def steps_drawn(cases: Sequence[Case]) -> str:
-    """Returns a text on the number of steps that were drawn."""
-    by_count: dict[int, list[str]] = {}
-    for ranks, count in Counter(case.ranks for case in cases).items():
-        by_count.setdefault(count, []).append(f"{ranks:,}")
-    parts = [f"{count} step{'s' * (count > 1)} drawn" for count in by_count]
-    if len(parts) > 1:
-        parts = [f"{part} on {', '.join(ranks)} ranks" for part, ranks in zip(parts, by_count.values(), strict=True)]
-    return ", ".join(parts)
-
-
-def sweeps(cases: Sequence[Case], budgets: Sequence[int], longest: Sequence[int]) -> list[Case]:
-    """Returns the same steps with other token budgets, and with documents split to other maximum lengths."""
-    varied = [
-        replace(_cut(case, most), tokens_per_rank=budget, sweep="budget")
-        for budget in budgets
-        for case in cases
-        if (most := longest_document(case.ranks, budget))
-    ]
-    varied += [replace(_cut(case, most), max_length=most, sweep="longest") for most in longest for case in cases]
-    return varied
-
-
-def _cut(case: Case, most: int) -> Case:
-    """Returns the case with the documents of step and data set split to at most `most` tokens."""
-    return replace(case, lengths=fit(case.lengths, most), longest=None if case.longest is None else min(case.longest, most))
