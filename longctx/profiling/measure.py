@@ -1,7 +1,7 @@
 """Measures a whole hardware profile, one group of constants at a time, and checks it against a real step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.parallel.mesh import Mesh
-from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.scaling import query_share
+from longctx.planning.cost.scaling import RankWork, query_share
 from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
 from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
 from longctx.profiling.profiled_run import Measurement, ProfiledRun
-from longctx.training.run_profile import read_described, work_of
+from longctx.training.run_profile import Described, read_described
 
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
@@ -90,7 +89,7 @@ def measure_profile(
     base: str,
     local_rank: int,
     longest_s: float = 1.0,
-    tell: Callable[[str], None] = lambda stage: None,
+    tell: Callable[[str], None] = lambda part: None,
 ) -> Measured:
     """Measures all constants that this machine and number of ranks allow; the others come from the profile named `base`.
 
@@ -103,7 +102,7 @@ def measure_profile(
         base: name or path of the profile for constants that cannot be measured.
         local_rank: this process's rank on its node.
         longest_s: approximate time of one measurement in seconds; also limits the longest segments.
-        tell: called with a description of each stage before it starts.
+        tell: called with a description of each part before it starts.
 
     Raises:
         UserError: for a token budget that is too small, nodes with different numbers of ranks, or too little memory.
@@ -111,37 +110,28 @@ def measure_profile(
     tokens = config.batch.tokens_per_rank
     if tokens < LEAST_TOKENS:
         raise UserError(f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens per rank")
-    nodes = Nodes.find(mesh, local_rank)
+    nodes, machine = Nodes.find(mesh, local_rank), describe_machine(mesh)
+    described = _describe(config, mesh, shape, machine)
     tell("building the model")
     profiled = ProfiledRun(config, mesh, shape, longest_s, _with_nodes(base, nodes, mesh, config))
-    constants = _Constants(profiled.no_plan.profile)
-    for measurement in _given(profiled, nodes):
-        constants.add(measurement)
-    tell("everything except attention")
-    constants.add(measure_linear(profiled))
-    constants.add(_share_of_queries(profiled, constants.profile))
-    constants.add(measure_step(profiled))
-    tell("attention")
-    for measurement in measure_attention(profiled):
-        constants.add(measurement)
-    if nodes.ranks > 1:
-        tell("exchange")
-        for measurement in measure_links(profiled, nodes):
-            constants.add(measurement)
-        tell("overlap of attention and exchange")
-        constants.add(measure_overlap(profiled, nodes, constants.profile))
+    constants = _measure(profiled, described.work, nodes, tell)
     tell("a step, to compare with its prediction")
-    check = _check(profiled, constants.profile)
-    machine = describe_machine(mesh)
-    where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
     why = "one process" if nodes.ranks == 1 else "one node" if nodes.per_node > 1 else "one rank per node"
     return Measured(
         profile=constants.profile,
-        about=f"Model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.dtype} on {where}, by `longctx profile`.",
+        about=f"{described}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}, by `longctx profile`.",
         sources=constants.sources,
         base=f"{why}: taken from {base}",
-        run={**machine, **_settings(config, nodes, mesh), "model": shape.model_dump()},
-        check=check,
+        run={
+            **machine,
+            "ranks": nodes.ranks,
+            "nodes": nodes.ranks // nodes.per_node,
+            "kernel": config.context.kernel,
+            "tokens_per_rank": tokens,
+            "max_remote_tokens": config.context.max_remote_tokens,
+            **described.model_dump(),
+        },
+        check=_check(profiled, constants.profile),
     )
 
 
@@ -152,12 +142,38 @@ class _Constants:
         self.profile = profile
         self.sources: dict[str, Measurement] = {}
 
-    def add(self, measurement: Measurement) -> None:
-        values = measurement.constants
-        if measurement.residual is not None:
-            values = {name: _short(value) for name, value in values.items()}
-        self.profile = replace(self.profile, **values)
-        self.sources |= dict.fromkeys(values, measurement)
+    def add(self, *measurements: Measurement) -> None:
+        for measurement in measurements:
+            values = measurement.constants
+            if measurement.residual is not None:
+                values = {name: _short(value) for name, value in values.items()}
+            self.profile = replace(self.profile, **values)
+            self.sources |= dict.fromkeys(values, measurement)
+
+
+def _measure(profiled: ProfiledRun, work: RankWork, nodes: Nodes, tell: Callable[[str], None]) -> _Constants:
+    """Returns the constants that model, settings and launcher give, and those that can be measured."""
+    constants = _Constants(profiled.no_plan.profile)
+    constants.add(
+        Measurement({"exchange_levels": constants.profile.exchange_levels}, "setting context.two_level_exchange"),
+        Measurement({"kv_bytes_per_token": work.kv_bytes}, "model: layers × (K, V) × heads × size × passes"),
+        Measurement({"state_bytes": work.state_bytes}, "model: states of linear attention"),
+    )
+    if nodes.per_node < nodes.ranks:
+        constants.add(Measurement({"ranks_per_node": constants.profile.ranks_per_node}, "launcher"))
+    tell("everything except attention")
+    constants.add(measure_linear(profiled))
+    share = _short(query_share(constants.profile, work))
+    constants.add(Measurement({"query_share": share}, "model: 2 of 3 products of the matrices to queries / all products"))
+    constants.add(measure_step(profiled))
+    tell("attention")
+    constants.add(*measure_attention(profiled))
+    if nodes.ranks > 1:
+        tell("exchange")
+        constants.add(*measure_links(profiled, nodes))
+        tell("overlap of attention and exchange")
+        constants.add(measure_overlap(profiled, nodes, constants.profile))
+    return constants
 
 
 def _with_nodes(base: str, nodes: Nodes, mesh: Mesh, config: Config) -> HardwareProfile:
@@ -173,52 +189,21 @@ def _with_nodes(base: str, nodes: Nodes, mesh: Mesh, config: Config) -> Hardware
     return replace(profile, ranks_per_node=per_node, exchange_levels=2 if config.context.two_level_exchange else 1)
 
 
-def _given(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
-    """Returns the constants that model, settings and launcher give."""
-    layer, passes, profile = profiled.layer, profiled.fetches + 1, profiled.no_plan.profile
-    layers, size = len(profiled.spec.layers), profiled.dtype.itemsize
-    kv_bytes = kv_bytes_per_token(layers, profiled.kv_heads, layer.head_dim, size, passes)
-    constants = [
-        Measurement({"exchange_levels": profile.exchange_levels}, "setting context.two_level_exchange"),
-        Measurement({"kv_bytes_per_token": kv_bytes}, f"model: layers × (K, V) × heads × size × {passes} passes"),
-    ]
-    if nodes.per_node < nodes.ranks:
-        constants.append(Measurement({"ranks_per_node": profile.ranks_per_node}, "launcher"))
-    return constants
-
-
-def _share_of_queries(profiled: ProfiledRun, profile: HardwareProfile) -> Measurement:
-    config = profiled.config
-    work = work_of(
-        profiled.spec,
-        config.dtype,
-        recompute=config.train.recompute,
-        keep_kv=bool(config.context.keep_kv),
-        tensor=profiled.mesh.tensor.size(),
-        expert=config.parallel.expert_parallel_size,
+def _describe(config: Config, mesh: Mesh, shape: ModelShape, machine: Mapping[str, Any]) -> Described:
+    """Returns the model and settings that the constants are for."""
+    return Described.model_validate(
+        {
+            "model": shape,
+            "dtype": config.dtype,
+            "device": mesh.device.type,
+            "gpu": machine["gpu"],
+            "cpu": machine["cpu"],
+            "recompute": config.train.recompute,
+            "keep_kv": bool(config.context.keep_kv),
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "expert_parallel_size": config.parallel.expert_parallel_size,
+        }
     )
-    return Measurement(
-        {"query_share": _short(query_share(profile, work)), "state_bytes": work.state_bytes},
-        "model: 2 of 3 products of the matrices to queries / all products, less tensor-parallel messages; states of linear "
-        "attention",
-    )
-
-
-def _settings(config: Config, nodes: Nodes, mesh: Mesh) -> dict[str, Any]:
-    """Returns the settings that a profile depends on."""
-    return {
-        "ranks": nodes.ranks,
-        "nodes": nodes.ranks // nodes.per_node,
-        "device": mesh.device.type,
-        "dtype": config.dtype,
-        "recompute": config.train.recompute,
-        "keep_kv": bool(config.context.keep_kv),
-        "tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "expert_parallel_size": config.parallel.expert_parallel_size,
-        "kernel": config.context.kernel,
-        "tokens_per_rank": config.batch.tokens_per_rank,
-        "max_remote_tokens": config.context.max_remote_tokens,
-    }
 
 
 def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
