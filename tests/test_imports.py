@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "parallel": {"errors", "units", "planning", "attention", "data", "model"},
     "training": CORE | {"step_log"},
     "memory": CORE | {"training"},
-    "evaluation": CORE | {"training", "plots"},
+    "evaluation": CORE | {"training"},
     "profiling": CORE | {"training"},
     "plots": {"errors", "units", "step_log", "planning"},
     "comparison": CORE | {"training", "memory", "plots"},
