@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from harness import markdown, options
-from longctx.comparison.baselines import plan_baseline, plan_fixed_static
-from longctx.comparison.layouts.cost import Machine, Split, profile_of
+from longctx.comparison.baselines import BASELINES, plan_baseline, plan_fixed_static
+from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.model.presets import ModelShape
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
+from rivals import RIVALS
 
 Lengths = np.ndarray[tuple[int], np.dtype[np.int64]]
 MEASURED_MS = {4: (195.269, 151.906), 8: (220.119, 155.850), 16: (226.775, 187.125)}
@@ -89,7 +90,7 @@ def plan_steps(lengths: Lengths, gpus: int, profile: HardwareProfile) -> dict[st
     theirs = ("megatron-main", "megatron-dev")
     return {
         "fixed-static": [plan_fixed_static(step, **request, degree=DEGREE) for step in drawn],
-        **{planner: [plan_baseline(planner, step, **request) for step in drawn] for planner in theirs},
+        **{name: [plan_baseline(name, step, **request, baselines=BASELINES | RIVALS) for step in drawn] for name in theirs},
         "auto": [make_plan(step, **request) for step in drawn],
     }
 

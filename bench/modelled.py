@@ -299,7 +299,9 @@ def _static(step: Step, plain: Any) -> Candidate:
 
 
 def _rival(step: Step, name: str) -> Candidate:
-    assignment = BASELINES[name].place(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
+    from bench.rivals import RIVALS  # runs as a module, as this file does
+
+    assignment = (BASELINES | RIVALS)[name].place(step.profile, step.lengths, step.ranks, step.tokens_per_rank)
     return step.candidate(name, assignment)
 
 

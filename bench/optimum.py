@@ -19,7 +19,7 @@ from scipy.sparse import coo_array
 
 from harness import command, facts, markdown, options
 from longctx.comparison.mixes import load_mix
-from longctx.comparison.modelled import cut
+from longctx.comparison.steps import fit
 from longctx.planning.assignment import Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, alone_ns
@@ -86,7 +86,7 @@ def steps_of(mix: str, ranks: int, documents: int, seed: int) -> list[int]:
     """Draws lengths, rounded down to a multiple of twice every degree."""
     even = 2 * math.lcm(*range(1, ranks + 1))
     drawn = few_long(documents, seed) if mix == "few_long" else load_mix(mix).draw(documents, seed)
-    return [max(even, length // even * even) for length in cut(drawn, longest_document(ranks, TOKENS_PER_RANK))]
+    return [max(even, length // even * even) for length in fit(drawn, longest_document(ranks, TOKENS_PER_RANK))]
 
 
 def solve(profile: HardwareProfile, lengths: Sequence[int], ranks: int, limit_s: float) -> OptimizeResult:

@@ -25,13 +25,16 @@ import numpy as np
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
+from longctx.comparison.baselines import BASELINES
 from longctx.comparison.mixes import load_mix, mix_names
-from longctx.comparison.modelled import COLUMNS, PLANNERS, TITLES, Case, Row
+from longctx.comparison.modelled import COLUMNS, Case, Row
+from longctx.comparison.steps import fit
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.layout import longest_document
 from longctx.planning.planner import make_plan
+from rivals import RIVALS
 
 TOKENS_PER_RANK = 16384
 PROFILE = "h100-nvlink-ib"
@@ -39,7 +42,10 @@ STRETCHED = 2 << 20
 """Tokens of the longest document of every step with stretched documents."""
 FEW_LONG = "few_long"
 WINDOWS = (2, 4, 8)
-FIGURES = [name for name in COLUMNS if name not in ("sweep", "seed", "max_length", "remote_kv_bytes")]
+SYSTEMS = BASELINES | RIVALS
+TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
+PLANNERS = tuple(TITLES)
+FIGURES = [name for name in COLUMNS if name not in ("seed", "remote_kv_bytes")]
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,7 @@ def main() -> None:
     columns = ["table", "mix", "documents_a_rank", "stretched_to", *FIGURES]
     table = Table(given.out.with_suffix(".csv"), columns, about, overwrite=True)
     # A small step first, so that imports and first calls do not count as planning time.
-    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile)
+    modelled.compare_case(Case((5000, 300, 20000), 4, TOKENS_PER_RANK), profile, PLANNERS, baselines=SYSTEMS)
     results: list[Result] = []
     for number, setting in enumerate(wanted, 1):
         print(f"{number} of {len(wanted)}: {setting.label}", file=sys.stderr)
@@ -121,10 +127,10 @@ def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
     drawn = [draw(setting, seed) for seed in range(seeds)]
-    steps = [modelled.cut(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
+    steps = [fit(stretch(lengths, setting.stretched_to), fits) for lengths in drawn]
     for seed, lengths in enumerate(steps):
         case = Case(lengths, setting.ranks, TOKENS_PER_RANK, seed=seed, longest=max(map(max, steps)))
-        rows += modelled.compare_case(case, profile, planners).rows
+        rows += modelled.compare_case(case, profile, planners, baselines=SYSTEMS)[0]
     return modelled.mean_rows(rows)
 
 
@@ -139,7 +145,7 @@ def window_gains(setting: Setting, profile: HardwareProfile) -> list[float]:
     That is the time of auto's plans over a lower bound for all documents of a window, for windows of each size.
     """
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
-    steps = [modelled.cut(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
+    steps = [fit(draw(setting, seed), fits) for seed in range(max(WINDOWS))]
     request: dict[str, Any] = {"ranks": setting.ranks, "tokens_per_rank": TOKENS_PER_RANK, "profile": profile}
     times = [make_plan(lengths, **request).makespan_s for lengths in steps]
 

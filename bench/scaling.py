@@ -3,7 +3,7 @@
     python bench/scaling.py     # makes docs/scaling.md and bench/results/scaling.csv; run again, it makes what is missing
 
 Nothing here runs on a GPU: all times are those of the cost model with the profile of an H100, and memory that of the memory
-model. For every model and number of GPUs the search of `longctx compare --parallel` finds the best split with mode auto. Fixed
+model. For every model and number of GPUs the search of `longctx split` finds the best split with mode auto. Fixed
 static trains the same documents on the split that is best for it, at the smallest power of two that holds the longest document,
 packed in the order drawn.
 
@@ -22,10 +22,10 @@ import numpy as np
 
 from harness import Table, command, facts, markdown, options
 from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
-from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.layouts.search import memory_of, possible_splits, search
-from longctx.comparison.layouts.table import schedule_name
 from longctx.comparison.mixes import load_mix
+from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from longctx.comparison.splits.search import memory_of, possible_splits, search
+from longctx.comparison.splits.table import schedule_name
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import ModelSpec

@@ -36,6 +36,7 @@ COMMANDS = (
     "generate",
     "plan",
     "compare",
+    "split",
     "runs",
     "profile",
     "estimate",

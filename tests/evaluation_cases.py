@@ -19,8 +19,8 @@ from longctx.evaluation.retrieval import Grid, Question, _right, retrieve
 from longctx.evaluation.target import Target
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
+from longctx.training.passes import Passes
 from longctx.training.run import Run
-from longctx.training.trainer import Trainer
 from longctx.training.validation import Documents
 from tests.huggingface_cases import build_model
 from tests.training_cases import SMALL
@@ -57,37 +57,37 @@ def train_checkpoint(folder: Path, store: Path, run: Path) -> None:
         trainer.save()
 
 
-def opened(name: str, settings: Sequence[str]) -> tuple[Target, Trainer]:
+def opened(name: str, settings: Sequence[str]) -> tuple[Target, Passes]:
     """Opens a run or a checkpoint on this rank of the test's group."""
     target = Target.open(name, settings, dist.get_world_size())
     parallel = target.config.parallel
     mesh = make_groups(
         torch.device("cpu"), tensor=parallel.tensor_parallel_size, pipeline=parallel.pipeline_parallel_size, timeout_s=30
     )
-    trainer, target = target.build(mesh)
-    return target, trainer
+    passes, target = target.build(mesh)
+    return target, passes
 
 
 def losses(name: str, store: Path, settings: Sequence[str], first: int | None = None) -> dict[str, Any]:
-    target, trainer = opened(name, settings)
+    target, passes = opened(name, settings)
     given = Store.open(store)
     documents = Documents.choose(target.config, given, target.max_length(dist.get_world_size()), first)
-    planner = make_evaluation_planner(trainer.passes)
-    degrees = [degree for step in documents.steps(planner, trainer.mesh) for degree in step.plan.degrees]
-    report = evaluate(documents, trainer.passes.look, planner, trainer.mesh).as_json()
+    planner = make_evaluation_planner(passes)
+    degrees = [degree for step in documents.steps(planner, passes.mesh) for degree in step.plan.degrees]
+    report = evaluate(documents, passes.look, planner, passes.mesh).as_json()
     return {**report, "degrees": degrees, "notes": target.notes}
 
 
 def right_cells(name: str, settings: Sequence[str], grid: Grid) -> list[int]:
-    _, trainer = opened(name, settings)
+    _, passes = opened(name, settings)
     tokenizer = Tokenizer.bytes()
-    planner = make_evaluation_planner(trainer.passes)
-    return [cell.right for cell in retrieve(grid, tokenizer, trainer.passes.look, planner, trainer.mesh, 3000)]
+    planner = make_evaluation_planner(passes)
+    return [cell.right for cell in retrieve(grid, tokenizer, passes.look, planner, passes.mesh, 3000)]
 
 
 def right_questions(name: str, settings: Sequence[str], questions: Sequence[Question]) -> list[int]:
-    _, trainer = opened(name, settings)
-    found: list[int] = _right(questions, trainer.passes.look, make_evaluation_planner(trainer.passes), trainer.mesh).tolist()
+    _, passes = opened(name, settings)
+    found: list[int] = _right(questions, passes.look, make_evaluation_planner(passes), passes.mesh).tolist()
     return found
 
 

@@ -1,25 +1,28 @@
 """Baselines: every plan passes the checker and follows the baseline's rules, and errors name what is not supported."""
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_fixed_static
+from longctx.comparison.baselines import plan_baseline as plan_baseline_of
 from longctx.comparison.baselines.fixed_static import fixed_degree
-from longctx.comparison.baselines.flexsp import _even_cuts
 from longctx.comparison.mixes import load_mix
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import best_fit
 from longctx.planning.validation import check_plan
+from rivals import RIVALS, _even_cuts
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
-OURS_TO_READ = [name for name in BASELINES if name != "megatron-main"]
+OURS_TO_READ = ["plain-static", *RIVALS]
+plan_baseline = partial(plan_baseline_of, baselines=BASELINES | RIVALS)
 
 
 def is_power_of_two(n: int) -> bool:
@@ -72,7 +75,7 @@ def test_without_the_wheel_the_error_has_the_command_to_install_it(monkeypatch: 
         plan_baseline("megatron-main", [100], ranks=2, tokens_per_rank=4096, profile=H100)
 
 
-@pytest.mark.parametrize("name", BASELINES)
+@pytest.mark.parametrize("name", BASELINES | RIVALS)
 def test_documents_that_fit_no_degree_are_named(name: str) -> None:
     with pytest.raises(PlanError, match="document 1 has 99999 tokens, but 4 ranks of 8192"):
         plan_baseline(name, [5, 99999], ranks=4, tokens_per_rank=8192, profile=H100)
@@ -82,11 +85,6 @@ def test_powers_of_two_do_not_hold_what_six_ranks_do() -> None:
     with pytest.raises(PlanError, match="FlexSP cannot hold document 0 of 24576 tokens: its largest degree here is 4"):
         plan_baseline("flexsp", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100)
     assert plan_baseline("megatron-dev", [6 * 4096], ranks=6, tokens_per_rank=4096, profile=H100).degrees == {6: 1}
-
-
-def test_an_unknown_baseline_is_refused() -> None:
-    with pytest.raises(PlanError, match="unknown baseline 'magic': choose one of plain-static, megatron-main"):
-        plan_baseline("magic", [5], ranks=1, tokens_per_rank=8, profile=H100)
 
 
 def test_fixed_static_takes_the_smallest_power_of_two_that_divides_the_ranks() -> None:

@@ -9,9 +9,9 @@ import pytest
 
 import scaling
 from longctx.comparison.baselines.fixed_static import fixed_degree, place_fixed_static
-from longctx.comparison.layouts.cost import Machine, profile_of
-from longctx.comparison.layouts.search import memory_of, possible_splits
 from longctx.comparison.mixes import load_mix
+from longctx.comparison.splits.cost import Machine, profile_of
+from longctx.comparison.splits.search import memory_of, possible_splits
 from longctx.errors import UserError
 from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanError

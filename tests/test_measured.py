@@ -15,7 +15,7 @@ from longctx.config import ConfigError, load
 from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.parallel.mesh import make_groups
-from longctx.training import trainer as module
+from longctx.training import passes as module
 from longctx.training.build import build_model
 from tests.training_cases import SMALL
 from tests.workers import Workers
@@ -65,13 +65,13 @@ def test_other_weights_in_one_mode_are_found(store: Path, workers: Workers) -> N
 
 
 def step_of(seconds: float, predicted_s: float) -> MeasuredStep:
-    return MeasuredStep(1, 2.0, 1.0, 3, 100, "search", {"1": 3}, 1, seconds, predicted_s, 0.0, 0.0)
+    return {"step": 1, "loss": 2.0, "seconds": seconds, "predicted_s": predicted_s, "data_wait_s": 0.0}
 
 
 def test_figures_match_their_definitions() -> None:
     auto = MeasuredMode("auto", (step_of(1.0, 0.9), step_of(2.0, 2.2), step_of(4.0, 4.4)))
     two = MeasuredMode("static:2", (step_of(2.0, 2.0), step_of(3.0, 3.0), step_of(4.0, 4.0)))
-    four = MeasuredMode("static:4", tuple(replace(step, seconds=2 * step.seconds) for step in two.steps))
+    four = MeasuredMode("static:4", tuple({**step, "seconds": 2 * step["seconds"]} for step in two.steps))
     comparison = MeasuredComparison((auto, four, two), 4, 100, 0, 1e-6, 1e-5, ended_early=False)
     assert comparison.baseline is two, "the single degree that took least time"
     oracle = replace(auto, mode="static")

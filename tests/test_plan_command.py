@@ -147,7 +147,7 @@ def test_a_mix_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*request, "--documents", "5", "--seed", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["lengths"] == load_mix("wlb_128k").draw(5, seed=3)
     assert main([*request, "--global-tokens", "100"]) == 2
-    assert "--global-tokens needs a store, but wlb_128k is a mix" in capsys.readouterr().err
+    assert "--global-tokens needs a store, but the lengths come from a mix" in capsys.readouterr().err
 
 
 def test_a_picture_of_unknown_kind_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +188,7 @@ def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str, capsys: 
         (["--degree", "2"], "degree is 2, but mode is auto"),
         (["--mode", "bins", "--bins", "100:1"], "the bins end at 100"),
         (["--global-tokens", "100"], "--global-tokens needs a store"),
-        (["--seed", "1"], "--seed needs --mix"),
+        (["--seed", "1"], "--seed needs a mix or store"),
         (["--png", "missing/plan.png"], "missing/plan.png cannot be written"),
     ],
 )

@@ -2,7 +2,7 @@
 model.
 
 The main baseline is fixed static: one degree for all steps, as in trainers without dynamic degrees. Lengths come from a named
-mix, a file or a store. Plans are scored, nothing is trained; `compare_measure` trains, `compare_parallel` searches for splits.
+mix, a file or a store. Plans are scored, nothing is trained; with --measure, `compare_measure` trains.
 """
 
 import argparse
@@ -18,24 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import longctx
-from longctx.commands import compare_measure, compare_parallel
-from longctx.commands.output import check_writable, given_options, progress_bar, write_csv
-from longctx.commands.plan import (
-    DEFAULT_DOCUMENTS_PER_RANK,
-    DEFAULT_MICRO_BATCHES,
-    DEFAULT_PROFILE,
-    LENGTHS_HELP,
-    PROFILE_HELP,
-    read_lengths,
-)
-from longctx.comparison.mixes import mix_names
+from longctx.commands import compare_measure
+from longctx.commands.lengths import add_source_options, add_step_options, kind_of_source, open_source
+from longctx.commands.output import check_writable, progress_bar, write_csv
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
     from longctx.comparison.modelled import Case, Row
-    from longctx.comparison.steps import Source
+    from longctx.comparison.steps import LengthSource
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
 
@@ -43,8 +35,6 @@ SUMMARY = "Compare dynamic with static degrees and other systems on the same doc
 OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
-MANY_GPUS = 256
-"""From this number of GPUs on, one step has enough documents to compare splits."""
 DEFAULT_TOKENS_PER_RANK = 16384
 BFLOAT16_BYTES = 2
 DETAILED = 64
@@ -52,15 +42,14 @@ DETAILED = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
-    lengths.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=LENGTHS_HELP)
-    lengths.add_argument(
+    sources = add_source_options(parser)
+    sources.add_argument(
         "--measure",
         type=Path,
         metavar="CONFIG",
         help="train steps of this run (YAML file of settings) under several modes in turn, instead of scoring plans",
     )
+    parser.add_argument("--parallel", help=argparse.SUPPRESS)  # the former spelling of `longctx split`
     default_ranks = ",".join(map(str, DEFAULT_RANKS))
     parser.add_argument(
         "--ranks", type=parse_ranks, metavar="N,..", help=f"sizes of the domain (default: those of {default_ranks} that fit)"
@@ -78,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fixed static baseline: the degree in use today, for all steps (default: the smallest power of two that holds "
         "the longest document)",
     )
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument(
         "--model",
         choices=PRESETS,
@@ -90,31 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("split", "drop", "error"),
         help="treatment of documents longer than ranks × tokens per rank (default: split; for a file: error)",
     )
-    steps = parser.add_argument_group("steps")
-    steps.add_argument(
-        "--documents",
-        type=int,
-        metavar="D",
-        help=f"documents per step, --mix only (default: {DEFAULT_DOCUMENTS_PER_RANK} × ranks)",
-    )
-    steps.add_argument(
-        "--global-tokens",
-        type=int,
-        help=f"tokens per step, --lengths only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
-    )
-    steps.add_argument("--seed", type=int, help="seed for drawing documents (default: 0)")
-    steps.add_argument(
-        "--steps",
-        type=int,
-        help=f"steps to plan; figures are means over them (default: {DEFAULT_STEPS}; 1 with --parallel {MANY_GPUS} or more)",
-    )
+    add_step_options(parser, f"steps to plan; figures are means over them (default: {DEFAULT_STEPS})")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--html", type=Path, metavar="F", help="write a page with figures, also over the token budget and the longest document"
-    )
+    output.add_argument("--html", type=Path, metavar="F", help="write a page with figures")
     output.add_argument("--csv", type=Path, metavar="F", help="write all rows, one per step and planner")
     output.add_argument("--json", action="store_true", help="print all rows and their means as JSON")
-    compare_parallel.add_arguments(parser)
     compare_measure.add_arguments(parser)
 
 
@@ -140,10 +108,9 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compares splits (--parallel 64), measured steps (--measure run.yaml), or otherwise plans."""
-    compare_parallel.refuse(arguments)
+    """Compares measured steps (--measure run.yaml), or otherwise plans."""
     if arguments.parallel is not None:
-        return compare_parallel.compare_splits(arguments, _source(arguments, "split"))
+        raise UserError(f"--parallel is a command of its own now: longctx split --gpus {arguments.parallel}")
     compare_measure.refuse(arguments)
     if arguments.measure is not None:
         return compare_measure.compare_steps(arguments)
@@ -152,20 +119,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compare_plans(arguments: argparse.Namespace) -> int:
     """Plans the documents with every planner, and prints the modelled times."""
-    from longctx.comparison.modelled import mean_rows, sweep_budgets, sweep_longest
-    from longctx.comparison.steps import steps_drawn, sweeps
+    from longctx.comparison.modelled import mean_rows
     from longctx.training.run_profile import preset_profile
 
     check_writable(arguments.html, arguments.csv)
     named = preset_profile(arguments.profile, arguments.model)
     source, cases, changed = _cases(arguments, named.profile)
-    title = f"{source.words}; {steps_drawn(cases)}"
-    detailed = min({case.ranks for case in cases}, key=lambda n: abs(n - DETAILED))
-    here = [case for case in cases if case.ranks == detailed]
-    if arguments.html:
-        budget = here[0].tokens_per_rank
-        cases += sweeps(here, sweep_budgets(budget), sweep_longest(max(max(case.lengths) for case in here), budget))
-    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), here[0])
+    detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
+    shown = [case for case in cases if case.ranks == detailed]
+    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), shown[0])
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -173,12 +135,12 @@ def compare_plans(arguments: argparse.Namespace) -> int:
         from longctx.comparison.page.html import Comparison, render
 
         comparison = Comparison(
-            source=title,
+            source=source.words,
             profile_name=named.name,
             profile=named.profile,
             ranks=detailed,
-            tokens_per_rank=here[0].tokens_per_rank,
-            steps=len(here),
+            tokens_per_rank=shown[0].tokens_per_rank,
+            steps=len(shown),
             rows=means,
             plans=plans,
             about=_about(),
@@ -188,67 +150,34 @@ def compare_plans(arguments: argparse.Namespace) -> int:
         arguments.html.write_text(render(comparison), encoding="utf-8")
     print(*named.lines, sep="\n", file=sys.stderr if arguments.json else sys.stdout)
     if arguments.json:
-        print(json.dumps({"version": 2, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
+        print(json.dumps({"version": 3, "rows": [asdict(row) for row in rows], "means": [asdict(row) for row in means]}))
     else:
         from rich.console import Console
 
         from longctx.comparison.table import print_comparison
 
-        print_comparison(means, detailed, "; ".join([title, *changed]), arguments.model, Console())
+        print_comparison(means, detailed, "; ".join([source.words, *changed]), arguments.model, Console())
     return 0
 
 
-def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["Source", list["Case"], list[str]]:
+def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["LengthSource", list["Case"], list[str]]:
     """Returns the source of the steps, the steps, and notes on documents that were split or dropped."""
     from longctx.comparison.steps import make_cases
 
-    long_documents = arguments.long_documents or ("error" if _is_file(arguments) else "split")
-    source = _source(arguments, long_documents)
+    long_documents = arguments.long_documents or ("error" if kind_of_source(arguments) == "file" else "split")
+    tokens_per_rank = DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else arguments.tokens_per_rank
+    steps = DEFAULT_STEPS if arguments.steps is None else arguments.steps
+    source = open_source(arguments, tokens_per_rank, steps, long_documents)
     cases, changed = make_cases(
         source,
         arguments.ranks or DEFAULT_RANKS,
-        _tokens_per_rank(arguments),
+        tokens_per_rank,
         profile,
         long_documents,
         all_must_fit=arguments.ranks is not None,
         fixed_degree=arguments.baseline,
     )
     return source, cases, changed
-
-
-def _tokens_per_rank(arguments: argparse.Namespace) -> int:
-    return DEFAULT_TOKENS_PER_RANK if arguments.tokens_per_rank is None else int(arguments.tokens_per_rank)
-
-
-def _is_file(arguments: argparse.Namespace) -> bool:
-    return arguments.lengths is not None and not arguments.lengths.is_dir()
-
-
-def _source(arguments: argparse.Namespace, long_documents: str) -> "Source":
-    """Returns the source of the lengths. Raises UserError for options that it does not support."""
-    from longctx.comparison.steps import file_source, mix_source, store_source
-
-    kind = "mix" if arguments.mix else "file" if _is_file(arguments) else "store"
-    belongs = {"documents": ("mix",), "global_tokens": ("file", "store")}
-    for name, kinds in belongs.items():
-        if kind not in kinds and (given := given_options(arguments, name)):
-            raise UserError(f"{given[0]} needs a {' or '.join(kinds)}, but the lengths come from a {kind}: omit it")
-    seed = arguments.seed or 0
-    few = 1 if (arguments.parallel or 0) >= MANY_GPUS else DEFAULT_STEPS
-    steps = few if arguments.steps is None else arguments.steps
-    if steps < 1:
-        raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
-    if kind == "mix":
-        return mix_source(arguments.mix, arguments.documents, DEFAULT_DOCUMENTS_PER_RANK, seed, steps)
-
-    def global_tokens(ranks: int) -> int:
-        given: int | None = arguments.global_tokens
-        return DEFAULT_MICRO_BATCHES * ranks * _tokens_per_rank(arguments) if given is None else given
-
-    if kind == "file":
-        lengths = read_lengths(arguments.lengths)
-        return file_source(lengths, str(arguments.lengths), global_tokens, seed, steps, long_documents)
-    return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
 
 
 def _kv_bytes(preset: str | None) -> int | None:
@@ -263,22 +192,17 @@ def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
 ) -> tuple[list["Row"], dict[str, "Plan"]]:
     """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
-    from longctx.comparison.modelled import PLANNERS, TITLES, compare_case
+    from longctx.comparison.modelled import compare_case
 
     rows: list[Row] = []
     plans: dict[str, Plan] = {}
-    done = 0
     with progress_bar() as show:
-        for case in cases:
-
-            def started(planner: str, case: "Case" = case, done: int = done) -> None:
-                show(f"planning {case.ranks} ranks: {TITLES[planner]}", done / (len(cases) * len(PLANNERS)))
-
-            outcome = compare_case(case, profile, kv_bytes=kv_bytes, started=started)
-            done += len(PLANNERS)
-            rows += outcome.rows
+        for number, case in enumerate(cases):
+            show(f"planning {case.ranks} ranks", number / len(cases))
+            of_case, made = compare_case(case, profile, kv_bytes=kv_bytes)
+            rows += of_case
             if case is shown:
-                plans.update(outcome.plans)
+                plans = made
     return rows, plans
 
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longctx.commands.lengths import DEFAULT_PROFILE
 from longctx.commands.output import check_writable, given_options, said_once
-from longctx.commands.plan import DEFAULT_PROFILE
 from longctx.config import load
 from longctx.errors import UserError
 
@@ -139,9 +139,9 @@ def _draw(measured: "MeasuredComparison") -> None:
             mode.mode,
             f"{mode.median_s:.3f} s",
             f"{mode.times_as_fast_as(baseline):.2f}×",
-            f"{mode.predicted_times_as_fast_as(baseline):.2f}×",
+            f"{mode.times_as_fast_as(baseline, 'predicted_s'):.2f}×",
             f"{mode.prediction_error:+.1%}",
-            f"{sum(step.data_wait_s for step in mode.steps) / mode.total_s:.1%}",
+            f"{sum(mode.column('data_wait_s')) / mode.total_s:.1%}",
         )
     console = Console()
     console.print(table)

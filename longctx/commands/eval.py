@@ -24,7 +24,7 @@ SUMMARY = "Evaluate a run or a checkpoint: loss by length and position, or retri
 OVERRIDES = True
 
 LENGTHS, DEPTHS = (1024, 2048, 4096, 8192), (0.0, 0.25, 0.5, 0.75, 1.0)
-OF_GRIDS = ("lengths", "depths", "keys", "samples", "seed", "prefix", "png")
+OF_GRIDS = ("lengths", "depths", "keys", "samples", "seed", "prefix")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,15 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix", metavar="TEXT", help="--needle: text at the start of every document, such as a special token"
     )
-    parser.add_argument(
-        "--png", type=Path, help="--needle: write the picture to this file as well as to the run folder (needle.png)"
-    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.epilog = (
         "Settings are those of the run and can be overridden: --batch.tokens_per_rank 65536 for longer documents,\n"
         "--model.rope_scaling yarn --model.rope_factor 4 --model.rope_original_length 8192 to scale RoPE.\n"
         "On 8 GPUs: longctx eval RUN --store STORE --processes 8\n"
-        "Results are also written to the run folder: eval.json, or needle.json and needle.png."
+        "Results are also written to the run folder: eval.json, or needle.json."
     )
 
 
@@ -106,8 +103,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UserError("--documents is not supported with --needle, which generates its documents: omit one of the two")
     if arguments.documents is not None and arguments.documents < 1:
         raise UserError(f"--documents is {arguments.documents}: must be at least 1")
-    if arguments.png is not None and not arguments.png.absolute().parent.is_dir():
-        raise UserError(f"{arguments.png} cannot be written: folder {arguments.png.parent} does not exist; create it")
 
 
 def _documents(arguments: argparse.Namespace, target: "Target", world_size: int) -> "Documents":
@@ -120,7 +115,7 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
         store = Store.open(arguments.store)
         max_length = target.max_length(world_size, int(store.lengths.max()))
         return Documents.choose(config, store, max_length, arguments.documents)
-    if target.found is None or (config.eval.store is None and not config.data.held_out):
+    if target.checkpoint is None or (config.eval.store is None and not config.data.held_out):
         raise UserError(
             f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
         )
@@ -216,7 +211,7 @@ def _report_loss(
 ) -> None:
     result = {
         "target": target.name,
-        "step": None if target.found is None else target.found.step,
+        "step": None if target.checkpoint is None else target.checkpoint.step,
         "store": documents.store.said,
         "fingerprint": documents.store.fingerprint,
         "max_length": documents.max_length,
@@ -249,17 +244,13 @@ def _report_loss(
 def _report_grid(
     arguments: argparse.Namespace, target: "Target", grid: "Grid", cells: "list[Cell]", tokenizer: "Tokenizer"
 ) -> None:
-    from longctx.evaluation.picture import save_grid
     from longctx.evaluation.retrieval import as_json
 
-    trained = None if target.found is None else int(target.found.state["data"]["max_length"])
-    step = None if target.found is None else target.found.step
+    trained = None if target.checkpoint is None else int(target.checkpoint.state["data"]["max_length"])
+    step = None if target.checkpoint is None else target.checkpoint.step
     result = {"target": target.name, "step": step, "trained_length": trained, **as_json(grid, cells)}
     _notes(target, tokenizer)
     _write(target, "needle.json", result)
-    pictures = [path for path in (arguments.png, target.folder and target.folder / "needle.png") if path is not None]
-    for path in pictures:
-        save_grid(grid, cells, target.described, trained, path)
     if arguments.json:
         print(json.dumps(result, indent=2))
         return
@@ -270,8 +261,6 @@ def _report_grid(
     print(f"{'depth of the fact':>20}" + "".join(f"{length:>10,}" for length in grid.lengths) + "  tokens")
     for depth in grid.depths:
         print(f"{depth:>20.0%}" + "".join(f"{share[length, depth]:>10.0%}" for length in grid.lengths))
-    for path in pictures:
-        print(f"picture: {path}")
 
 
 def _notes(target: "Target", tokenizer: "Tokenizer") -> None:

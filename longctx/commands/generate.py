@@ -37,41 +37,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    import torch
-
     try:
         from safetensors import SafetensorError
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TextStreamer
+        from transformers import AutoConfig, TextStreamer, pipeline, set_seed
     except ImportError as error:
         raise UserError(
             f"generation needs transformers, which cannot be imported ({error}): {install('huggingface')}"
         ) from error
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    checkpoint, device = arguments.checkpoint, None if arguments.device == "auto" else arguments.device
     try:
-        _check_generates(arguments.checkpoint, AutoConfig.from_pretrained(arguments.checkpoint, trust_remote_code=False))
-        tokenizer: Any = AutoTokenizer.from_pretrained(arguments.checkpoint, trust_remote_code=False)
-        model: Any = AutoModelForCausalLM.from_pretrained(arguments.checkpoint, dtype=dtype, trust_remote_code=False)
+        _check_generates(checkpoint, AutoConfig.from_pretrained(checkpoint, trust_remote_code=False))
+        generator: Any = pipeline("text-generation", checkpoint, dtype=arguments.dtype, device=device, trust_remote_code=False)
     except UserError:
         raise
     except (ValueError, OSError, KeyError, SafetensorError) as error:
-        raise UserError(f"{arguments.checkpoint} cannot be loaded: {brief(error)}") from error
-    try:
-        model = model.to(device).eval()
+        raise UserError(f"{checkpoint} cannot be loaded: {brief(error)}") from error
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {device} cannot be used: {str(error).splitlines()[0]}") from error
-    ids = _ids(arguments, tokenizer).to(device)
+    text = _text(arguments, has_template=generator.tokenizer.chat_template is not None)
     sampled = arguments.temperature is not None
-    chosen: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": arguments.max_new_tokens, "num_beams": 1}
     # Greedy decoding must not warn about sampling options in the checkpoint's generation config.
-    chosen |= {"temperature": arguments.temperature} if sampled else {"temperature": None, "top_p": None, "top_k": None}
-    if tokenizer.pad_token_id is None:
-        chosen["pad_token_id"] = tokenizer.eos_token_id
-    torch.manual_seed(arguments.seed)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    model.generate(ids, attention_mask=torch.ones_like(ids), streamer=streamer, **chosen)
+    sampling = {"temperature": arguments.temperature} if sampled else {"temperature": None, "top_p": None, "top_k": None}
+    set_seed(arguments.seed)
+    streamer = TextStreamer(generator.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    generator(text, streamer=streamer, do_sample=sampled, max_new_tokens=arguments.max_new_tokens, num_beams=1, **sampling)
     return 0
 
 
@@ -87,18 +76,15 @@ def _check_generates(checkpoint: str, config: Any) -> None:
         )
 
 
-def _ids(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Returns token ids [1, tokens] of the prompt, or of the conversation up to the start of the answer."""
+def _text(arguments: argparse.Namespace, has_template: bool) -> str | list[dict[str, str]]:
+    """Returns the prompt, or the conversation to answer."""
     if arguments.prompt is not None:
         if not arguments.prompt:
             raise UserError("--prompt is empty: give some text to continue")
-        return tokenizer(arguments.prompt, return_tensors="pt")["input_ids"]
-    if tokenizer.chat_template is None:
+        return str(arguments.prompt)
+    if not has_template:
         raise UserError(f"the tokenizer of {arguments.checkpoint} has no chat template: use --prompt instead of --chat")
-    text = arguments.chat or sys.stdin.read()
-    if not text.strip():
+    message = arguments.chat or sys.stdin.read()
+    if not message.strip():
         raise UserError("the message is empty: give --chat TEXT, or write it to standard input")
-    messages = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
-        "input_ids"
-    ]
+    return [{"role": "user", "content": message}]

@@ -7,11 +7,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from longctx.commands.output import check_writable, given_options
-from longctx.comparison.mixes import mix_names
+from longctx.commands.lengths import (
+    add_source_options,
+    add_step_options,
+    kind_of_source,
+    open_source,
+    read_lengths,
+    refuse_other_kinds,
+)
+from longctx.commands.output import check_writable
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS
-from longctx.planning.cost.hardware_profile import shipped_profiles
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 from longctx.units import whole_number
 
@@ -19,24 +25,17 @@ if TYPE_CHECKING:
     from longctx.planning.plan import Plan
 
 SUMMARY = "Plan one step from document lengths, without training"
-DEFAULT_PROFILE = "h100-nvlink-ib"
-PROFILE_HELP = f"hardware profile: a YAML or JSON file, or one of {', '.join(shipped_profiles())}"
-LENGTHS_HELP = "document lengths: a text file with one length per line, or a store written by `longctx prepare`"
 PICTURES = (".png", ".svg", ".pdf")
-DEFAULT_MICRO_BATCHES = 4
-"""Default size of a step, in full micro-batches."""
-DEFAULT_DOCUMENTS_PER_RANK = 4
+KINDS = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "store")}
+"""Option → sources of lengths that it applies to; all lengths of a file are one step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    lengths = parser.add_mutually_exclusive_group(required=True)
-    lengths.add_argument("--lengths", type=Path, metavar="FILE|STORE", help=LENGTHS_HELP)
-    lengths.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
+    add_source_options(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks in the domain")
     parser.add_argument(
         "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
     )
-    parser.add_argument("--profile", default=DEFAULT_PROFILE, help=PROFILE_HELP)
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
     parser.add_argument(
         "--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen; see context.mode"
@@ -56,19 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pipeline.add_argument("--pipeline-ranks", type=int, default=1, metavar="P", help="ranks that the layers are split over")
     pipeline.add_argument("--pipeline-schedule", choices=SCHEDULES, default="1f1b", help="pipeline schedule")
     pipeline.add_argument("--pipeline-chunks", type=int, default=1, metavar="V", help="pipeline stages per rank")
-    step = parser.add_argument_group("step")
-    step.add_argument(
-        "--global-tokens",
-        type=int,
-        help=f"tokens per step, store only (default: {DEFAULT_MICRO_BATCHES} × ranks × tokens per rank)",
-    )
-    step.add_argument(
-        "--documents",
-        type=int,
-        metavar="D",
-        help=f"documents per step, mix only (default: {DEFAULT_DOCUMENTS_PER_RANK} per rank)",
-    )
-    step.add_argument("--seed", type=int, help="seed of the draw, mix only (default: 0)")
+    add_step_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", help="print the plan as JSON, with the tight lower bound, and the table of mode bins"
@@ -171,31 +158,7 @@ def parse_bins(text: str) -> dict[int, int]:
     return bins
 
 
-def read_lengths(path: Path) -> list[int]:
-    """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
-    lengths: list[int] = []
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except FileNotFoundError as error:
-        raise UserError(f"{path} not found: give a file with one length per line, or a store") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
-    for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        if not text:
-            continue
-        length = whole_number(text)
-        if not length:
-            raise UserError(
-                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
-            )
-        lengths.append(length)
-    if not lengths:
-        raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
-    return lengths
-
-
-class _Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """Documents of a step: their lengths, the source in words, and the longest document of the data set."""
 
     lengths: list[int]
@@ -203,34 +166,18 @@ class _Step(NamedTuple):
     longest: int
 
 
-def _step(arguments: argparse.Namespace) -> _Step:
-    """Returns the documents to plan. Raises UserError for options of another source of lengths."""
-    path: Path = arguments.lengths
-    if arguments.mix is None and (given := given_options(arguments, "documents", "seed")):
-        raise UserError(f"{given[0]} needs --mix, but the lengths come from {path}: omit it")
-    if arguments.global_tokens is not None and (arguments.mix or not path.is_dir()):
-        raise UserError(
-            f"--global-tokens needs a store, but {arguments.mix or path} is {'a mix' if arguments.mix else 'a file'}, which is "
-            "planned as one step: omit it"
-        )
-    if arguments.mix or path.is_dir():
-        return _first_step(arguments)
-    lengths = read_lengths(path)
-    return _Step(lengths, f"all of {path} as one step", max(lengths))
-
-
-def _first_step(arguments: argparse.Namespace) -> _Step:
-    """Returns the documents of a step drawn from a mix, or of the first step of training on a store."""
-    from longctx.comparison.steps import mix_source, store_source
+def _step(arguments: argparse.Namespace) -> PlannedStep:
+    """Returns all documents of a file, a step drawn from a mix, or the first step of training on a store."""
     from longctx.planning.layout import longest_document
 
-    ranks, capacity = arguments.ranks, arguments.ranks * arguments.tokens_per_rank
-    longest = longest_document(ranks, arguments.tokens_per_rank) or capacity
-    if arguments.mix:
-        source = mix_source(arguments.mix, arguments.documents, DEFAULT_DOCUMENTS_PER_RANK, arguments.seed or 0, steps=1)
-        (lengths,), _ = source.draw(ranks, longest)
-        return _Step(lengths, f"mix {arguments.mix}, seed {arguments.seed or 0}", max(lengths))
-    tokens = DEFAULT_MICRO_BATCHES * capacity if arguments.global_tokens is None else arguments.global_tokens
-    source = store_source(arguments.lengths, lambda _: tokens, seed=0, steps=1, long_documents="split")
+    refuse_other_kinds(arguments, KINDS)
+    if kind_of_source(arguments) == "file":
+        lengths = read_lengths(arguments.lengths)
+        return PlannedStep(lengths, f"all of {arguments.lengths} as one step", max(lengths))
+    ranks, tokens_per_rank = arguments.ranks, arguments.tokens_per_rank
+    longest = longest_document(ranks, tokens_per_rank) or ranks * tokens_per_rank
+    source = open_source(arguments, tokens_per_rank, steps=1, long_documents="split", kinds=KINDS)
     (lengths,), _ = source.draw(ranks, longest)
-    return _Step(lengths, source.words, longest if source.data_set is None else min(longest, int(source.data_set.max())))
+    if source.data_set is None:
+        return PlannedStep(lengths, f"mix {arguments.mix}, seed {source.seed}", max(lengths))
+    return PlannedStep(lengths, source.words, min(longest, int(source.data_set.max())))

@@ -2,8 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,10 +90,14 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
         check_writable(arguments.out)
     shape = config.model.shape(config.model.vocab_size or VOCABULARY)
     groups = join_run(config, launch, device)
-    with _status(shown=launch.rank == 0) as tell:
-        measured = measure_profile(
-            config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
-        )
+
+    def tell(part: str) -> None:
+        if launch.rank == 0:
+            print(f"measuring: {part}", file=sys.stderr, flush=True)
+
+    measured = measure_profile(
+        config, groups, shape, base=base, local_rank=launch.local_rank, longest_s=arguments.longest, tell=tell
+    )
     groups.close()
     if launch.rank == 0:
         arguments.out.write_text(measured.to_yaml(), "utf-8")
@@ -102,19 +105,6 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
             print(json.dumps(measured.to_json(), indent=2))
         else:
             _draw(measured, arguments.out)
-
-
-@contextmanager
-def _status(*, shown: bool) -> Iterator[Callable[[str], None]]:
-    """Shows the current measurement on stderr, if stderr is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda stage: None
-        return
-    with console.status("") as status:
-        yield lambda stage: status.update(f"measuring: {stage}")
 
 
 def _ends(efficiency: list[list[float]]) -> str:
@@ -134,10 +124,10 @@ def _draw(measured: "Measured", out: Path) -> None:
     table.add_column("fit", justify="right", no_wrap=True)
     table.add_column("from")
     for name, value in measured.profile.to_dict().items():
-        source = measured.sources[name]
+        residual = measured.sources[name].residual if name in measured.sources else None
         text = _ends(value) if isinstance(value, list) else f"{value:,.4g}"
-        fit = "–" if source.residual is None else f"±{source.residual:.1%}"
-        table.add_row(name, text, fit, source.how, style="dim" if source.residual is None else None)
+        fit = "–" if residual is None else f"±{residual:.1%}"
+        table.add_row(name, text, fit, measured.how[name], style="dim" if residual is None else None)
     console.print(table, highlight=False)
     check = measured.check
     console.print(

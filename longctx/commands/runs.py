@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from longctx.plots.run_log import read_runs, summary
     from longctx.plots.run_page import SUMMARY_WORDS, render
-    from longctx.plots.runs import save_runs
+    from longctx.plots.runs import draw_runs
 
     runs = read_runs(arguments.runs)
     picture: Path = arguments.png or runs[0].path / "runs.png"
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if picture.suffix not in PICTURES:
         raise UserError(f"--png is {picture}: the file name must end in one of {', '.join(PICTURES)}")
     check_writable(picture, page)
-    save_runs(runs, picture)
+    draw_runs(runs, "white").savefig(picture)
     about = {"made with": shlex.join(["longctx", "runs", *sys.argv[2:]]), "on": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     page.write_text(render(runs, about), encoding="utf-8")
     console = Console()
@@ -48,10 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row(*map(Text, line))
     console.print(table)
     console.print(SUMMARY_WORDS, style="dim", highlight=False)
-    for log in runs:
-        if log.doubt():
-            console.print(log.doubt(), highlight=False, markup=False)
-        if log.damaged:
-            console.print(f"{log.path}: {log.damaged} damaged lines of metrics.jsonl left out", highlight=False, markup=False)
+    for remark in (remark for run in runs for remark in run.remarks()):
+        console.print(remark, highlight=False, markup=False)
     print(f"written to {picture} and {page}")
     return 0

@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,28 +31,9 @@ LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _MODE = re.compile(r"auto|bins|static(:[1-9][0-9]*)?")
 
 
-@dataclass(frozen=True)
-class MeasuredStep:
-    """One step under one mode.
-
-    Attributes:
-        seconds: time from the common start of all ranks to the end of the slowest rank, including its wait for data.
-        predicted_s: makespan of the plan.
-        exchange_wait_s: mean over ranks of the wait for K, V or their gradients.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    documents: int
-    tokens: int
-    winner: str
-    degrees: dict[str, int]
-    micro_batches: int
-    seconds: float
-    predicted_s: float
-    data_wait_s: float
-    exchange_wait_s: float
+MeasuredStep = Mapping[str, Any]
+"""Metrics of a step (`StepMetrics`), and `seconds`: from the common start of all ranks to the end of the slowest one, including
+its wait for data."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +43,32 @@ class MeasuredMode:
     mode: str
     steps: tuple[MeasuredStep, ...]
 
+    def column(self, name: str) -> list[float]:
+        return [float(step[name]) for step in self.steps]
+
     @property
     def median_s(self) -> float:
-        return statistics.median(step.seconds for step in self.steps)
+        return statistics.median(self.column("seconds"))
 
     @property
     def total_s(self) -> float:
-        return math.fsum(step.seconds for step in self.steps)
+        return math.fsum(self.column("seconds"))
 
     @property
     def predicted_s(self) -> float:
-        return math.fsum(step.predicted_s for step in self.steps)
+        return math.fsum(self.column("predicted_s"))
 
     @property
     def prediction_error(self) -> float:
         """Total predicted time / total measured time - 1; below 0 if the steps took longer than predicted."""
         return self.predicted_s / self.total_s - 1
 
-    def times_as_fast_as(self, other: "MeasuredMode") -> float:
-        """Returns the speedup over another mode: its time / this mode's time on the same documents, median over steps."""
-        return statistics.median(a.seconds / b.seconds for a, b in zip(other.steps, self.steps, strict=True))
+    def times_as_fast_as(self, other: "MeasuredMode", by: str = "seconds") -> float:
+        """Returns the speedup over another mode: its time / this mode's time on the same documents, median over steps.
 
-    def predicted_times_as_fast_as(self, other: "MeasuredMode") -> float:
-        """Returns the same speedup for predicted times."""
-        return statistics.median(a.predicted_s / b.predicted_s for a, b in zip(other.steps, self.steps, strict=True))
+        `by`: seconds, or predicted_s for the speedup that the plans predict.
+        """
+        return statistics.median(a / b for a, b in zip(other.column(by), self.column(by), strict=True))
 
 
 @dataclass(frozen=True)
@@ -145,8 +128,8 @@ class MeasuredComparison:
                     "predicted_s": mode.predicted_s,
                     "prediction_error": mode.prediction_error,
                     "speedup": mode.times_as_fast_as(baseline),
-                    "predicted_speedup": mode.predicted_times_as_fast_as(baseline),
-                    "steps": [asdict(step) for step in mode.steps],
+                    "predicted_speedup": mode.times_as_fast_as(baseline, "predicted_s"),
+                    "steps": list(mode.steps),
                 }
                 for mode in self.modes
             ],
@@ -188,7 +171,7 @@ def train_in_turn(
         while len(rounds) < warmup + steps and not any(trainer.stopping for trainer in trainers):
             rounds.append([_step(trainer) for trainer in trainers])
             tell(_line(modes, rounds[-1], of=warmup + steps))
-    difference = max((abs(step.loss / row[0].loss - 1) for row in rounds for step in row), default=math.inf)
+    difference = max((abs(step["loss"] / row[0]["loss"] - 1) for row in rounds for step in row), default=math.inf)
     measured = rounds[warmup:]
     if not measured:
         raise UserError(f"stopped after {len(rounds)} steps, {warmup} of them warm-up: nothing was measured")
@@ -212,8 +195,8 @@ def mode_configs(config: Config, modes: Sequence[str], world_size: int, steps: i
     for mode in modes:
         name, _, degree = mode.partition(":")
         bins = config.context.bins if name == "bins" else None
-        own = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
-        configs.append(config.changed({**own, "train.steps": max(config.train.steps, steps)}))
+        changes = {"context.mode": name, "context.degree": int(degree) if degree else None, "context.bins": bins}
+        configs.append(config.changed({**changes, "train.steps": max(config.train.steps, steps)}))
     longest = min(each.max_length(world_size) for each in configs)
     configs = [each.changed({"data.max_length": longest}) for each in configs]
     for mode, each in zip(modes, configs, strict=True):
@@ -242,25 +225,14 @@ def _step(trainer: Trainer) -> MeasuredStep:
     metrics = trainer.step()
     finish(mesh.device)
     seconds = float(mesh.gather([time.perf_counter() - began]).max())
-    return MeasuredStep(
-        step=metrics.step,
-        loss=metrics.loss,
-        grad_norm=metrics.grad_norm,
-        documents=metrics.documents,
-        tokens=metrics.tokens,
-        winner=metrics.winner,
-        degrees=metrics.degrees,
-        micro_batches=metrics.micro_batches,
-        seconds=seconds,
-        predicted_s=metrics.predicted_s,
-        data_wait_s=metrics.data_wait_s,
-        exchange_wait_s=metrics.exchange_wait_s,
-    )
+    return {**asdict(metrics), "seconds": seconds}
 
 
 def _line(modes: Sequence[str], row: Sequence[MeasuredStep], of: int) -> str:
-    first = row[0]
     times = ", ".join(
-        f"{mode} {step.seconds:.3f} s (predicted {step.predicted_s:.3f})" for mode, step in zip(modes, row, strict=True)
+        f"{mode} {step['seconds']:.3f} s (predicted {step['predicted_s']:.3f})" for mode, step in zip(modes, row, strict=True)
     )
-    return f"step {first.step}/{of}, {first.documents} documents, {first.tokens:,} tokens, loss {first.loss:.5f}: {times}"
+    step = row[0]
+    return (
+        f"step {step['step']}/{of}, {step['documents']} documents, {step['tokens']:,} tokens, loss {step['loss']:.5f}: {times}"
+    )

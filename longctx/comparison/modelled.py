@@ -6,14 +6,14 @@ as in trainers without dynamic degrees, and the best static degree of every step
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseline, plan_fixed_static
+from longctx.comparison.baselines import BASELINES, Baseline, MissingBaseline, plan_baseline, plan_fixed_static
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.planning.assignment import Assignment, remote_tokens, tokens_on_ranks
 from longctx.planning.cost.bounds import tight_bound_s, unavoidable_gap
@@ -39,9 +39,7 @@ class Case:
     Attributes:
         lengths: tokens of its documents.
         ranks, tokens_per_rank: number of ranks in the domain, and token budget per rank.
-        sweep: quantity that varies in the figure of this case: ranks, budget or longest.
         seed: seed that the documents were drawn with.
-        max_length: length to which documents were split, if any.
         longest: tokens of the longest document of the data set, which sets the degree of fixed static; None: of this step.
         fixed_degree: degree of fixed static, if given explicitly.
     """
@@ -49,9 +47,7 @@ class Case:
     lengths: tuple[int, ...]
     ranks: int
     tokens_per_rank: int
-    sweep: str = "ranks"
     seed: int = 0
-    max_length: int | None = None
     longest: int | None = None
     fixed_degree: int | None = None
 
@@ -79,11 +75,9 @@ class Row:
         remote_kv_bytes: bytes of their K and V in one layer; None if the size per token is not known.
     """
 
-    sweep: str
     seed: int
     ranks: int
     tokens_per_rank: int
-    max_length: int | None
     documents: int
     tokens: int
     longest: int
@@ -113,34 +107,25 @@ class Row:
 COLUMNS = tuple(f.name for f in fields(Row))
 
 
-class ComparedCase(NamedTuple):
-    """The rows of one case, and their plans by planner."""
-
-    rows: list[Row]
-    plans: dict[str, Plan]
-
-
 def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
     kv_bytes: int | None = None,
-    started: Callable[[str], object] = lambda planner: None,
-) -> ComparedCase:
-    """Plans one step with the given planners. If a planner has no plan, the note of its row gives the reason.
+    baselines: Mapping[str, Baseline] = BASELINES,
+) -> tuple[list[Row], dict[str, Plan]]:
+    """Plans one step with the given planners; returns their rows, and their plans by planner.
 
-    `kv_bytes`: bytes of one token's K and V in one layer. `started` is called before every planner, to show
-    progress. Raises PlanError if no degree holds the documents.
+    If a planner has no plan, the note of its row gives the reason. `kv_bytes`: bytes of one token's K and V in one layer.
+    `baselines`: the schedulers of other systems, by name. Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
-    started("auto")
     plans = {"auto": make_plan(case.lengths, **request)}
     notes: dict[str, str] = {}
     for planner in planners:
-        started(planner)
         try:
-            if planner in BASELINES:
-                plans[planner] = plan_baseline(planner, case.lengths, **request)
+            if planner in baselines:
+                plans[planner] = plan_baseline(planner, case.lengths, **request, baselines=baselines)
             elif planner == "fixed-static":
                 of_data_set = case.longest or max(case.lengths)
                 degree = case.fixed_degree or fixed_degree(of_data_set, case.ranks, case.tokens_per_rank)
@@ -149,39 +134,27 @@ def compare_case(
                 plans[planner] = make_plan(case.lengths, **request, mode=planner)
         except (PlanError, MissingBaseline) as error:
             notes[planner] = str(error)
-    baselines = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
+    baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = [
         Row(
-            sweep=case.sweep,
             seed=case.seed,
             ranks=case.ranks,
             tokens_per_rank=case.tokens_per_rank,
-            max_length=case.max_length,
             documents=len(case.lengths),
             tokens=sum(case.lengths),
             longest=max(case.lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baselines, tight_s, kv_bytes) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s, kv_bytes) if planner in plans else {}),
         )
         for planner in planners
     ]
-    return ComparedCase(rows, plans)
+    return rows, plans
 
 
-def cut(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Splits documents longer than `longest` into pieces of `longest` tokens and a remainder, as training does."""
-    pieces: list[int] = []
-    for length in lengths:
-        pieces += [longest] * (length // longest)
-        if length % longest:
-            pieces.append(length % longest)
-    return tuple(pieces)
-
-
-def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
-    """Returns the values of a plan's row. `baselines`: seconds of the baseline of every speedup, by its name."""
+def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+    """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
     times = plan_score(plan)
@@ -198,7 +171,7 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
         "lower_bound_s": plan.lower_bound_s,
         "no_barrier_s": (fixed_ns + int(times.time.sum(axis=0).max())) / NANOSECONDS,
         "tight_bound_s": tight_s,
-        **{name: seconds / plan.makespan_s for name, seconds in baselines.items()},
+        **{name: seconds / plan.makespan_s for name, seconds in baseline_s.items()},
         "gap": plan.gap,
         "unavoidable_gap": unavoidable_gap(tight_s, plan.lower_bound_s),
         "work_share": busy - exchange,
@@ -215,14 +188,13 @@ def _figures(plan: Plan, baselines: Mapping[str, float], tight_s: float, kv_byte
 
 
 def mean_rows(rows: Sequence[Row]) -> list[Row]:
-    """Returns one row per planner and setting: means over seeds, geometric for speedups; the most frequent `winner`.
+    """Returns one row per number of ranks and planner: means over seeds, geometric for speedups; the most frequent `winner`.
 
     Memory is the maximum over seeds. A planner that failed for some seed has no values, and the first of its notes.
     """
-    groups: dict[tuple[object, ...], list[Row]] = {}
+    groups: dict[tuple[int, str], list[Row]] = {}
     for row in rows:
-        cap = row.max_length if row.sweep == "longest" else None
-        groups.setdefault((row.sweep, row.ranks, row.tokens_per_rank, cap, row.planner), []).append(row)
+        groups.setdefault((row.ranks, row.planner), []).append(row)
     return [_mean(group) for group in groups.values()]
 
 
@@ -276,15 +248,3 @@ def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
 def degree_of(row: Row) -> str:
     """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""
-
-
-def sweep_budgets(tokens_per_rank: int) -> list[int]:
-    """Returns token budgets from a quarter to four times the given one."""
-    return sorted({max(1, tokens_per_rank * factor // 4) for factor in (1, 2, 4, 8, 16)})
-
-
-def sweep_longest(longest: int, tokens_per_rank: int) -> list[int]:
-    """Returns maximum document lengths: powers of two from a quarter of the budget (at most seven), then `longest`."""
-    start = 1 << (max(1, tokens_per_rank // 4).bit_length() - 1)
-    powers = [start << i for i in range(64) if start << i < longest]
-    return [*powers[-7:], longest]

@@ -1,12 +1,11 @@
 """Steps of a comparison: documents from a length mix, a file or a store, for every number of ranks.
 
 Steps from a file are drawn as training draws from a store, because a whole file is no realistic step. Documents longer than all
-ranks can hold are split, dropped or refused, as in training, and reported.
+ranks can hold are split, dropped or refused by the sampler of training, and reported.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,10 @@ from numpy.typing import NDArray
 
 from longctx.comparison.baselines.fixed_static import check_fixed_degree
 from longctx.comparison.mixes import load_mix
-from longctx.comparison.modelled import Case, cut
-from longctx.data.sampler import Sampler, first_lengths
+from longctx.comparison.modelled import Case
+from longctx.data.sampler import Sampler, SamplerError, first_lengths
 from longctx.data.store import Store
+from longctx.errors import UserError
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
 from longctx.planning.plan import PlanError
@@ -24,7 +24,7 @@ from longctx.planning.validation import check_lengths, check_settings
 
 
 @dataclass(frozen=True)
-class Source:
+class LengthSource:
     """A source of document lengths.
 
     Attributes:
@@ -40,7 +40,7 @@ class Source:
     data_set: NDArray[np.int64] | None = None
 
 
-def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int) -> Source:
+def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: int, steps: int) -> LengthSource:
     """Returns steps of `documents` documents drawn from a length mix (None: `documents_per_rank` × ranks)."""
     mix = load_mix(name)
 
@@ -48,30 +48,32 @@ def mix_source(name: str, documents: int | None, documents_per_rank: int, seed: 
         count = documents_per_rank * ranks if documents is None else documents
         return [mix.draw(count, seed + i) for i in range(steps)], ""
 
-    return Source(f"documents drawn from the length mix {name}, seed {seed}", draw, seed)
+    return LengthSource(f"{_steps(steps)} of documents drawn from the length mix {name}, seed {seed}", draw, seed)
 
 
 def file_source(
     lengths: Sequence[int], name: str, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str
-) -> Source:
+) -> LengthSource:
     """Returns steps of `global_tokens(ranks)` tokens, drawn from the lengths as training draws from a store.
 
     If all documents have fewer tokens, they are one step.
     """
 
     def draw(ranks: int, longest: int) -> tuple[list[list[int]], str]:
-        pieces, wanted = _fit(lengths, longest, long_documents), global_tokens(ranks)
-        tokens = sum(pieces)
-        if tokens < wanted:
-            why = f"they have {tokens:,} tokens, fewer than {wanted:,} per step"
+        tokens = global_tokens(ranks)
+        pieces = fit(lengths, longest, long_documents)
+        if sum(pieces) < tokens:
+            why = f"they have {sum(pieces):,} tokens, fewer than {tokens:,} per step"
             return [list(pieces)], f"on {ranks:,} ranks all documents are one step: {why}"
-        sampler = Sampler(np.array(pieces), global_tokens=wanted, seed=seed, max_length=max(pieces))
+        sampler = Sampler(np.array(pieces), global_tokens=tokens, seed=seed, max_length=max(pieces))
         return first_lengths(sampler, steps), ""
 
-    return Source(f"{len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths))
+    return LengthSource(
+        f"{_steps(steps)} of the {len(lengths):,} documents of {name}, seed {seed}", draw, seed, np.array(lengths)
+    )
 
 
-def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> Source:
+def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, steps: int, long_documents: str) -> LengthSource:
     """Returns the first steps of training on a store."""
     store = Store.open(path)
 
@@ -87,13 +89,27 @@ def store_source(path: Path, global_tokens: Callable[[int], int], seed: int, ste
         )
         return first_lengths(sampler, steps), ""
 
-    return Source(
-        f"the first step{'s' * (steps > 1)} of {path}, {len(store):,} documents, seed {seed}", draw, seed, store.lengths
-    )
+    words = f"the first {'step' if steps == 1 else _steps(steps)} of {path}, {len(store):,} documents, seed {seed}"
+    return LengthSource(words, draw, seed, store.lengths)
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
+
+
+def fit(lengths: Sequence[int], longest: int, long_documents: str = "split") -> tuple[int, ...]:
+    """Splits or drops documents of more than `longest` tokens, as training does; `error` leaves them, for `check_lengths`.
+
+    Raises SamplerError if none is left.
+    """
+    if long_documents == "error":
+        return tuple(lengths)
+    sampler = Sampler(np.array(lengths), global_tokens=1, seed=0, max_length=longest, long_documents=long_documents)
+    return tuple(piece.length for piece in sampler.in_order())
 
 
 def make_cases(
-    source: Source,
+    source: LengthSource,
     ranks: Sequence[int],
     tokens_per_rank: int,
     profile: HardwareProfile,
@@ -104,30 +120,30 @@ def make_cases(
     """Returns the steps for every number of ranks, and remarks on documents that are too long.
 
     Numbers of ranks that cannot hold the documents, or not at `fixed_degree`, are skipped with a remark, or with
-    `all_must_fit` refused. Raises PlanError for a refused number of ranks, or if all are skipped.
+    `all_must_fit` refused. Raises UserError for a refused number of ranks, or if all are skipped.
     """
     cases: list[Case] = []
     words: list[str] = []
-    refused: list[PlanError] = []
+    refused: list[UserError] = []
     for n in ranks:
         check_settings(n, tokens_per_rank, "auto", None, None, None)
         try:
-            found, said = _cases(source, n, tokens_per_rank, profile, long_documents, fixed_degree)
-        except PlanError as error:
+            steps, remarks = _cases(source, n, tokens_per_rank, profile, long_documents, fixed_degree)
+        except (PlanError, SamplerError) as error:
             if all_must_fit:
                 raise
             refused.append(error)
             words.append(f"{n} ranks are skipped: {error}")
             continue
-        cases += found
-        words += said
+        cases += steps
+        words += remarks
     if not cases:
         raise refused[-1]
     return cases, words
 
 
 def _cases(
-    source: Source,
+    source: LengthSource,
     ranks: int,
     tokens_per_rank: int,
     profile: HardwareProfile,
@@ -139,7 +155,7 @@ def _cases(
     if long_documents == "error" and source.data_set is not None and int(source.data_set.max()) > longest:
         check_lengths(source.data_set.tolist(), ranks, tokens_per_rank, profile)  # raises, naming the document
     drawn, remark = source.draw(ranks, longest)
-    fitted = [_fit(lengths, longest, long_documents) for lengths in drawn]
+    fitted = [fit(lengths, longest, long_documents) for lengths in drawn]
     for lengths in fitted:
         check_lengths(lengths, ranks, tokens_per_rank, profile)
     data_set = np.concatenate(drawn) if source.data_set is None else source.data_set
@@ -155,42 +171,3 @@ def _cases(
         done = {"split": "split", "drop": "dropped"}[long_documents]
         words.append(f"{long} documents longer than {longest:,} tokens, the maximum of {ranks} ranks, {done}")
     return cases, words
-
-
-def steps_drawn(cases: Sequence[Case]) -> str:
-    """Returns a text on the number of steps that were drawn."""
-    by_count: dict[int, list[str]] = {}
-    for ranks, count in Counter(case.ranks for case in cases).items():
-        by_count.setdefault(count, []).append(f"{ranks:,}")
-    parts = [f"{count} step{'s' * (count > 1)} drawn" for count in by_count]
-    if len(parts) > 1:
-        parts = [f"{part} on {', '.join(ranks)} ranks" for part, ranks in zip(parts, by_count.values(), strict=True)]
-    return ", ".join(parts)
-
-
-def sweeps(cases: Sequence[Case], budgets: Sequence[int], longest: Sequence[int]) -> list[Case]:
-    """Returns the same steps with other token budgets, and with documents split to other maximum lengths."""
-    varied = [
-        replace(_cut(case, most), tokens_per_rank=budget, sweep="budget")
-        for budget in budgets
-        for case in cases
-        if (most := longest_document(case.ranks, budget))
-    ]
-    varied += [replace(_cut(case, most), max_length=most, sweep="longest") for most in longest for case in cases]
-    return varied
-
-
-def _cut(case: Case, most: int) -> Case:
-    """Returns the case with the documents of step and data set split to at most `most` tokens."""
-    return replace(case, lengths=cut(case.lengths, most), longest=None if case.longest is None else min(case.longest, most))
-
-
-def _fit(lengths: Sequence[int], longest: int, long_documents: str) -> tuple[int, ...]:
-    if long_documents == "split":
-        return cut(lengths, longest)
-    if long_documents == "drop":
-        kept = tuple(length for length in lengths if length <= longest)
-        if not kept:
-            raise PlanError(f"all documents are longer than the maximum of {longest:,} tokens: split them, or use more ranks")
-        return kept
-    return tuple(lengths)

@@ -120,17 +120,17 @@ def times(speedup: float | None) -> str:
 
 
 def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | None, console: Console) -> None:
-    """Prints the mean rows of the ranks sweep, with details for `ranks` ranks."""
-    swept = [row for row in rows if row.sweep == "ranks"]
-    here = [row for row in swept if row.ranks == ranks]
-    console.print(f"{source}; {swept[0].tokens_per_rank:,} tokens per rank", highlight=False, markup=False)
-    if len(here) < len(swept):
+    """Prints the mean rows, with details for `ranks` ranks."""
+    detailed = [row for row in rows if row.ranks == ranks]
+    console.print(f"{source}; {rows[0].tokens_per_rank:,} tokens per rank", highlight=False, markup=False)
+    if len(detailed) < len(rows):
         for speedup, words in OVER.items():
-            _print(f"{words}, by ranks", speedups_table(swept, speedup), console)
-    words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, longest document {here[0].longest:,}"
-    _print(f"{ranks:,} ranks: {words}", plans_table(here), console)
-    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(here), console)
-    for line in [*missing(swept), "", *captions(here, model)]:
+            _print(f"{words}, by ranks", speedups_table(rows, speedup), console)
+    step = detailed[0]
+    words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
+    _print(f"{ranks:,} ranks: {words}", plans_table(detailed), console)
+    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(detailed), console)
+    for line in [*missing(rows), "", *captions(detailed, model)]:
         console.print(line, style="dim", highlight=False, markup=False)
 
 

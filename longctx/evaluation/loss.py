@@ -6,7 +6,7 @@ the result is the same as on one process.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ BUCKETS = 42
 
 
 @dataclass(frozen=True)
-class Part:
+class LossPart:
     """Loss over some of the predictions.
 
     Attributes:
@@ -46,11 +46,8 @@ class Part:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def as_json(self) -> dict[str, Any]:
-        found = {"first": self.first, "last": self.last, "documents": self.documents, "tokens": self.tokens}
-        return {key: value for key, value in found.items() if value is not None} | {
-            "loss": self.loss,
-            "perplexity": self.perplexity,
-        }
+        values = {**asdict(self), "perplexity": self.perplexity}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -64,16 +61,13 @@ class LossReport:
             the masked token, from 1.
     """
 
-    overall: Part
-    by_length: tuple[Part, ...]
-    by_position: tuple[Part, ...]
+    overall: LossPart
+    by_length: tuple[LossPart, ...]
+    by_position: tuple[LossPart, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "overall": self.overall.as_json(),
-            "by_length": [part.as_json() for part in self.by_length],
-            "by_position": [part.as_json() for part in self.by_position],
-        }
+        parts = {"by_length": self.by_length, "by_position": self.by_position}
+        return {"overall": self.overall.as_json(), **{name: [part.as_json() for part in of] for name, of in parts.items()}}
 
 
 def bucket(numbers: torch.Tensor) -> torch.Tensor:
@@ -101,17 +95,17 @@ def evaluate(documents: Documents, look: Look, planner: Planner, mesh: Mesh) -> 
     tokens = torch.zeros(BUCKETS, dtype=torch.int64).index_add_(0, bucket(lengths), targets)
     total = int(targets.sum())
     number = np.unique([piece.document for piece in documents.pieces]).size
-    overall = Part(1, None, number, total, _mean(float(by_length.sum()), total))
+    overall = LossPart(1, None, number, total, _mean(float(by_length.sum()), total))
     counts = torch.bincount(bucket(lengths), minlength=BUCKETS)
     return LossReport(
         overall, _parts(by_length, tokens.tolist(), counts.tolist()), _parts(by_position, [int(n) for n in seen.tolist()])
     )
 
 
-def _parts(sums: torch.Tensor, tokens: Sequence[int], documents: Sequence[int] | None = None) -> tuple[Part, ...]:
+def _parts(sums: torch.Tensor, tokens: Sequence[int], documents: Sequence[int] | None = None) -> tuple[LossPart, ...]:
     """Returns the buckets that are not empty."""
     return tuple(
-        Part(
+        LossPart(
             1 if index == 0 else SMALLEST << (index - 1),
             (SMALLEST << index) - 1,
             None if documents is None else documents[index],

@@ -13,8 +13,7 @@ from longctx.model.checkpoint_files import check_name
 from longctx.model.protocol import differences_but_rope
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
-from longctx.training import checkpoint
-from longctx.training.checkpoint import Checkpoint
+from longctx.training.checkpoint import Checkpoint, load_weights, newest
 from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes
 
@@ -30,13 +29,13 @@ class Target:
     Attributes:
         name: run folder, or folder or hub name of a checkpoint, as given.
         config: settings of the run, or defaults, with overrides.
-        found: checkpoint of the run; None for a checkpoint of transformers.
+        checkpoint: of the run; None for a checkpoint of transformers.
         notes: sentences to report with the results.
     """
 
     name: str
     config: Config
-    found: Checkpoint | None
+    checkpoint: Checkpoint | None
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -44,12 +43,12 @@ class Target:
         """Opens a run or a checkpoint. Raises UserError if there is neither of this name, or if settings are wrong."""
         folder = Path(name)
         if (folder / "config.yaml").is_file():
-            found, damaged = checkpoint.newest(folder)
-            if found is None:
+            newest_one, damaged = newest(folder)
+            if newest_one is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
                 raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
             config = load(folder / "config.yaml", overrides, world_size=world_size)
-            return cls(name, config, found, tuple(damaged))
+            return cls(name, config, newest_one, tuple(damaged))
         if is_store(folder):
             raise TargetError(
                 f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}"
@@ -65,21 +64,21 @@ class Target:
     @property
     def folder(self) -> Path | None:
         """Folder of the run; None for a checkpoint of transformers, which is never written to."""
-        return Path(self.name) if self.found is not None else None
+        return Path(self.name) if self.checkpoint is not None else None
 
     @property
     def described(self) -> str:
-        return self.name if self.found is None else f"{self.name} at step {self.found.step}"
+        return self.name if self.checkpoint is None else f"{self.name} at step {self.checkpoint.step}"
 
     @property
     def source(self) -> ModelSource:
         """The model, with the vocabulary size that it was trained with."""
-        vocab_size = None if self.found is None else self.found.state["model"].get("vocab_size")
+        vocab_size = None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
         return self.config.model_source(vocab_size)
 
     def tokenizer(self) -> Tokenizer:
         """Returns the model's tokenizer, for generated text. Raises UserError if there is none."""
-        if self.found is not None:
+        if self.checkpoint is not None:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
@@ -97,25 +96,26 @@ class Target:
 
     def other_tokenizer(self, tokenizer: Tokenizer) -> str:
         """Returns a warning if a store's tokenizer is not the model's; empty if it is, or if the model has none."""
-        file = (self.config.data.paths[0] if self.found is not None else Path(self.name)) / "tokenizer.json"
+        file = (self.config.data.paths[0] if self.checkpoint is not None else Path(self.name)) / "tokenizer.json"
         if not file.is_file() or Tokenizer.load(file, tokenizer.end_of_document_token).fingerprint == tokenizer.fingerprint:
             return ""
         return f"the store was made with another tokenizer than {file}: losses are meaningless if token ids differ"
 
     def max_length(self, world_size: int, longest: int | None = None) -> int:
         """Returns the maximum tokens of a piece of a document, as in training; `longest` is the longest document, if known."""
-        return choose_max_length(self.config, world_size, self.found, longest)
+        return choose_max_length(self.config, world_size, self.checkpoint, longest)
 
     def build(self, mesh: Mesh) -> "tuple[Passes, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
         # Compiling takes longer than a short evaluation: only if the settings demand it.
         passes = Passes(self.config.changed({"train.compile": bool(self.config.train.compile)}), mesh, self.source)
-        if self.found is None:
+        saved = self.checkpoint
+        if saved is None:
             return passes, self
-        different = passes.model.differences(self.found.state["model"])
+        different = passes.model.differences(saved.state["model"])
         if others := differences_but_rope(different):
-            raise TargetError(f"{self.found.folder} contains another model: {'; '.join(others)}; override only rope_*")
-        if problem := self.found.damage(mesh.control):
-            raise TargetError(f"{self.found.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
-        checkpoint.load_weights(self.found, passes.model, mesh.control)
+            raise TargetError(f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*")
+        if problem := saved.damage(mesh.control):
+            raise TargetError(f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
+        load_weights(saved, passes.model, mesh.control)
         return passes, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)))

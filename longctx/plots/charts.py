@@ -1,8 +1,7 @@
-"""Style of all charts, and figures as SVG data URIs that follow the reader's light or dark colour scheme."""
+"""Style of all charts, and figures as SVG data URIs."""
 
 import base64
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -10,18 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 INK, QUIET, EDGE, GRID, PAPER = "#22303c", "#6d7a86", "#c4ccd3", "#e3e8ec", "#fefefe"
-DARK = {
-    INK: "#e6edf3",
-    QUIET: "#9eabb7",
-    EDGE: "#4a5763",
-    GRID: "#2b3640",
-    PAPER: "#151c23",
-    "#1f5c99": "#3f86cf",
-    "#3c4650": "#71808e",
-    "#932f5e": "#d8649d",
-    "#2f7d4f": "#5fc08a",
-}
-"""Colour in the light scheme → colour in the dark one; all other colours stay."""
 STYLE: dict[Any, object] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "longctx",
@@ -34,18 +21,11 @@ STYLE: dict[Any, object] = {
 
 def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
     """Returns a figure of this size in inches with one pair of axes in the common style."""
-    figure, (axes,) = new_figure(width, height, 1)
-    return figure, axes
-
-
-def new_figure(width: float, height: float, rows: int, columns: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """Returns a figure of this size in inches and its axes, row by row."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height), facecolor="none")
-        all_axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
-    for axes in all_axes:
-        dress(axes)
-    return figure, all_axes
+        axes = figure.subplots()
+    dress(axes)
+    return figure, axes
 
 
 def dress(axes: Axes) -> None:
@@ -63,17 +43,4 @@ def svg_uri(figure: Figure, dpi: int = 150) -> str:
     buffer = io.StringIO()
     with mpl.rc_context(STYLE):
         figure.savefig(buffer, format="svg", dpi=dpi, bbox_inches="tight", metadata={"Date": None, "Creator": None})
-    head, tag, body = buffer.getvalue().partition("<defs>")
-    svg = f"{head}<style>{_dark_rules()}</style>{tag}{body}"
-    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
-
-
-def _dark_rules() -> str:
-    """CSS that swaps colours; matplotlib writes them as style attributes of the elements."""
-    rules = [
-        f"text:not([style*='fill:']){{fill:{INK}}}",
-        f"@media (prefers-color-scheme:dark){{text:not([style*='fill:']){{fill:{DARK[INK]}}}",
-    ]
-    for light, dark in DARK.items():
-        rules += [f"[style*='{name}: {light}']{{{name}:{dark}!important}}" for name in ("fill", "stroke")]
-    return "".join(rules) + "}"
+    return f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue().encode()).decode()}"

@@ -1,6 +1,5 @@
-"""Reads the steps of a run from its metrics.jsonl, also while the run is writing, and summarizes them."""
+"""Steps of training runs, as their metrics.jsonl has them, also while a run is writing, and their summary in words."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from typing import Any
 
 from longctx.errors import UserError
 from longctx.plots.colours import degree_class
+from longctx.step_log import LOG, read_log
+from longctx.units import format_bytes
 
-LOG = "metrics.jsonl"
 PARTS = {
     "attention_s": "attention",
     "exchange_wait_s": "exchange wait",
@@ -26,30 +26,31 @@ LAST = 10
 PAUSED = 5
 FAR_OFF = 1.5
 """Measured over predicted step time, or its inverse, from which on the profile is in doubt."""
+Step = Mapping[str, Any]
+"""A line of metrics.jsonl as plain data; see `longctx.training.metrics.StepMetrics`."""
 
 
 @dataclass(frozen=True)
-class Run:
+class RunLog:
     """Steps of one run, ascending.
 
     Attributes:
         name: short name for legends, unique among the runs that were read together.
         path: run folder.
-        steps: lines of metrics.jsonl as plain data; see `longctx.training.metrics.StepMetrics`.
         damaged: number of lines that could not be read, without the last one.
     """
 
     name: str
     path: Path
-    steps: Sequence[Mapping[str, Any]]
+    steps: Sequence[Step]
     damaged: int = 0
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """Returns steps and values of one metric; steps without a value are left out."""
-        pairs = [(int(step["step"]), float(step[name])) for step in self.steps if step.get(name) is not None]
+        pairs = [(step["step"], float(step[name])) for step in self.steps if step.get(name) is not None]
         return [number for number, _ in pairs], [value for _, value in pairs]
 
-    def usual(self) -> Sequence[Mapping[str, Any]]:
+    def usual(self) -> Sequence[Step]:
         """Returns the steps for times: without the first, which also compiles, and without steps in which something paused.
 
         A step with a measured over predicted time of more than PAUSED times the median is a pause.
@@ -58,11 +59,7 @@ class Run:
         most = PAUSED * median(map(_over_predicted, steps))
         return [step for step in steps if _over_predicted(step) <= most]
 
-    def tokens_per_s(self) -> tuple[list[int], list[float]]:
-        """Returns steps and tokens per second over all ranks."""
-        return [int(s["step"]) for s in self.steps], [s["tokens"] / s["step_time_s"] for s in self.steps]
-
-    def split(self) -> dict[str, float]:
+    def time_parts(self) -> dict[str, float]:
         """Returns the mean seconds per step of every part of PARTS, over the usual steps."""
         rows = [{part: float(step.get(part) or 0.0) for part in PARTS if part != "data_s"} for step in self.usual()]
         for row, step in zip(rows, self.usual(), strict=True):
@@ -73,15 +70,17 @@ class Run:
         """Returns the median of measured over predicted step time."""
         return median(map(_over_predicted, self.usual()))
 
-    def doubt(self) -> str:
-        """Returns a line on a profile whose predictions are far off; empty if they are not."""
-        ratio = self.over_predicted()
-        if 1 / FAR_OFF <= ratio <= FAR_OFF:
-            return ""
-        return (
-            f"{self.name}: steps take {ratio:.2f} times the predicted time, so plans may be worse than they could be: measure "
-            "a profile of this machine (longctx profile CONFIG --out FILE), and train with --context.profile FILE"
-        )
+    def remarks(self) -> list[str]:
+        """Returns lines on a profile whose predictions are far off, and on damaged lines of the log."""
+        remarks, ratio = [], self.over_predicted()
+        if not 1 / FAR_OFF <= ratio <= FAR_OFF:
+            remarks.append(
+                f"{self.name}: steps take {ratio:.2f} times the predicted time, so plans may be worse than they could be: "
+                "measure a profile of this machine (longctx profile CONFIG --out FILE), and train with --context.profile FILE"
+            )
+        if self.damaged:
+            remarks.append(f"{self.path}: {self.damaged} damaged lines of {LOG} left out")
+        return remarks
 
     def degrees(self) -> dict[int, list[int]]:
         """Returns the number of documents of every step by degree class, ascending; see `degree_class`."""
@@ -93,11 +92,11 @@ class Run:
         return dict(sorted(counts.items()))
 
 
-def _over_predicted(step: Mapping[str, Any]) -> float:
+def _over_predicted(step: Step) -> float:
     return float(step["step_time_s"]) / float(step["predicted_s"])
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunLog]:
     """Reads several runs. Raises UserError if a run cannot be read or is given twice."""
     for i, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:i]]:
@@ -106,7 +105,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return [read_run(path, name if names.count(name) == 1 else str(path)) for path, name in zip(paths, names, strict=True)]
 
 
-def read_run(path: Path, name: str) -> Run:
+def read_run(path: Path, name: str) -> RunLog:
     """Reads one run folder. A damaged last line is being written, and is left out.
 
     Raises UserError without such a folder, without metrics.jsonl, and without a complete step.
@@ -117,58 +116,48 @@ def read_run(path: Path, name: str) -> Run:
         inside = sorted(log.parent for log in path.glob(f"*/{LOG}"))
         way_out = f"give {', '.join(map(str, inside[:3]))}" if inside else "give the folder of a run (train.run_dir)"
         raise UserError(f"{path} holds no {LOG}, which training writes after its first step: {way_out}")
-    steps: dict[int, Mapping[str, Any]] = {}
-    damaged: list[int] = []
-    lines = (path / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines, start=1):
-        if (step := _step(line)) is None:
-            damaged.append(number)
-        else:
-            steps[step["step"]] = step
+    lines = [None if step is None else _checked(step) for step, _ in read_log(path / LOG)]
+    steps = {step["step"]: step for step in lines if step is not None}
     if not steps:
         raise UserError(f"{path / LOG} holds no complete step yet: wait for the first one, or see why training stopped")
-    return Run(name, path, [steps[number] for number in sorted(steps)], len([n for n in damaged if n < len(lines)]))
+    return RunLog(name, path, [steps[number] for number in sorted(steps)], lines[:-1].count(None))
 
 
-def _step(line: str) -> Mapping[str, Any] | None:
-    """Returns the step of a line; None if the line is cut off or is not a step."""
+def _checked(step: dict[str, Any]) -> Step | None:
+    """Returns the step, with a loss of NaN if it had no update; None if it lacks a metric that is drawn."""
     try:
-        step = json.loads(line)
-        if step["loss"] is None or step.get("target_tokens") == 0:  # of a step without an update
+        if step["loss"] is None or step.get("target_tokens") == 0:
             step["loss"] = math.nan
-        typed = isinstance(step["step"], int) and isinstance(step["loss"], float) and isinstance(step["degrees"], dict)
+        typed = isinstance(step["loss"], float) and isinstance(step["degrees"], dict)
         return step if typed and min(step["tokens"], step["step_time_s"], step["predicted_s"]) > 0 else None
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
-def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def summary(runs: Sequence[RunLog]) -> tuple[list[str], list[list[str]]]:
     """Returns headings (the runs) and lines (one per figure), in words."""
     columns = [_figures(run) for run in runs]
     shown = [name for name in columns[0] if any(column[name] for column in columns)]
     return ["", *(run.name for run in runs)], [[name, *(column[name] or "—" for column in columns)] for name in shown]
 
 
-def _figures(run: Run) -> dict[str, str]:
+def _figures(run: RunLog) -> dict[str, str]:
     """Returns name → value of every figure of a run; empty values where the run has none."""
-    usual, split = run.usual(), run.split()
+    usual, parts = run.usual(), run.time_parts()
     losses = [step["loss"] for step in run.steps if math.isfinite(step["loss"])]  # not of skipped steps
-    held_out = run.column("validation_loss")[1]
+    validation = run.column("validation_loss")[1]
     degrees = sorted({int(degree) for step in run.steps for degree in step["degrees"]})
+    peak = max(step.get("peak_memory_bytes") or 0 for step in run.steps)
     return {
         "steps": f"{run.steps[0]['step']:,} to {run.steps[-1]['step']:,}",
         "loss, first step": f"{losses[0]:.3f}" if losses else "",
         f"loss, last {LAST} steps": f"{fmean(losses[-LAST:]):.3f}" if losses else "",
         "steps without update": str(sum(bool(step.get("skipped")) for step in run.steps) or ""),
-        "loss, held out": f"{held_out[-1]:.3f}" if held_out else "",
+        "loss, validation": f"{validation[-1]:.3f}" if validation else "",
         "tokens/s, all ranks": f"{median(step['tokens'] / step['step_time_s'] for step in usual):,.0f}",
         "step time": f"{median(step['step_time_s'] for step in usual):.3g} s",
         "measured / predicted": f"{run.over_predicted():.2f}×",
-        **{PARTS[part]: f"{split[part] / sum(split.values()):.1%}" if split[part] else "" for part in PARTS},
+        **{PARTS[part]: f"{parts[part] / sum(parts.values()):.1%}" if parts[part] else "" for part in PARTS},
         "degrees": " ".join(map(str, degrees)) if len(degrees) < 8 else f"{degrees[0]} to {degrees[-1]}",
-        "peak memory": _memory(max(step.get("peak_memory_bytes") or 0 for step in run.steps)),
+        "peak memory": format_bytes(peak) if peak else "",
     }
-
-
-def _memory(size: float) -> str:
-    return "" if not size else f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

@@ -1,7 +1,6 @@
-"""Figures of training runs: loss, speed, measured against predicted time, time split, degrees; several runs overlaid."""
+"""Figure of training runs, several overlaid: loss, speed, measured against predicted time, parts of the time, degrees."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -9,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from longctx.plots.charts import GRID, INK, QUIET, STYLE, dress, new_axes, svg_uri
+from longctx.plots.charts import GRID, INK, QUIET, STYLE, dress
 from longctx.plots.colours import class_name, colour
-from longctx.plots.run_log import PARTS, Run
+from longctx.plots.run_log import PARTS, RunLog
 
 RUN_COLOURS = ("#1f77c9", "#ec7d26", "#2f9e6e", "#a22162", "#7a5cc4", "#d6402f", "#b08a1e", "#6c7985")
 PART_COLOURS = dict(zip(PARTS, ("#1f77c9", "#d6402f", "#a22162", "#f5b32c", "#98a4ae", "#7a5cc4"), strict=True))
@@ -20,32 +19,31 @@ SMOOTHED_FROM = 60
 MOST_BINS = 240
 """Columns of the degree chart; longer runs are averaged."""
 
-Draw = Callable[[Axes, Sequence[Run]], None]
 
-
-def draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draws the training loss of every run, and the loss on held-out documents as circles."""
+def draw_loss(axes: Axes, runs: Sequence[RunLog]) -> None:
+    """Draws the training loss of every run, and the validation loss as circles."""
     for i, run in enumerate(runs):
         _curve(axes, *run.column("loss"), i, run.name)
         steps, losses = run.column("validation_loss")
         if steps:
             look: dict[str, Any] = {"color": run_colour(i), "marker": "o", "markersize": 5, "linestyle": (0, (3, 2))}
-            axes.plot(steps, losses, linewidth=1.2, label=_plain(f"{run.name}, held out"), **look)
+            axes.plot(steps, losses, linewidth=1.2, label=_plain(f"{run.name}, validation"), **look)
     _label(axes, "step", "loss")
     _legend(axes, runs, always=any(run.column("validation_loss")[0] for run in runs))
 
 
-def draw_speed(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_speed(axes: Axes, runs: Sequence[RunLog]) -> None:
     """Draws tokens per second over all ranks."""
     for i, run in enumerate(runs):
-        _curve(axes, *run.tokens_per_s(), i, run.name)
+        speeds = [step["tokens"] / step["step_time_s"] for step in run.steps]
+        _curve(axes, [step["step"] for step in run.steps], speeds, i, run.name)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _label(axes, "step", "tokens per second")
     _legend(axes, runs)
 
 
-def draw_predicted(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_predicted(axes: Axes, runs: Sequence[RunLog]) -> None:
     """Draws the measured time of every step against the time that the plan predicted; the line is a perfect prediction."""
     longest = 0.0
     for i, run in enumerate(runs):
@@ -62,12 +60,12 @@ def draw_predicted(axes: Axes, runs: Sequence[Run]) -> None:
     _legend(axes, runs, always=True, loc="upper left")
 
 
-def draw_split(axes: Axes, runs: Sequence[Run]) -> None:
+def draw_time_parts(axes: Axes, runs: Sequence[RunLog]) -> None:
     """Draws the mean step time of every run as a bar of its parts."""
-    splits = [run.split() for run in runs]
-    left, totals = np.zeros(len(runs)), np.array([sum(split.values()) for split in splits])
+    means = [run.time_parts() for run in runs]
+    left, totals = np.zeros(len(runs)), np.array([sum(parts.values()) for parts in means])
     for part, name in PARTS.items():
-        seconds = np.array([split[part] for split in splits])
+        seconds = np.array([parts[part] for parts in means])
         if (seconds > 0.001 * totals).any():
             axes.barh(range(len(runs)), seconds, left=left, height=0.6, color=PART_COLOURS[part], label=name)
         left += seconds
@@ -81,7 +79,7 @@ def draw_split(axes: Axes, runs: Sequence[Run]) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=6, frameon=False, labelcolor=INK, **_SMALL_KEYS)
 
 
-def draw_degrees(axes: Axes, run: Run) -> None:
+def draw_degrees(axes: Axes, run: RunLog) -> None:
     """Draws one band per degree class: its height is the number of documents of a step, on a logarithmic scale."""
     steps = np.array([step["step"] for step in run.steps])
     size = -(-len(steps) // MOST_BINS)
@@ -104,39 +102,23 @@ def draw_degrees(axes: Axes, run: Run) -> None:
     axes.set_ylabel("degree")
 
 
-def chart_uri(draw: Draw, runs: Sequence[Run]) -> str:
-    """Returns one chart of all runs as a data URI."""
-    figure, axes = new_axes(9.2, 1.1 + 0.45 * len(runs) if draw is draw_split else 3.4)
+def draw_runs(runs: Sequence[RunLog], background: str) -> Figure:
+    """Draws all charts into one figure."""
+    charts: list[tuple[str, Callable[[Axes, Sequence[RunLog]], None]]] = [
+        ("Loss", draw_loss),
+        ("Speed, all ranks", draw_speed),
+        ("Measured against predicted time", draw_predicted),
+        ("Parts of the step time", draw_time_parts),
+    ]
+    heights = [3.0, 3.0, 0.9 + 0.36 * len(runs), *(0.7 + 0.42 * len(run.degrees()) for run in runs)]
     with mpl.rc_context(STYLE):
-        draw(axes, runs)
-    return svg_uri(figure)
-
-
-def degrees_uri(run: Run) -> str:
-    """Returns the degrees of one run over its steps as a data URI."""
-    figure, axes = new_axes(9.2, _degrees_height(run))
-    with mpl.rc_context(STYLE):
-        draw_degrees(axes, run)
-    return svg_uri(figure)
-
-
-def save_runs(runs: Sequence[Run], path: Path) -> None:
-    """Draws all charts into one image file. Raises OSError."""
-    heights = [3.0, 3.0, 0.9 + 0.36 * len(runs), *(_degrees_height(run) - 0.2 for run in runs)]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor="white", layout="constrained")
+        figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor=background, layout="constrained")
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
-        charts: list[tuple[str, Draw, Any]] = [
-            ("Loss", draw_loss, grid[0, :]),
-            ("Speed, all ranks", draw_speed, grid[1, 0]),
-            ("Measured against predicted time", draw_predicted, grid[1, 1]),
-            ("Time split", draw_split, grid[2, :]),
-        ]
-        for title, draw, place in charts:
-            draw(_titled(figure, place, title, pad=24 if draw is draw_split else 6), runs)
+        for (title, draw), place in zip(charts, (grid[0, :], grid[1, 0], grid[1, 1], grid[2, :]), strict=True):
+            draw(_titled(figure, place, title, pad=24 if draw is draw_time_parts else 6), runs)
         for row, run in enumerate(runs, start=3):
             draw_degrees(_titled(figure, grid[row, :], f"Documents per step by degree: {_plain(run.name)}"), run)
-        figure.savefig(path)
+    return figure
 
 
 def run_colour(index: int) -> str:
@@ -151,10 +133,6 @@ def _titled(figure: Figure, place: Any, title: str, pad: float = 6) -> Axes:
     dress(axes)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=pad)
     return axes
-
-
-def _degrees_height(run: Run) -> float:
-    return 0.9 + 0.42 * len(run.degrees())
 
 
 def _curve(axes: Axes, steps: Sequence[int], values: Sequence[float], index: int, name: str) -> None:
@@ -175,7 +153,7 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.grid(axis="y", color=GRID)
 
 
-def _legend(axes: Axes, runs: Sequence[Run], always: bool = False, **style: Any) -> None:
+def _legend(axes: Axes, runs: Sequence[RunLog], always: bool = False, **style: Any) -> None:
     if always or len(runs) > 1:
         axes.legend(frameon=False, labelcolor=INK, **_SMALL_KEYS, **style)
 

@@ -1,7 +1,7 @@
 """Measures a whole hardware profile, one group of constants at a time, and checks it against a real step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,15 +11,14 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.model.presets import ModelShape
 from longctx.parallel.mesh import Mesh
-from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.scaling import query_share
+from longctx.planning.cost.scaling import RankWork, query_share
 from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
 from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
 from longctx.profiling.profiled_run import Measurement, ProfiledRun
-from longctx.training.run_profile import read_described, work_of
+from longctx.training.run_profile import Described, read_described
 
 LEAST_TOKENS = 64
 SHORTEST_DOCUMENT = 16
@@ -30,59 +29,56 @@ WORTH_A_WARNING = 0.2
 
 
 @dataclass(frozen=True)
-class Source:
-    """The source of a constant; `residual` is the relative error of its fit, or None if it was not measured."""
-
-    how: str
-    residual: float | None = None
-    taken_over: bool = False
-
-
-@dataclass(frozen=True)
 class Measured:
     """A measured profile.
 
     Attributes:
         profile: the constants.
         about: one-line description of model and machine.
-        sources: source of every constant, by name.
+        sources: measurement of every constant, by name; constants without one are those of the base profile.
+        base: why constants are those of the base profile, and its name.
         run: machine and settings of the measurement.
         check: a step as predicted by the profile and as measured.
     """
 
     profile: HardwareProfile
     about: str
-    sources: dict[str, Source]
+    sources: dict[str, Measurement]
+    base: str
     run: dict[str, Any]
     check: dict[str, Any]
 
     @property
+    def how(self) -> dict[str, str]:
+        """Description of the source of every constant."""
+        return {name: self.sources[name].how if name in self.sources else self.base for name in self.profile.to_dict()}
+
+    @property
     def warnings(self) -> list[str]:
         """Warnings about constants that should not be trusted."""
-        found = [
+        warnings = [
             f"{name}: the fit is {source.residual:.0%} off its measurements; stop other load on the machine, or raise "
             "--longest or batch.tokens_per_rank"
             for name, source in self.sources.items()
             if source.residual is not None and source.residual > WORTH_A_WARNING
         ]
         if abs(self.check["error"]) > WORTH_A_WARNING:
-            found.append(
+            warnings.append(
                 f"the predicted step time is {self.check['error']:+.0%} off: stop other load on the machine and measure again"
             )
-        return found
+        return warnings
 
     def to_yaml(self) -> str:
         """Returns the profile as YAML, as `HardwareProfile.load` reads it."""
         residuals = {name: _short(source.residual) for name, source in self.sources.items() if source.residual is not None}
-        not_measured = {name: source.how for name, source in self.sources.items() if source.taken_over}
+        not_measured = dict.fromkeys(self.profile.to_dict().keys() - self.sources.keys(), self.base)
         measured = {**self.run, "relative_residual": residuals, "not_measured": not_measured, "check": self.check}
         content = {"about": self.about, **self.profile.to_dict(), "measured": measured}
         return yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the content of the YAML file plus the source of every constant and the warnings."""
-        how = {name: source.how for name, source in self.sources.items()}
-        return {**yaml.safe_load(self.to_yaml()), "sources": how, "warnings": self.warnings}
+        return {**yaml.safe_load(self.to_yaml()), "sources": self.how, "warnings": self.warnings}
 
 
 def measure_profile(
@@ -93,7 +89,7 @@ def measure_profile(
     base: str,
     local_rank: int,
     longest_s: float = 1.0,
-    tell: Callable[[str], None] = lambda stage: None,
+    tell: Callable[[str], None] = lambda part: None,
 ) -> Measured:
     """Measures all constants that this machine and number of ranks allow; the others come from the profile named `base`.
 
@@ -106,7 +102,7 @@ def measure_profile(
         base: name or path of the profile for constants that cannot be measured.
         local_rank: this process's rank on its node.
         longest_s: approximate time of one measurement in seconds; also limits the longest segments.
-        tell: called with a description of each stage before it starts.
+        tell: called with a description of each part before it starts.
 
     Raises:
         UserError: for a token budget that is too small, nodes with different numbers of ranks, or too little memory.
@@ -114,80 +110,100 @@ def measure_profile(
     tokens = config.batch.tokens_per_rank
     if tokens < LEAST_TOKENS:
         raise UserError(f"batch.tokens_per_rank is {tokens}: measuring needs at least {LEAST_TOKENS} tokens per rank")
-    given, nodes = HardwareProfile.load(base), Nodes.find(mesh, local_rank)
-    several_nodes = nodes.per_node < nodes.ranks
-    # On one node the profile says how large nodes are, in ranks of its own tensor-parallel size.
-    described = read_described(base)[1]
-    gpus = given.ranks_per_node * (1 if described is None else described.tensor_parallel_size)
-    per_node = nodes.per_node if several_nodes else max(nodes.per_node, gpus // mesh.tensor.size())
+    nodes, machine = Nodes.find(mesh, local_rank), describe_machine(mesh)
+    described = _describe(config, mesh, shape, machine)
     tell("building the model")
-    levels = 2 if config.context.two_level_exchange else 1
-    profile = replace(given, ranks_per_node=per_node, exchange_levels=levels)
-    profiled = ProfiledRun(config, mesh, shape, longest_s, profile)
-    head_dim, passes = profiled.layer.head_dim, profiled.fetches + 1
-    kv_bytes = kv_bytes_per_token(len(profiled.spec.layers), profiled.kv_heads, head_dim, profiled.dtype.itemsize, passes)
-    profile = replace(profile, kv_bytes_per_token=kv_bytes)
-    why = "one process" if nodes.ranks == 1 else "one node"
-    if several_nodes and nodes.per_node == 1:
-        why = "one rank per node"
-    sources = {name: Source(f"{why}: taken from {base}", taken_over=True) for name in profile.to_dict()}
-    sources["exchange_levels"] = Source("setting context.two_level_exchange")
-    sources["kv_bytes_per_token"] = Source(f"model: layers × (K, V) × heads × size × {profiled.fetches + 1} passes")
-    if several_nodes:
-        sources["ranks_per_node"] = Source("launcher")
+    profiled = ProfiledRun(config, mesh, shape, longest_s, _with_nodes(base, nodes, mesh, config))
+    constants = _measure(profiled, described.work, nodes, tell)
+    tell("a step, to compare with its prediction")
+    why = "one process" if nodes.ranks == 1 else "one node" if nodes.per_node > 1 else "one rank per node"
+    return Measured(
+        profile=constants.profile,
+        about=f"{described}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}, by `longctx profile`.",
+        sources=constants.sources,
+        base=f"{why}: taken from {base}",
+        run={
+            **machine,
+            "ranks": nodes.ranks,
+            "nodes": nodes.ranks // nodes.per_node,
+            "kernel": config.context.kernel,
+            "tokens_per_rank": tokens,
+            "max_remote_tokens": config.context.max_remote_tokens,
+            **described.model_dump(),
+        },
+        check=_check(profiled, constants.profile),
+    )
 
-    def note(measurement: Measurement) -> None:
-        nonlocal profile
-        constants = {name: _short(value) for name, value in measurement.constants.items()}
-        profile = replace(profile, **constants)
-        sources.update(dict.fromkeys(constants, Source(measurement.how, measurement.residual)))
 
+class _Constants:
+    """A profile in the making: `add` replaces constants of the base profile by measured ones, and notes their sources."""
+
+    def __init__(self, profile: HardwareProfile) -> None:
+        self.profile = profile
+        self.sources: dict[str, Measurement] = {}
+
+    def add(self, *measurements: Measurement) -> None:
+        for measurement in measurements:
+            values = measurement.constants
+            if measurement.residual is not None:
+                values = {name: _short(value) for name, value in values.items()}
+            self.profile = replace(self.profile, **values)
+            self.sources |= dict.fromkeys(values, measurement)
+
+
+def _measure(profiled: ProfiledRun, work: RankWork, nodes: Nodes, tell: Callable[[str], None]) -> _Constants:
+    """Returns the constants that model, settings and launcher give, and those that can be measured."""
+    constants = _Constants(profiled.no_plan.profile)
+    constants.add(
+        Measurement({"exchange_levels": constants.profile.exchange_levels}, "setting context.two_level_exchange"),
+        Measurement({"kv_bytes_per_token": work.kv_bytes}, "model: layers × (K, V) × heads × size × passes"),
+        Measurement({"state_bytes": work.state_bytes}, "model: states of linear attention"),
+    )
+    if nodes.per_node < nodes.ranks:
+        constants.add(Measurement({"ranks_per_node": constants.profile.ranks_per_node}, "launcher"))
     tell("everything except attention")
-    note(measure_linear(profiled))
-    work = work_of(
-        profiled.spec,
-        config.dtype,
-        recompute=config.train.recompute,
-        keep_kv=bool(config.context.keep_kv),
-        tensor=mesh.tensor.size(),
-        expert=config.parallel.expert_parallel_size,
-    )
-    profile = replace(profile, query_share=_short(query_share(profile, work)), state_bytes=work.state_bytes)
-    sources["state_bytes"] = Source("model: states of linear attention")
-    sources["query_share"] = Source(
-        "model: 2 of 3 products of the matrices to queries / all products, less tensor-parallel messages"
-    )
-    note(measure_step(profiled))
+    constants.add(measure_linear(profiled))
+    share = _short(query_share(constants.profile, work))
+    constants.add(Measurement({"query_share": share}, "model: 2 of 3 products of the matrices to queries / all products"))
+    constants.add(measure_step(profiled))
     tell("attention")
-    for measurement in measure_attention(profiled):
-        note(measurement)
+    constants.add(*measure_attention(profiled))
     if nodes.ranks > 1:
         tell("exchange")
-        for measurement in measure_links(profiled, nodes):
-            note(measurement)
+        constants.add(*measure_links(profiled, nodes))
         tell("overlap of attention and exchange")
-        note(measure_overlap(profiled, nodes, profile))
-    tell("a step, to compare with its prediction")
-    check = _check(profiled, profile)
-    machine = describe_machine(mesh)
-    run = {
-        **machine,
-        "ranks": nodes.ranks,
-        "nodes": nodes.ranks // nodes.per_node,
-        "device": mesh.device.type,
-        "dtype": config.dtype,
-        "recompute": config.train.recompute,
-        "keep_kv": bool(config.context.keep_kv),
-        "tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "expert_parallel_size": config.parallel.expert_parallel_size,
-        "kernel": config.context.kernel,
-        "tokens_per_rank": tokens,
-        "max_remote_tokens": config.context.max_remote_tokens,
-        "model": shape.model_dump(),
-    }
-    where = f"{machine['gpu'] or machine['cpu']}, {nodes.ranks} rank{'s' * (nodes.ranks > 1)}"
-    about = f"Model of {shape.spec.parameters / 1e6:.1f}M parameters in {config.dtype} on {where}, by `longctx profile`."
-    return Measured(profile, about, sources, run, check)
+        constants.add(measure_overlap(profiled, nodes, constants.profile))
+    return constants
+
+
+def _with_nodes(base: str, nodes: Nodes, mesh: Mesh, config: Config) -> HardwareProfile:
+    """Returns the base profile with the ranks per node and exchange levels of this run.
+
+    On one node the profile says how large nodes are, in ranks of its own tensor-parallel size.
+    """
+    profile, described = read_described(base)
+    per_node = nodes.per_node
+    if per_node == nodes.ranks:
+        gpus = profile.ranks_per_node * (1 if described is None else described.tensor_parallel_size)
+        per_node = max(per_node, gpus // mesh.tensor.size())
+    return replace(profile, ranks_per_node=per_node, exchange_levels=2 if config.context.two_level_exchange else 1)
+
+
+def _describe(config: Config, mesh: Mesh, shape: ModelShape, machine: Mapping[str, Any]) -> Described:
+    """Returns the model and settings that the constants are for."""
+    return Described.model_validate(
+        {
+            "model": shape,
+            "dtype": config.dtype,
+            "device": mesh.device.type,
+            "gpu": machine["gpu"],
+            "cpu": machine["cpu"],
+            "recompute": config.train.recompute,
+            "keep_kv": bool(config.context.keep_kv),
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "expert_parallel_size": config.parallel.expert_parallel_size,
+        }
+    )
 
 
 def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:

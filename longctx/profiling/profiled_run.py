@@ -25,17 +25,17 @@ from longctx.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured constants of a profile.
+    """Constants of a profile.
 
     Attributes:
         constants: values by name in HardwareProfile.
-        how: short description of the timed work.
-        residual: relative root mean square error of the fit.
+        how: short description of the timed work, or of the source of the values.
+        residual: relative root mean square error of the fit; None if model, settings or launcher give the values.
     """
 
     constants: dict[str, Any]
     how: str
-    residual: float
+    residual: float | None = None
 
 
 class ProfiledRun:

@@ -5,8 +5,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
+from longctx.step_log import LOG, read_log
 from longctx.training.balance import STATISTICS
 from longctx.training.health import Spikes
 from longctx.units import format_bytes
@@ -217,10 +217,10 @@ class MetricsLog:
             wandb: project of Weights & Biases, or None.
             settings: of the run, which are shown there.
         """
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / LOG
         self.spikes = Spikes()
-        lines = list(lines_of(self.path))
-        kept = [line for step, line in lines if step is not None and step <= after_step]
+        lines = list(read_log(self.path))
+        kept = [line for step, line in lines if step is not None and step["step"] <= after_step]
         if damaged := sum(step is None for step, _ in lines[:-1]):  # a kill may cut the last one short
             print(f"{damaged} damaged lines of {self.path} are left out", file=sys.stderr)
         new = self.path.with_suffix(".partial")
@@ -256,16 +256,6 @@ class MetricsLog:
             self.wandb_run.finish()
 
 
-def lines_of(path: Path) -> Iterator[tuple[int | None, str]]:
-    """Yields step and text of every line of a metrics.jsonl; step None if the line is damaged or was cut short by a kill."""
-    if path.exists():
-        for line in path.read_text("utf-8", errors="replace").splitlines():
-            step: int | None = None
-            with suppress(ValueError, KeyError, TypeError, OverflowError):
-                step = int(json.loads(line)["step"])
-            yield step, line
-
-
 def check_wandb(project: str | None) -> None:
     """Raises UserError if Weights & Biases is to be logged to and its package is not installed."""
     if project is not None and importlib.util.find_spec("wandb") is None:
@@ -287,9 +277,8 @@ def _start_wandb(project: str, folder: Path, settings: dict[str, Any] | None, *,
 
 def mean_speed(folder: Path) -> str:
     """Returns the mean tokens per second over all steps in a run folder, in total and per rank, for people."""
-    lines = [json.loads(line) for step, line in lines_of(folder / "metrics.jsonl") if step is not None]
     used = ("tokens", "step_time_s", "tokens_per_s_per_rank")
-    steps = [step for step in lines if all(isinstance(step.get(name), (int, float)) for name in used)]
+    steps = [step for step, _ in read_log(folder / LOG) if step and all(isinstance(step.get(n), (int, float)) for n in used)]
     seconds = sum(step["step_time_s"] for step in steps)
     if not seconds:
         return "no steps"

@@ -6,20 +6,18 @@ fixed static also needs the degree of the whole data set. Static plans at every 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from longctx.comparison.baselines.fixed_static import check_fixed_degree, place_fixed_static
-from longctx.comparison.baselines.flexsp import place_flexsp
-from longctx.comparison.baselines.megatron_dev_branch import place_megatron_dev
 from longctx.comparison.baselines.megatron_main_branch import MissingBaseline, load_scheduler, place_megatron_main
 from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
-from longctx.planning.plan import Plan, PlanError
+from longctx.planning.plan import Plan
 from longctx.planning.stages import staged
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
@@ -34,44 +32,38 @@ class Baseline:
     """Another system's scheduler. `about` tells what is the authors' code and what is our reading."""
 
     title: str
-    about: str
     place: Place
+    about: str = ""
     load: Callable[[], object] = lambda: None  # imports the system's package; not part of planning time
 
 
 BASELINES: dict[str, Baseline] = {
     "plain-static": Baseline(
         "plain static",
+        place_plain_static,
         "One power-of-two degree per step, the best one, documents packed best-fit by tokens, without a cost model: stronger "
         "than what trainers run, which is fixed static.",
-        place_plain_static,
     ),
     "megatron-main": Baseline(
         "Megatron main",
+        place_megatron_main,
         "Theirs: the class BalancedCPScheduler of the megatron-core wheel, unchanged. Ours: documents that it runs one after "
         "another on a rank within a group are packed into micro-batches of the token budget.",
-        place_megatron_main,
         load_scheduler,
-    ),
-    "megatron-dev": Baseline(
-        "Megatron dev",
-        "Our reading of the packing-aware scheduler of Megatron's dev branch, written from its description: powers of two, "
-        "work = length² / degree. Its code (commit d48bd6be0a) made the same plans in 132 of 132 cases, up to rounding; its "
-        "padding of documents is not modelled and would cost it 0 to 22 %.",
-        place_megatron_dev,
-    ),
-    "flexsp": Baseline(
-        "FlexSP-like",
-        "Our reading of FlexSP (ASPLOS 2025): sorted documents are cut into micro-batches of equal tokens, each with the "
-        "power-of-two groups that finish first. A bisection with greedy placement replaces its integer program, whose plans "
-        "are between 6 % faster and 18 % slower.",
-        place_flexsp,
     ),
 }
 
 
-def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_rank: int, profile: HardwareProfile) -> Plan:
-    """Plans the documents with a baseline.
+def plan_baseline(
+    name: str,
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    tokens_per_rank: int,
+    profile: HardwareProfile,
+    baselines: Mapping[str, Baseline] = BASELINES,
+) -> Plan:
+    """Plans the documents with one of `baselines`, by its name.
 
     Raises:
         PlanError: for invalid input, or if the baseline cannot hold the documents.
@@ -79,10 +71,8 @@ def plan_baseline(name: str, lengths: Sequence[int], *, ranks: int, tokens_per_r
     """
     check_settings(ranks, tokens_per_rank, "auto", None, None, None)
     sizes = check_lengths(lengths, ranks, tokens_per_rank, profile)
-    if name not in BASELINES:
-        raise PlanError(f"unknown baseline {name!r}: choose one of {', '.join(BASELINES)}")
-    BASELINES[name].load()
-    return _plan("auto", name, BASELINES[name].place, sizes, ranks, tokens_per_rank, profile)
+    baselines[name].load()
+    return _plan("auto", name, baselines[name].place, sizes, ranks, tokens_per_rank, profile)
 
 
 def plan_fixed_static(

@@ -49,7 +49,7 @@ def place_fixed_static(
     groups = ranks // degree
     packs = _next_fit(largest_shards(lengths, np.full_like(lengths, degree)).tolist(), tokens_per_rank)
     _split_last(packs, groups)
-    rows = [[Group(degree, documents=pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
+    rows = [[Group(degree, pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
     return stand_in_rows(rows, lengths)
 
 

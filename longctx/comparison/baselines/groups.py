@@ -17,14 +17,7 @@ class Group:
     """Neighboring ranks; each document of a group is split over all its ranks."""
 
     degree: int
-    time: float = 0.0
-    tokens: int = 0
     documents: list[int] = field(default_factory=list)
-
-    def add(self, document: int, time: float, tokens: int) -> None:
-        self.documents.append(document)
-        self.time += time
-        self.tokens += tokens
 
 
 def powers_of_two(ranks: int) -> list[int]:
@@ -32,7 +25,7 @@ def powers_of_two(ranks: int) -> list[int]:
     return [1 << i for i in range(ranks.bit_length())]
 
 
-def stand_in_rows(rows: list[list[Group]], lengths: Integers) -> Assignment:
+def stand_in_rows(rows: Sequence[Sequence[Group]], lengths: Integers) -> Assignment:
     """Assigns groups to ranks: every row is a micro-batch, whose groups take consecutive ranks from rank 0."""
     micro_batch, first_rank, degree = (np.full(len(lengths), -1, dtype=np.int64) for _ in range(3))
     for row, groups in enumerate(rows):

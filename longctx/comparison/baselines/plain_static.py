@@ -21,7 +21,7 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         if int(tokens.max()) > tokens_per_rank:
             continue
         pack = best_fit(tokens, tokens_per_rank)
-        packed = [Group(degree, documents=np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
+        packed = [Group(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
         groups = ranks // degree
         rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
         plans.append(stand_in_rows(rows, lengths))

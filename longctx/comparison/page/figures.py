@@ -20,11 +20,8 @@ LOOKS = {
     "static": ("#6c7985", "_"),
     "plain-static": ("#98a4ae", "x"),
     "megatron-main": ("#cf4b3e", "v"),
-    "megatron-dev": ("#e8833a", "^"),
-    "flexsp": ("#932f5e", "D"),
 }
 """Colour and marker of every planner."""
-AXES = {"ranks": "ranks", "tokens_per_rank": "tokens per rank", "max_length": "longest document in tokens"}
 BOUND = "#2f7d4f"
 
 
@@ -47,19 +44,19 @@ def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
     return svg_uri(figure)
 
 
-def lines(rows: Sequence[Row], x: str, speedup: str) -> str:
-    """Draws the speedup of every planner against the column `x` of the rows, whose values are evenly spaced."""
+def speedup_lines(rows: Sequence[Row], speedup: str) -> str:
+    """Draws the speedup of every planner against the number of ranks, whose values are evenly spaced."""
     figure, axes = new_axes(9.2, 3.6)
-    positions = sorted({getattr(row, x) for row in rows})
+    positions = sorted({row.ranks for row in rows})
     for planner, (face, marker) in LOOKS.items():
-        values = ((getattr(row, x), getattr(row, speedup)) for row in rows if row.planner == planner)
+        values = ((row.ranks, getattr(row, speedup)) for row in rows if row.planner == planner)
         points = sorted({(positions.index(at), value) for at, value in values if value is not None})
         if points and planner != SPEEDUPS[speedup]:
             width, order = (2.6, 3) if planner == "auto" else (1.3, 2)
             look: dict[str, Any] = {"color": face, "marker": marker, "markersize": 6, "linewidth": width, "zorder": order}
             axes.plot(*zip(*points, strict=True), label=TITLES[planner], **look)
     axes.set_xticks(range(len(positions)), [f"{value:,}" for value in positions])
-    axes.set_xlabel(AXES[x])
+    axes.set_xlabel("ranks")
     axes.set_ylabel("speedup")
     axes.set_ylim(bottom=0)
     axes.grid(axis="y", color=GRID)

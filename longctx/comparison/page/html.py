@@ -41,14 +41,14 @@ class Comparison:
     changed: str
 
     def reference(self) -> list[Row]:
-        """Rows of the ranks sweep on `ranks` ranks, in the order of PLANNERS."""
-        return [row for row in self.rows if row.sweep == "ranks" and row.ranks == self.ranks]
+        """Rows on `ranks` ranks, in the order of PLANNERS."""
+        return [row for row in self.rows if row.ranks == self.ranks]
 
 
 def render(comparison: Comparison) -> str:
     """Returns the page as HTML text."""
     c = comparison
-    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), *_sweeps(c), _documents(c), _method(c)]
+    sections = [_summary(c), _setting(c), *_at_reference(c), _timelines(c), *_by_ranks(c), _documents(c), _method(c)]
     return page(f"Dynamic against static context parallelism: {c.source}", sections)
 
 
@@ -136,33 +136,24 @@ def _timelines(c: Comparison) -> str:
     )
 
 
-def _sweeps(c: Comparison) -> Iterator[str]:
-    """Yields figures of the speedups by ranks, budget and longest document, as far as these vary."""
-    by = {name: [row for row in c.rows if row.sweep == name] for name in ("ranks", "budget", "longest")}
-    documents = {row.ranks: row.documents for row in by["ranks"]}
+def _by_ranks(c: Comparison) -> Iterator[str]:
+    """Yields figures of the speedups by number of ranks, if there are several."""
+    documents = {row.ranks: row.documents for row in c.rows}
+    if len(documents) == 1:
+        return
     grow = "the same documents on all" if len(set(documents.values())) == 1 else "the step grows with the ranks"
     counted = ", ".join(f"{documents[ranks]:,} documents on {ranks:,}" for ranks in sorted(documents))
-    over, same = "Speedup over fixed static by", f"The same documents on {c.ranks:,} ranks"
     yield "<h2>When the gain is large</h2>"
-    if len(documents) > 1:
-        more = "Dynamic degrees gain most where a long document forces many ranks on short ones."
-        words = f"At {c.tokens_per_rank:,} tokens per rank; {grow} ({counted}). {more}"
-        yield figure(figures.lines(by["ranks"], "ranks", "speedup_over_fixed"), f"{over} ranks", words)
-        yield figure(
-            figures.lines(by["ranks"], "ranks", "speedup_over_best_static"),
-            "Speedup over the best static degree of every step by ranks",
-            "The same plans, over the fastest static plan of every step: the best of all degrees, searched for each step.",
-        )
     yield figure(
-        figures.lines(by["budget"], "tokens_per_rank", "speedup_over_fixed"),
-        f"{over} token budget",
-        f"{same}, with a quarter to four times the tokens per rank. A larger budget lets a static plan use a lower degree.",
+        figures.speedup_lines(c.rows, "speedup_over_fixed"),
+        "Speedup over fixed static by ranks",
+        f"At {c.tokens_per_rank:,} tokens per rank; {grow} ({counted}). Dynamic degrees gain most where a long document forces "
+        "many ranks on short ones.",
     )
     yield figure(
-        figures.lines(by["longest"], "max_length", "speedup_over_fixed"),
-        f"{over} longest document",
-        f"{same}, {c.tokens_per_rank:,} tokens each. Documents longer than the number below are cut into pieces of it: "
-        "all points hold the same tokens. The degree of fixed static follows from that length, unless it was given.",
+        figures.speedup_lines(c.rows, "speedup_over_best_static"),
+        "Speedup over the best static degree of every step by ranks",
+        "The same plans, over the fastest static plan of every step: the best of all degrees, searched for each step.",
     )
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 
 import numpy as np
 
-from longctx.comparison.layouts.cost import Machine, Split, profile_of
+from longctx.comparison.splits.cost import Machine, Split, profile_of
 from longctx.config import Config
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
@@ -43,7 +43,7 @@ TOO_LARGE = "need more memory than a GPU has"
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedSplit:
     """A split that fits, and its predictions.
 
     Attributes:
@@ -76,7 +76,7 @@ class SearchResult:
     """
 
     possible: int
-    best: list[Found] = field(default_factory=list)
+    best: list[PlannedSplit] = field(default_factory=list)
     planned: int = 0
     refused: dict[str, int] = field(default_factory=lambda: {TOO_LONG: 0, TOO_LARGE: 0})
     least_bytes: int | None = None
@@ -157,7 +157,7 @@ def search(
             queue.append((fmean(_bounds_s(profile_of(machine, spec, split), split, sizes)), number))
         else:
             outcome.refused[TOO_LONG] += 1
-    fastest: dict[tuple[int, int, str], Found] = {}
+    fastest: dict[tuple[int, int, str], PlannedSplit] = {}
     for done, (bound, number) in enumerate(sorted(queue)):
         progress("plans", done, len(queue))
         times = sorted(found.step_s for found in fastest.values())
@@ -187,7 +187,7 @@ def _bounds_s(profile: HardwareProfile, split: Split, steps: Sequence[Integers])
 
 def _plan(
     machine: Machine, spec: ModelSpec, split: Split, steps: Sequence[Integers], limit_s: float, outcome: SearchResult
-) -> Found | None:
+) -> PlannedSplit | None:
     """Returns the predictions of a split; None if it needs too much memory (counted in `outcome`) or exceeds the limit."""
     tokens = max(int(lengths.sum()) for lengths in steps)
     longest = max(int(lengths.max()) for lengths in steps)
@@ -206,7 +206,7 @@ def _plan(
         return None
     step_s = fmean([plan.makespan_s for plan in plans])
     flops = fmean([model_flops(spec, lengths.tolist()) for lengths in steps])
-    return Found(
+    return PlannedSplit(
         split=split,
         step_s=step_s,
         tokens_per_s_per_gpu=fmean([int(lengths.sum()) for lengths in steps]) / step_s / split.gpus,

@@ -1,4 +1,4 @@
-"""`longctx compare --parallel`: the search against planning every split, its cost against published runs, and the command."""
+"""`longctx split`: the search against planning every split, its cost against published runs, and the command."""
 
 import json
 import math
@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from longctx.cli import main
-from longctx.comparison.layouts.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
-from longctx.comparison.layouts.search import TOO_LARGE, TOO_LONG, Found, SearchResult, memory_of, possible_splits, search
 from longctx.comparison.mixes import load_mix
+from longctx.comparison.splits.cost import LLAMA_3_VOCABULARY, Machine, Split, profile_of
+from longctx.comparison.splits.search import TOO_LARGE, TOO_LONG, PlannedSplit, SearchResult, memory_of, possible_splits, search
 from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
@@ -290,11 +290,11 @@ def test_slow_links_between_nodes_keep_tensor_parallelism_off_them() -> None:
     """tp never exceeds a node, and the more a node has, the larger tp may be."""
     for node in (1, 2, 4):
         machine = replace(H100, profile=replace(H100.profile, ranks_per_node=node))
-        best: list[Found] = search(machine, EIGHT_B.spec, [[4096] * 16], 8, budgets=(4096,)).best
+        best: list[PlannedSplit] = search(machine, EIGHT_B.spec, [[4096] * 16], 8, budgets=(4096,)).best
         assert max(one.split.tensor for one in best) <= node
 
 
-COMMAND = ["compare", "--parallel", "8", "--mix", "wlb_128k", "--documents", "8", "--steps", "1", "--tokens-per-rank", "32768"]
+COMMAND = ["split", "--gpus", "8", "--mix", "wlb_128k", "--documents", "8", "--steps", "1", "--tokens-per-rank", "32768"]
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -319,26 +319,24 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("more", "message"),
     [
-        (["--parallel", "0", "--mix", "wlb_128k"], "--parallel is 0: must be a whole number of GPUs in 1.."),
+        (["--gpus", "0"], "--gpus is 0: must be a whole number in 1.."),
+        (["--train.steps", "2"], "--train.steps is not supported: `longctx split` takes only model.* settings"),
+        (["--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
+        (["--memory-gb", "0"], "must be known and above 0"),
         (
-            ["--parallel", "8", "--mix", "wlb_128k", "--ranks", "8", "--html", "x"],
-            "--ranks, --html is not supported with --parallel",
-        ),
-        (["--parallel", "8", "--measure", "run.yaml"], "--measure is not supported with --parallel"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--train.steps", "2"], "--train.steps is not supported with --parallel"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core"], "give --peak-tflops and --memory-gb"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--memory-gb", "0"], "must be known and above 0"),
-        (
-            ["--parallel", "8", "--mix", "wlb_128k", "--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
+            ["--profile", "cpu-2core", "--peak-tflops", "1", "--memory-gb", "1"],
             "profile cpu-2core is for float32, but splits are for runs in bfloat16",
         ),
-        (["--parallel", "8", "--mix", "wlb_128k", "--tokens-per-rank", "0"], "tokens_per_rank is 0"),
-        (["--parallel", "8", "--mix", "wlb_128k", "--csv", "x.csv"], "--csv is not supported with --parallel"),
-        (["--mix", "wlb_128k", "--memory-gb", "80"], "--memory-gb requires --parallel"),
+        (["--tokens-per-rank", "0"], "tokens_per_rank is 0"),
     ],
 )
-def test_bad_requests_are_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", *arguments]) == 2
+def test_bad_requests_are_named(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["split", "--gpus", "8", "--mix", "wlb_128k", *more]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_former_spelling_names_the_new_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "--parallel", "8", "--mix", "wlb_128k", "--model", "8b"]) == 2
+    assert "--parallel is a command of its own now: longctx split --gpus 8" in capsys.readouterr().err

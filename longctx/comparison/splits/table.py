@@ -6,12 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from longctx.comparison.layouts.cost import Split
-from longctx.comparison.layouts.search import Found, SearchResult
+from longctx.comparison.splits.cost import Split
+from longctx.comparison.splits.search import PlannedSplit, SearchResult
 from longctx.planning.cost.pipeline import Pipeline
 
 
-def row(found: Found) -> dict[str, Any]:
+def row(found: PlannedSplit) -> dict[str, Any]:
     """Returns a split as plain values: domain, settings of a run, predictions, and memory by part."""
     split, memory = found.split, found.memory.to_json()
     figures = {name: value for name, value in vars(found).items() if name not in ("split", "memory")}

@@ -1,0 +1,238 @@
+"""Schedulers of two other systems as we read them, to compare with: RIVALS. Modelled by our cost model, in our ring attention.
+
+FlexSP-like. Our reading of "FlexSP: Accelerating Large Language Model Training via Flexible Sequence Parallelism" (ASPLOS 2025,
+arXiv 2412.01523): documents are sorted by length and cut into micro-batches such that the largest has the fewest tokens; in
+each, groups with power-of-two degrees and their documents are chosen to minimize the time of the slowest group; a few numbers
+of micro-batches are tried and the best is kept. FlexSP solves each micro-batch as an integer program in 5 to 15 s; here a
+bisection on the finishing time with greedy placement (longest first, smallest sufficient degree, emptiest group) replaces it.
+The authors' solver (branch flexsp of Hetu-Galvatron), run on the same steps, is between 6 % better and 18 % worse than this
+reading; mode auto was behind it in no setting.
+
+Megatron dev. Our reading of the packing-aware dynamic context parallelism on Megatron-LM's dev branch. Work is length² /
+degree, degrees are powers of two (and N). Each micro-batch starts with the longest document at its smallest degree. Every other
+document, longest first, takes the degree and group that minimize the work of the busiest rank (ties: the smaller degree, the
+earlier group), within the token budget and 1.05 × the work of a rank full of documents as long as the first. Documents that do
+not fit are left to the next micro-batch. No rank may be empty: the first of the smallest groups is doubled until none is, and
+if that is impossible, the micro-batch becomes one group of all ranks. Written from that description, without code of Megatron.
+Its code at commit d48bd6be0a, run on the same steps, makes the same plans: 132 of 132 up to rounding, with equal makespans in
+45 settings. Its padding of every document to a multiple of dp · cp · 2 · sp is not modelled; it would cost it 0 to 22 %.
+"""
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from longctx.comparison.baselines import Baseline
+from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import alone_ns
+from longctx.planning.plan import PlanError
+from longctx.planning.planners.auto.shared_rings import Choice, place_within
+
+NUMBERS_TRIED = 4
+"""Number of feasible numbers of micro-batches that are tried."""
+PRECISION = 0.01
+"""Relative precision of the bisection on the finishing time."""
+SLACK = 1.05
+
+
+@dataclass(slots=True)
+class LoadedGroup(Group):
+    """A group, and the time and tokens of its documents on each of its ranks."""
+
+    time: float = 0.0
+    tokens: int = 0
+
+    def add(self, document: int, time: float, tokens: int) -> None:
+        self.documents.append(document)
+        self.time += time
+        self.tokens += tokens
+
+
+def place_flexsp(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Assigns every document. Raises PlanError if a document needs more ranks than the largest power of two."""
+    degrees = powers_of_two(ranks)
+    shards = shards_by_degree("FlexSP", lengths, degrees, tokens_per_rank)
+    times = alone_ns(profile, *np.broadcast_arrays(lengths[:, None], np.array(degrees)))
+    times = np.where(shards <= tokens_per_rank, times, 0)
+    choices: list[Choice] = list(zip(times.tolist(), shards.tolist(), strict=True))
+    order = np.argsort(-lengths, kind="stable")
+    plans: list[Assignment] = []
+    number = max(1, -(-int(lengths.sum()) // (ranks * tokens_per_rank)))
+    while len(plans) < NUMBERS_TRIED and number <= len(lengths):
+        parts = _even_cuts(order, lengths, number)
+        number += 1
+        rows = list(itertools.takewhile(bool, (_fastest(part, choices, degrees, tokens_per_rank, ranks) for part in parts)))
+        if len(rows) < len(parts):
+            number += number // 16  # far from feasible: take larger steps
+            continue
+        plans.append(stand_in_rows(rows, lengths))
+    if not plans:
+        raise PlanError("FlexSP-like packing found no micro-batches that hold these documents")
+    return fastest(profile, lengths, plans, ranks)
+
+
+def _even_cuts(order: Integers, lengths: Integers, number: int) -> list[list[int]]:
+    """Cuts the sorted documents into at most `number` runs, minimizing the tokens of the largest run."""
+    total = np.concatenate([[0], np.cumsum(lengths[order])])
+    low, high = int(total[-1]) // number, int(total[-1])
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cuts(total, middle)) <= number:
+            high = middle
+        else:
+            low = middle + 1
+    edges = [0, *_cuts(total, low)]
+    return [order[start:stop].tolist() for start, stop in itertools.pairwise(edges)]
+
+
+def _cuts(total: Integers, most: int) -> list[int]:
+    """Returns the ends of runs of at most `most` tokens; a longer document is a run by itself."""
+    cuts = [0]
+    while cuts[-1] < len(total) - 1:
+        cuts.append(max(cuts[-1] + 1, int(np.searchsorted(total, total[cuts[-1]] + most, side="right")) - 1))
+    return cuts[1:]
+
+
+def _fastest(
+    documents: list[int], choices: list[Choice], degrees: list[int], tokens_per_rank: int, ranks: int
+) -> list[LoadedGroup]:
+    """Returns the groups of a micro-batch with the least finishing time, largest degree first; none if it cannot hold them.
+
+    Bisects on the finishing time. `documents` must be sorted longest first.
+    """
+    chosen = [choices[document] for document in documents]
+    low = max(min(filter(None, times)) for times, _ in chosen)
+    high = sum(max(times) for times, _ in chosen)
+    found: list[LoadedGroup] = []
+    while not found or high - low > PRECISION * high:
+        middle = (low + high) // 2 if found else high
+        places = place_within(middle, chosen, degrees, ranks, tokens_per_rank)
+        if places is None and not found:
+            return []
+        if places is None:
+            low = middle
+            continue
+        groups: dict[tuple[int, int], LoadedGroup] = {}
+        for document, (times, tokens), (i, group) in zip(documents, chosen, places, strict=True):
+            groups.setdefault((-i, group), LoadedGroup(degrees[i])).add(document, times[i], tokens[i])
+        found, high = [groups[key] for key in sorted(groups)], int(max(group.time for group in groups.values()))
+    return found
+
+
+def place_megatron_dev(profile: HardwareProfile, lengths: Integers, ranks: int, tokens_per_rank: int) -> Assignment:
+    """Assigns every document. `profile` is not used: this scheduler has no hardware model."""
+    degrees = sorted({*powers_of_two(ranks), ranks})
+    shards = shards_by_degree("Megatron dev", lengths, degrees, tokens_per_rank).tolist()
+    scheduler = _Scheduler(lengths.tolist(), degrees, shards, ranks, tokens_per_rank)
+    waiting = np.argsort(-lengths, kind="stable").tolist()
+    rows: list[list[LoadedGroup]] = []
+    while waiting:
+        row, waiting = scheduler.next_micro_batch(waiting)
+        rows.append(row)
+    return stand_in_rows(rows, lengths)
+
+
+class _Scheduler:
+    """Forms one micro-batch at a time; groups take ranks in the order in which they were opened."""
+
+    def __init__(
+        self, lengths: list[int], degrees: list[int], shards: list[list[int]], ranks: int, tokens_per_rank: int
+    ) -> None:
+        self.lengths, self.degrees, self.shards = lengths, degrees, shards
+        self.ranks, self.tokens_per_rank = ranks, tokens_per_rank
+
+    def next_micro_batch(self, documents: list[int]) -> tuple[list[LoadedGroup], list[int]]:
+        """Returns the groups of the next micro-batch and the documents left over; `documents` are sorted longest first."""
+        first = documents[0]
+        limit = SLACK * self.lengths[first] * self.tokens_per_rank
+        opening = self._smallest(first)
+        groups = [LoadedGroup(self.degrees[opening])]
+        groups[0].add(first, self._work(first, opening), self.shards[first][opening])
+        by_degree: list[list[int]] = [[] for _ in self.degrees]
+        by_degree[opening].append(0)
+        busiest, free = groups[0].time, self.ranks - groups[0].degree
+        left: list[int] = []
+        for document in documents[1:]:
+            best: tuple[float, int, int] | None = None  # (busiest rank's work, index of degree, group; -1: a new group)
+            for i in range(self._smallest(document), len(self.degrees)):
+                work, tokens = self._work(document, i), self.shards[document][i]
+                found = self._group(groups, by_degree[i], busiest, work, tokens)
+                if found is not None and (best is None or found[0] < best[0]):
+                    best = found[0], i, found[1]
+                if free >= self.degrees[i] and (best is None or max(busiest, work) < best[0]):
+                    best = max(busiest, work), i, -1
+                if best is not None and best[0] <= busiest:
+                    break  # no other choice lowers the work of the busiest rank
+            if best is None or best[0] > limit:
+                left.append(document)
+                continue
+            busiest, i, chosen = best
+            if chosen < 0:
+                chosen = len(groups)
+                groups.append(LoadedGroup(self.degrees[i]))
+                by_degree[i].append(chosen)
+                free -= self.degrees[i]
+            groups[chosen].add(document, self._work(document, i), self.shards[document][i])
+        return self._leave_no_rank_empty(groups, left, documents, free)
+
+    def _group(
+        self, groups: list[LoadedGroup], members: list[int], busiest: float, work: float, tokens: int
+    ) -> tuple[float, int] | None:
+        """Returns the least work of the busiest rank, and the earliest group that gives it; None if no group has room."""
+        best: tuple[float, int] | None = None
+        for index in members:
+            group = groups[index]
+            if group.tokens + tokens > self.tokens_per_rank:
+                continue
+            projected = max(busiest, group.time + work)
+            if best is None or projected < best[0]:
+                best = projected, index
+                if projected <= busiest:
+                    break
+        return best
+
+    def _leave_no_rank_empty(
+        self, groups: list[LoadedGroup], left: list[int], documents: list[int], free: int
+    ) -> tuple[list[LoadedGroup], list[int]]:
+        heap = [(group.degree, index) for index, group in enumerate(groups)]
+        heapq.heapify(heap)
+        while free:
+            degree, index = heap[0]
+            wider = next((d for d in self.degrees if d > degree), None)
+            if wider is None or wider - degree > free:
+                return self._one_group(documents)
+            groups[index].degree = wider
+            heapq.heapreplace(heap, (wider, index))
+            free -= wider - degree
+        return groups, left
+
+    def _one_group(self, documents: list[int]) -> tuple[list[LoadedGroup], list[int]]:
+        """Returns one group of all ranks, filled in order, and the documents that do not fit."""
+        group, left = LoadedGroup(self.ranks), []
+        for document in documents:
+            tokens = self.shards[document][-1]
+            if group.tokens + tokens <= self.tokens_per_rank:
+                group.add(document, self._work(document, len(self.degrees) - 1), tokens)
+            else:
+                left.append(document)
+        if not group.documents:
+            raise PlanError(f"no document fits on all {self.ranks} ranks at {self.tokens_per_rank} tokens per rank")
+        return [group], left
+
+    def _smallest(self, document: int) -> int:
+        """Returns the index of the smallest degree that holds the document."""
+        return next(i for i, tokens in enumerate(self.shards[document]) if tokens <= self.tokens_per_rank)
+
+    def _work(self, document: int, index: int) -> float:
+        return self.lengths[document] ** 2 / self.degrees[index]
+
+
+RIVALS = {
+    "megatron-dev": Baseline("Megatron dev", place_megatron_dev),
+    "flexsp": Baseline("FlexSP-like", place_flexsp),
+}
+"""Name → scheduler, as `longctx.comparison.baselines.BASELINES`."""

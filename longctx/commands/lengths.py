@@ -1,0 +1,123 @@
+"""Document lengths on the command lines of `plan`, `compare` and `split`: their options, and the source that these name."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longctx.commands.output import given_options
+from longctx.comparison.mixes import mix_names
+from longctx.errors import UserError
+from longctx.planning.cost.hardware_profile import shipped_profiles
+from longctx.units import whole_number
+
+if TYPE_CHECKING:
+    from longctx.comparison.steps import LengthSource
+
+DEFAULT_PROFILE = "h100-nvlink-ib"
+MICRO_BATCHES = 4
+"""Default size of a step, in full micro-batches."""
+DOCUMENTS_PER_RANK = 4
+"""Default number of documents that a step draws from a mix, per rank."""
+KINDS = {"documents": ("mix",), "global_tokens": ("file", "store")}
+"""Option → sources of lengths that it applies to."""
+
+
+# The return type is argparse's own, which it does not export.
+def add_source_options(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Adds the source of the lengths and the profile; returns the group of sources, of which one is required."""
+    sources = parser.add_mutually_exclusive_group(required=True)
+    sources.add_argument("--mix", metavar="NAME", help=f"draw documents from a length mix: {', '.join(mix_names())}")
+    sources.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE|STORE",
+        help="document lengths: a text file with one length per line, or a store written by `longctx prepare`",
+    )
+    profiles = ", ".join(shipped_profiles())
+    parser.add_argument(
+        "--profile", default=DEFAULT_PROFILE, help=f"hardware profile: a YAML or JSON file, or one of {profiles}"
+    )
+    return sources
+
+
+def add_step_options(parser: argparse.ArgumentParser, steps: str = "") -> None:
+    """Adds the size and seed of a step, and if `steps` describes it, the number of steps."""
+    group = parser.add_argument_group("steps" if steps else "step")
+    group.add_argument(
+        "--documents",
+        type=int,
+        metavar="D",
+        help=f"documents per step, --mix only (default: {DOCUMENTS_PER_RANK} × ranks)",
+    )
+    group.add_argument(
+        "--global-tokens",
+        type=int,
+        help=f"tokens per step, --lengths only (default: {MICRO_BATCHES} × ranks × tokens per rank)",
+    )
+    group.add_argument("--seed", type=int, help="seed for drawing documents (default: 0)")
+    if steps:
+        group.add_argument("--steps", type=int, help=steps)
+
+
+def kind_of_source(arguments: argparse.Namespace) -> str:
+    """Returns mix, file or store."""
+    return "mix" if arguments.mix else "store" if arguments.lengths.is_dir() else "file"
+
+
+def open_source(
+    arguments: argparse.Namespace,
+    tokens_per_rank: int,
+    steps: int,
+    long_documents: str,
+    kinds: Mapping[str, tuple[str, ...]] = KINDS,
+) -> "LengthSource":
+    """Returns the source of the lengths of `steps` steps. Raises UserError for an option that it does not support."""
+    from longctx.comparison.steps import file_source, mix_source, store_source
+
+    refuse_other_kinds(arguments, kinds)
+    if steps < 1:
+        raise UserError(f"--steps is {steps}: must be a whole number ≥ 1")
+    kind, seed = kind_of_source(arguments), arguments.seed or 0
+    if kind == "mix":
+        return mix_source(arguments.mix, arguments.documents, DOCUMENTS_PER_RANK, seed, steps)
+
+    def global_tokens(ranks: int) -> int:
+        tokens: int | None = arguments.global_tokens
+        return MICRO_BATCHES * ranks * tokens_per_rank if tokens is None else tokens
+
+    if kind == "file":
+        return file_source(read_lengths(arguments.lengths), str(arguments.lengths), global_tokens, seed, steps, long_documents)
+    return store_source(arguments.lengths, global_tokens, seed, steps, long_documents)
+
+
+def refuse_other_kinds(arguments: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]] = KINDS) -> None:
+    """Raises UserError for an option of another kind of source."""
+    kind = kind_of_source(arguments)
+    for name, supported in kinds.items():
+        if kind not in supported and (given := given_options(arguments, name)):
+            raise UserError(f"{given[0]} needs a {' or '.join(supported)}, but the lengths come from a {kind}: omit it")
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Reads one length per line, skipping empty lines. Raises UserError with the line number, or for a file without lengths."""
+    lengths: list[int] = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} not found: give a file with one length per line, or a store") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not a text file: give a file with one length per line, or a store") from error
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text:
+            continue
+        length = whole_number(text)
+        if not length:
+            raise UserError(
+                f"{path}, line {number}: {text[:40]!r} is not a length: write one whole number from 1 to 10¹⁸ per line"
+            )
+        lengths.append(length)
+    if not lengths:
+        raise UserError(f"{path} has no lengths: write one whole number ≥ 1 per line")
+    return lengths
