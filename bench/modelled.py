@@ -53,7 +53,7 @@ from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
 from longctx.planning.stages import PRICE
-from longctx.training import optimizer, setup
+from longctx.training import data, optimizer
 from longctx.training.trainer import Trainer
 
 FORWARD, LINEAR_FORWARD = 1 / 3.5, 1 / 3
@@ -99,7 +99,7 @@ class Device:
         _slow_blocks(self)
         _slow_optimizer(self)
         _count_work(self)
-        setup.make_plan = partial(plan_once, setup.make_plan, Path(self.work).parent)
+        data.make_plan = partial(plan_once, data.make_plan, Path(self.work).parent)
         MODES["static"] = partial(_static, plain=MODES["static"])
         if self.rival:
             MODES["bins"] = partial(_rival, name=self.rival)

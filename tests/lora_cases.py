@@ -15,7 +15,7 @@ from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.model.huggingface import OURS
 from longctx.parallel.compilation import compile_blocks
-from longctx.training import setup
+from longctx.training import build
 from longctx.training.optimizer import learning_rate
 from longctx.training.trainer import Trainer
 from tests.huggingface_cases import build_model
@@ -91,11 +91,11 @@ def run_compiled(store: Path, folder: Path, settings: list[str], steps: int) -> 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     counter = CompileCounter()
-    setup.compile_blocks = partial(compile_blocks, backend=counter)
+    build.compile_blocks = partial(compile_blocks, backend=counter)
     try:
         losses = run(store, folder, [*settings, "train.compile=true"], steps)["losses"]
     finally:
-        setup.compile_blocks = compile_blocks
+        build.compile_blocks = compile_blocks
     return losses, counter.frame_count, sum(torch._dynamo.utils.counters["graph_break"].values())
 
 

@@ -14,7 +14,7 @@ from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planner import make_plan
-from longctx.training import setup
+from longctx.training import build
 
 TOKENS = 96
 SHAPE = PRESETS["tiny"].model_copy(update={"vocab_size": 50, "num_hidden_layers": 3})
@@ -53,12 +53,12 @@ def test_an_offloaded_optimizer_uses_the_cores(
     def stop(*arguments: Any, **named: Any) -> None:
         raise RuntimeError("that is enough")
 
-    monkeypatch.setattr(setup, "host_threads", lambda: free)
-    monkeypatch.setattr(setup, "shard", stop)
+    monkeypatch.setattr(build, "host_threads", lambda: free)
+    monkeypatch.setattr(build, "shard", stop)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     config = load(None, ["model.preset=tiny", "model.vocab_size=100", f"train.offload_optimizer={offload}"])
     one = SimpleNamespace(size=lambda: 1)
     mesh = SimpleNamespace(device=torch.device("cuda"), stage=0, tensor=one, weights=one, copies=one, experts=None)
     with pytest.raises(RuntimeError, match="that is enough"):
-        setup.build_model(config.model_source(), config, cast(Any, mesh))
+        build.build_model(config.model_source(), config, cast(Any, mesh))
     assert used == expected

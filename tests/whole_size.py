@@ -34,7 +34,7 @@ from longctx.parallel.mesh import Mesh, make_groups
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
 from longctx.planning.plan import Plan
-from longctx.training import setup
+from longctx.training import build
 from longctx.training import trainer as training
 from longctx.training.data import make_planner, padding
 from longctx.training.optimizer import make_optimizer
@@ -189,7 +189,7 @@ def as_on_gpus(config: Config) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.RMSNorm, "forward", norm))
         stack.enter_context(mock.patch.object(training, "make_optimizer", optimizer))
-        stack.enter_context(mock.patch.object(setup, "apply_recompute", recompute))
+        stack.enter_context(mock.patch.object(build, "apply_recompute", recompute))
         yield
 
 
