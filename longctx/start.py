@@ -15,8 +15,10 @@ from longctx.attention.kernels.compilation import compile_variants
 from longctx.config import Config, check
 from longctx.errors import UserError
 from longctx.memory.advisor import DoesNotFit, available_bytes, changes_between, fitted, refuse_too_large
+from longctx.parallel.device import record_messages
+from longctx.parallel.environment import Launch
 from longctx.parallel.float8 import check_float8
-from longctx.parallel.mesh import Launch, Mesh, record_messages
+from longctx.parallel.mesh import Mesh
 from longctx.parallel.peers import Peers
 from longctx.report import print_end, print_start
 from longctx.training import checkpoint
@@ -153,7 +155,8 @@ def _notes(config: Config, device: torch.device) -> list[str]:
     if on_gpu and config.dtype == "float32":
         notes.append("train.dtype is float32: on GPUs, matrix products and attention take many times as long as in bfloat16")
     if config.optimizer.warmup_steps > config.schedule_steps:
-        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {config.schedule_steps} steps")
+        limit = "train.steps" if config.optimizer.decay_steps is None else "optimizer.decay_steps"
+        notes.append(f"optimizer.warmup_steps {config.optimizer.warmup_steps} is shortened to {limit} {config.schedule_steps}")
     return notes
 
 

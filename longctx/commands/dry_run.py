@@ -7,7 +7,7 @@ from longctx.config import Config
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.source import lines_on
-from longctx.parallel.mesh import choose_device
+from longctx.parallel.device import choose_device
 from longctx.training.checks import check_model, check_pairs, check_vocabulary
 from longctx.training.data import RunData
 from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--ranks is {arguments.ranks}: must be at least 1")
     from longctx.memory.advisor import choices, heaviest
     from longctx.memory.model import estimate
-    from longctx.parallel.mesh import choose_device
+    from longctx.parallel.device import choose_device
     from longctx.training.run_profile import run_profile
 
     ranks = arguments.ranks

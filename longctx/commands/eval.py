@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from longctx.evaluation.loss import LossReport
     from longctx.evaluation.retrieval import Cell, Grid
     from longctx.evaluation.target import Target
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
     from longctx.training.passes import Passes
     from longctx.training.validation import Documents
 
@@ -68,7 +68,8 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.store import Store
     from longctx.evaluation.target import Target
-    from longctx.parallel.mesh import Launch, prepare_device
+    from longctx.parallel.device import prepare_device
+    from longctx.parallel.environment import Launch
 
     launch = Launch.read()
     with said_once(launch):

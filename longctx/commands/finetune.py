@@ -71,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.data.manifest import StoreError
     from longctx.data.store import Store
     from longctx.model.checkpoint_files import check_name
+    from longctx.parallel.environment import Launch
     from longctx.parallel.launch import launch
-    from longctx.parallel.mesh import Launch
     from longctx.training import checkpoint
     from longctx.training.checks import check_model, check_pairs
     from longctx.training.data import RunData

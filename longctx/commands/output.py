@@ -14,7 +14,7 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.data.writer import Progress as Show
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
 
 GRACE_S = 10
 """Seconds that local rank 0 has to print an error before other ranks do."""

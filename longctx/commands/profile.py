@@ -11,7 +11,7 @@ from longctx.config import describe, load
 from longctx.errors import UserError
 
 if TYPE_CHECKING:
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
     from longctx.profiling import Measured
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
@@ -50,7 +50,7 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
 
     launch = Launch.read()
     with said_once(launch):
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
     import torch
 
-    from longctx.parallel.mesh import prepare_device
+    from longctx.parallel.device import prepare_device
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.profiling import measure_profile
     from longctx.training.build import join_run

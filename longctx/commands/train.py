@@ -49,7 +49,7 @@ def starts_processes(arguments: argparse.Namespace) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from longctx.parallel.mesh import Launch
+    from longctx.parallel.environment import Launch
 
     launch = Launch.read()
     if arguments.dry_run:

@@ -10,7 +10,7 @@ from torch.distributed import is_torchelastic_launched
 
 import longctx
 from longctx.errors import UserError
-from longctx.parallel.mesh import Launch, share_cores
+from longctx.parallel.environment import Launch, share_cores
 
 
 def launches(processes: int) -> bool:

@@ -5,12 +5,19 @@ node that joins is not counted, and an agent that joined later has counted fewer
 gives it to each rank that asks. The questions of ranks that have ended are answered too, and nobody reads the answers.
 """
 
+import os
+import socket
 import time
 import uuid
 from contextlib import suppress
 from datetime import timedelta
 
-from torch.distributed import DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]  # public, not in __all__
+import torch.distributed as dist
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+
+from longctx.errors import UserError
+from longctx.parallel.environment import Launch
+from longctx.units import format_ranks, whole_number
 
 ASKED = "longctx/asked"
 """Key of the names under which ranks have asked, one after the other."""
@@ -50,3 +57,35 @@ def _answer(server: Store, store: Store, hosts: list[str], name: str, deadline: 
             server.set(f"longctx/{asked[begin : begin + len(name)]}", name)
         answered = len(asked)
         time.sleep(POLL_S)
+
+
+def meet_all(launch: Launch, timeout_s: float) -> Store:
+    """Returns the store of a run, as torch makes it, once all processes have put their host's name there.
+
+    Raises UserError that names the ranks which have not within the timeout.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    if port and not 0 < (whole_number(port) or 0) < 1 << 16:
+        raise UserError(f"the environment variable MASTER_PORT is {port!r}: it must be a number from 1 to 65535")
+    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if unset:
+        raise UserError(f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with torchrun")
+    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else torchrun does
+    try:
+        server = TCPStore(host, int(port), launch.world_size, listens, timeout, wait_for_workers=False, multi_tenant=True)
+        store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
+    except (dist.DistError, ValueError) as error:
+        said, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
+        raise UserError(
+            f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {host}:{port}, where {listener} should "
+            f"listen: {said}. See the output of rank 0, and check the address"
+        ) from error
+    missing = [rank for rank, host in enumerate(hosts) if host is None]
+    if missing:
+        there = ", ".join(dict.fromkeys(name for name in hosts if name))
+        raise UserError(
+            f"{format_ranks(missing)} of {launch.world_size} did not join at {host}:{port} within {timeout_s:g} s; the others "
+            f"are on {there}. Look at the output of those that are missing, or raise train.timeout_s if they are slow to start"
+        )
+    return store

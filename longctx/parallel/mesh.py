@@ -1,104 +1,29 @@
-"""The only module that makes process groups and reads the launcher's environment; all others are given a group or a mesh."""
+"""The only module that makes process groups; all others are given a group or a mesh."""
 
-import faulthandler
 import math
 import os
-import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import torch_version
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not in __all__
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public, not in __all__
 from torch.distributed.device_mesh import DeviceMesh
 
 from longctx.attention import warm_up
-from longctx.errors import UserError
-from longctx.parallel.meeting import meet
+from longctx.parallel.environment import Launch, processes_per_node
+from longctx.parallel.meeting import meet_all
 from longctx.parallel.peers import Peers
-from longctx.units import format_ranks, whole_number
 
 SET_TIMEOUT = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 """Public from torch 2.15 on."""
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-EXACT_PINNED = "pinned_max_round_threshold_mb"
-"""Setting of torch's allocator: larger pinned buffers are not rounded up to powers of two."""
 AXES = ("pp", "tp", "dp_cp")
 COPIES = ("dp_replicate", "dp_shard")
 """Axes that `dp_cp` consists of if several parts of it each hold a copy of the weights."""
 EXPERT_COPIES = ("ep_replicate", "ep_shard")
 """Axes over which the experts of a rank are replicated and sharded."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """Place of a process as set by torchrun; without torchrun 0, 0, 1, 1.
-
-    Attributes:
-        rank, local_rank: rank of this process in the run, and on this node.
-        world_size, local_world_size: number of processes in the run, and on this node.
-    """
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-    @classmethod
-    def read(cls) -> "Launch":
-        """Reads the environment. Raises UserError for values that a launcher does not set."""
-        defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        values = {name: os.environ.get(name, default) for name, default in defaults.items()}
-        for name, value in values.items():
-            if whole_number(value) is None:
-                raise UserError(
-                    f"the environment variable {name} is {value!r}: it must be a number; unset it, or start with torchrun"
-                )
-        return cls(*map(int, values.values()))
-
-
-def processes_per_node(ranks: int) -> int | None:
-    """Returns the number of processes that the launcher started on this node; None if they are not part of a run of `ranks`
-    processes on several nodes, or the launcher does not say.
-    """
-    launch = Launch.read()
-    spread = "LOCAL_WORLD_SIZE" in os.environ and launch.local_world_size < launch.world_size
-    return launch.local_world_size if spread and launch.world_size == ranks else None
-
-
-def share_cores(ranks: int) -> None:
-    """Divides this machine's cores among `ranks` processes through OMP_NUM_THREADS, unless it is set."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-
-
-def host_threads() -> int | None:
-    """Returns the number of threads for large computations on the CPU: this process's share of the cores it may use.
-
-    None if OMP_NUM_THREADS says otherwise. A value of 1 does not count: torchrun sets it if the user has set none.
-    """
-    return _own_cores() if os.environ.get("OMP_NUM_THREADS", "1") == "1" else None
-
-
-def share_compilers() -> None:
-    """Lets torch.compile start one worker per core of this process's share, unless TORCHINDUCTOR_COMPILE_THREADS is set.
-
-    Torch starts up to 32 in every process: 256 on a node of eight GPUs.
-    """
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        import torch._inductor.config as inductor
-
-        inductor.compile_threads = min(32, _own_cores())
-
-
-def _own_cores() -> int:
-    """Returns this process's share of the cores that the processes of this node may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // Launch.read().local_world_size)
 
 
 @dataclass(frozen=True)
@@ -209,73 +134,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     return values
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """Returns the device for `wanted`: cpu, cuda, or auto (this node's GPU `local_rank` if torch sees GPUs, else the CPU)."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank)
-
-
-def prepare_device(wanted: str, launch: Launch) -> torch.device:
-    """Returns the device of this process for `wanted` (see `choose_device`), current and ready to allocate memory.
-
-    Raises UserError if this node has fewer GPUs than processes.
-    """
-    device = choose_device(wanted, launch.local_rank)
-    prepare_allocator(device)
-    check_device(device, launch.local_world_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # kernels are chosen by what the current device can do
-    return device
-
-
-def check_device(device: torch.device, local_processes: int) -> None:
-    """Raises UserError if this node has fewer GPUs than processes, which need one each."""
-    if device.type == "cuda" and (seen := torch.cuda.device_count()) < local_processes:
-        raise UserError(
-            f"this node has {local_processes} processes, which need a GPU each, but torch {torch.__version__} sees {seen}: "
-            "start fewer, or set train.device to cpu"
-        )
-
-
-def prepare_allocator(device: torch.device) -> None:
-    """Lets torch's allocator grow its segments on a GPU, unless the user has configured it. Call it before CUDA starts.
-
-    Every micro-batch has other shapes, for which segments of fixed size would be cut into pieces that fit no later one. Pinned
-    host memory is not rounded up to powers of two, from the first version of torch on that can do without.
-    """
-    if device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR_SETTINGS):
-        exact = f",{EXACT_PINNED}:1" if torch_version.TorchVersion(torch.__version__) >= "2.13" else ""
-        # The other names are deprecated, but come first if set.
-        os.environ[ALLOCATOR_SETTINGS[0]] = f"expandable_segments:True{exact}"
-
-
-def rounds_pinned() -> bool:
-    """Returns whether torch rounds pinned host memory up to powers of two."""
-    return not any(EXACT_PINNED in os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
-
-
-def record_messages(device: torch.device, folder: Path) -> None:
-    """On a GPU, makes a process that NCCL ends tell where it was; variables of torch's that the user has set are kept.
-
-    NCCL raises no error for a message that never comes: after the timeout its watchdog ends the process. Then torch's flight
-    recorder writes the last operations of all groups to `folder`/rank_N, and Python prints what every thread was doing. Call
-    this before the processes join.
-    """
-    if device.type != "cuda":
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = (
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "20000"),  # operations: some steps of a small model
-        (("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(folder.absolute() / "rank_")),
-        (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"),
-    )
-    for names, value in settings:  # the second name is the older one, which torch reads too
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
-    faulthandler.enable(sys.__stderr__ or sys.stderr)
-
-
 def join(
     launch: Launch,
     device: torch.device,
@@ -300,7 +158,7 @@ def join(
     if launch.world_size == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return make_groups(device, **sizes, timeout_s=timeout_s, check=check)
-    store = _meet(launch, timeout_s)
+    store = meet_all(launch, timeout_s)
     peers = Peers(PrefixStore("peers", store), launch.rank, launch.world_size, timeout_s)
     try:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
@@ -308,38 +166,6 @@ def join(
     except RuntimeError as error:
         error.add_note(peers.report(str(error)))
         raise
-
-
-def _meet(launch: Launch, timeout_s: float) -> Store:
-    """Returns the store of a run, as torch makes it, once all processes have put their host's name there.
-
-    Raises UserError that names the ranks which have not within the timeout.
-    """
-    port = os.environ.get("MASTER_PORT", "")
-    if port and not 0 < (whole_number(port) or 0) < 1 << 16:
-        raise UserError(f"the environment variable MASTER_PORT is {port!r}: it must be a number from 1 to 65535")
-    unset = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if unset:
-        raise UserError(f"WORLD_SIZE is {launch.world_size}, but {' and '.join(unset)} is not set: start with torchrun")
-    host, timeout = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
-    listens = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)  # else torchrun does
-    try:
-        server = TCPStore(host, int(port), launch.world_size, listens, timeout, wait_for_workers=False, multi_tenant=True)
-        store, hosts = meet(server, launch.rank, launch.world_size, socket.gethostname(), timeout_s)
-    except (dist.DistError, ValueError) as error:
-        said, listener = str(error).splitlines()[0].rstrip("."), "it" if listens else "rank 0 or torchrun"
-        raise UserError(
-            f"rank {launch.rank} on {socket.gethostname()} cannot meet the others at {host}:{port}, where {listener} should "
-            f"listen: {said}. See the output of rank 0, and check the address"
-        ) from error
-    missing = [rank for rank, host in enumerate(hosts) if host is None]
-    if missing:
-        there = ", ".join(dict.fromkeys(name for name in hosts if name))
-        raise UserError(
-            f"{format_ranks(missing)} of {launch.world_size} did not join at {host}:{port} within {timeout_s:g} s; the others "
-            f"are on {there}. Look at the output of those that are missing, or raise train.timeout_s if they are slow to start"
-        )
-    return store
 
 
 def make_groups(
@@ -368,17 +194,7 @@ def make_groups(
     # Tensor ranks are neighbors; their axis comes before the domain's, as weights are first split over it.
     numbers = torch.arange(pipeline * ranks * tensor).view(pipeline, ranks, tensor).transpose(1, 2)
     numbers = numbers.clone(memory_format=torch.contiguous_format)  # torch 2.11 compares strides, also of axes of size 1
-    if shards == ranks:
-        whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
-        domain = weights = whole["dp_cp"]
-        copies = whole["tp", "dp_cp"]
-    else:
-        axes = (*AXES[:2], *COPIES)
-        whole = DeviceMesh(device.type, numbers.unflatten(2, (-1, shards)), mesh_dim_names=axes)
-        weights, copies = whole[COPIES], whole[axes[1:]]
-        domain = weights._flatten(AXES[2])
-    for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
-        SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
+    domain, weights, of_tensor, copies = _weight_meshes(device, numbers, shards, timeout)
     # The domain's group may be the world's, so the exchange gets a separate one.
     of_domain = numbers.reshape(-1, ranks), timeout, _exchange_options(device, timeout)
     exchange = _my_group(*of_domain)
@@ -393,11 +209,29 @@ def make_groups(
         tokens = _my_group(numbers.reshape(pipeline, -1), timeout)
         if expert * tensor > 1:
             experts = _expert_mesh(device, (pipeline, ranks // shards, shards // expert, expert * tensor), timeout)
-    mesh = Mesh(device, domain, weights, whole["tp"], copies, exchange, control, stages, ends, experts, tokens, across)
+    mesh = Mesh(device, domain, weights, of_tensor, copies, exchange, control, stages, ends, experts, tokens, across)
     for group in (exchange, across, stages, ends):
         if group is not None:
             warm_up(group, device)
     return mesh
+
+
+def _weight_meshes(
+    device: torch.device, numbers: torch.Tensor, shards: int, timeout: timedelta
+) -> tuple[DeviceMesh, DeviceMesh, DeviceMesh, DeviceMesh]:
+    """Makes the meshes `domain`, `weights`, `tensor` and `copies` from the ranks [pipeline, tensor, domain]."""
+    if shards == numbers.shape[2]:
+        whole = DeviceMesh(device.type, numbers, mesh_dim_names=AXES)
+        domain = weights = whole["dp_cp"]
+        copies = whole["tp", "dp_cp"]
+    else:
+        axes = (*AXES[:2], *COPIES)
+        whole = DeviceMesh(device.type, numbers.unflatten(2, (-1, shards)), mesh_dim_names=axes)
+        weights, copies = whole[COPIES], whole[axes[1:]]
+        domain = weights._flatten(AXES[2])
+    for axis in {domain.get_group(), whole["tp"].get_group(), *weights.get_all_groups()}:
+        SET_TIMEOUT(timeout, axis)  # the default of meshes is many minutes
+    return domain, weights, whole["tp"], copies
 
 
 def _expert_mesh(device: torch.device, sizes: tuple[int, int, int, int], timeout: timedelta) -> DeviceMesh:

@@ -77,28 +77,32 @@ def require_same_copies(model: Model, step: int, control: dist.ProcessGroup) -> 
     Collective. There are copies of norms with tensor parallelism, and of all weights if several groups of ranks each hold the
     model (`parallel.shard_ranks`). `control` is a gloo group of all ranks.
     """
-    held: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
+    copies: dict[dist.ProcessGroup, dict[str, torch.Tensor]] = {}
     for name, weight in model.named_parameters():
         if not isinstance(weight, DTensor):
             continue
         for axis, placement in enumerate(weight.placements):
             if placement.is_replicate() and weight.device_mesh.size(axis) > 1:
-                ranks = tuple(dist.get_process_group_ranks(weight.device_mesh.get_group(axis)))
-                held.setdefault(ranks, {})[name] = _checksum(weight.to_local())
-    mine = {ranks: dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) for ranks, sums in held.items()}
-    every = gather_objects({ranks: hash(tuple(sums.values())) for ranks, sums in mine.items()}, control)
-    groups = {ranks for seen in every for ranks in seen}
-    different = sorted(ranks for ranks in groups if len({every[rank].get(ranks) for rank in ranks}) > 1)
-    if not different:
-        return
-    ranks = different[0]
-    sums = [seen.get(ranks, {}) for seen in gather_objects({ranks: mine.get(ranks, {})}, control)]
-    wrong = [name for name in sums[ranks[0]] if len({sums[rank].get(name) for rank in ranks}) > 1]
-    raise RuntimeError(
-        f"after step {step} the copies of {len(wrong)} weights, such as {wrong[0]}, differ between {format_ranks(ranks)}: "
-        "memory or a message was damaged, or ranks run different code; go on from the newest checkpoint, before "
-        "which copies were the same"
-    )
+                copies.setdefault(weight.device_mesh.get_group(axis), {})[name] = _checksum(weight.to_local())
+    differences: dict[str, list[int]] = {}  # weight -> ranks whose copies differ
+    for group, checksums in copies.items():
+        own = torch.stack([*checksums.values()])
+        if dist.get_backend(group) == "nccl":
+            own = own.cuda()  # weights may be in host memory
+        every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, own, group=group)
+        different = (torch.stack(every) != own).any(0).tolist()
+        ranks = dist.get_process_group_ranks(group)
+        differences |= {name: ranks for name, differs in zip(checksums, different, strict=True) if differs}
+    gathered = gather_objects(differences, control)  # so that all ranks raise together
+    wrong = next((each for each in gathered if each), None)
+    if wrong is not None:
+        name, ranks = next(iter(wrong.items()))
+        raise RuntimeError(
+            f"after step {step} the copies of {len(wrong)} weights, such as {name}, differ between {format_ranks(ranks)}: "
+            "memory or a message was damaged, or ranks run different code; go on from the newest checkpoint, before "
+            "which copies were the same"
+        )
 
 
 def _checksum(weight: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,11 @@ from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
 from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.compilation import compile_blocks
+from longctx.parallel.environment import Launch, host_threads, share_compilers
 from longctx.parallel.expert import sparse_layers, split_experts
 from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.parallel.mesh import Launch, Mesh, host_threads, join, share_compilers
+from longctx.parallel.mesh import Mesh, join
 from longctx.parallel.offload import Offload
 from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
 from longctx.parallel.recompute import apply_recompute

@@ -7,7 +7,8 @@ import torch
 
 from longctx.config import Config
 from longctx.model.source import ModelSource
-from longctx.parallel.mesh import Launch, prepare_device
+from longctx.parallel.device import prepare_device
+from longctx.parallel.environment import Launch
 from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import RunData
 

@@ -14,7 +14,9 @@ from longctx.config.settings import Recompute
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.spec import LayerSpec, ModelSpec
-from longctx.parallel.mesh import Mesh, choose_device, processes_per_node
+from longctx.parallel.device import choose_device
+from longctx.parallel.environment import processes_per_node
+from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile

@@ -18,7 +18,8 @@ from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
 from longctx.model.source import ModelSource
-from longctx.parallel.mesh import Launch, Mesh, number_of
+from longctx.parallel.environment import Launch
+from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
 from longctx.training.gradients import clip_gradients, norm_of, sum_of_squares
