@@ -165,6 +165,8 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
 
 LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_stages=5)
 WAYS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "rounds": {"exchange_stages": 3},
     "window": {"mask": Mask(window=90)},
     "window and sinks": {"mask": Mask(window=40, sinks=10), "sink_logits": True},
     "dense": {"mask": Mask(causal=False)},
@@ -262,22 +264,13 @@ def test_kernels_do_not_round_what_they_add_up(kernel: str) -> None:
     assert not torch.equal(dk, dk.bfloat16()) and not torch.equal(dv, dv.bfloat16())
 
 
-@pytest.mark.parametrize(
-    "case", [*(replace(MIXED, lengths=(200, 333, 50, 1, 256, 90), exchange_stages=n) for n in (1, 3)), LONG_RING]
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_precision_contract(workers: Workers, case: Case, dtype: torch.dtype) -> None:
-    """The error against float64 is at most twice that of one device on the same inputs, also after ten merges."""
-    case = replace(case, dtype=dtype, head_dim=32, heads=4, kv_heads=2)
+def test_long_sums_stay_well_inside_the_contract(workers: Workers) -> None:
+    """After ten merges in float32: 1.13, 1.13, 0.68, 0.67 of one device's error. In bfloat16 it is 1.45, 1.30, 0.85, 0.81."""
+    case = replace(LONG_RING, dtype=torch.bfloat16, head_dim=32, heads=4, kv_heads=2)
     exact = dense(case)
     ring = relative_errors(gather(case, workers.run(run_case, case.ranks, case)), exact)
-    single = relative_errors(single_device(case), exact)
-    for ring_error, single_error in zip(ring, single, strict=True):
-        assert 0 < ring_error <= 2 * single_error
-    if case.lengths == LONG_RING.lengths and dtype == torch.bfloat16:
-        # Sums in float32 stay well inside the contract: 1.13, 1.13, 0.68, 0.67. In bfloat16 they are 1.45, 1.30, 0.85, 0.81.
-        ratios = [ring_error / single_error for ring_error, single_error in zip(ring, single, strict=True)]
-        assert all(ratio < most for ratio, most in zip(ratios, (1.28, 1.22, 0.77, 0.74), strict=True)), ratios
+    errors = zip(ring, relative_errors(single_device(case), exact), (1.28, 1.22, 0.77, 0.74), strict=True)
+    assert all(0 < several < most * single for several, single, most in errors)
 
 
 def test_partial_results_are_merged_in_float32() -> None:

@@ -26,7 +26,7 @@ def plain(workers: Workers, store: Path, tmp_path_factory: pytest.TempPathFactor
     ("ranks", "settings"),
     [
         (1, ["train.float8=tensorwise"]),
-        (1, ["train.float8=rowwise", "train.recompute=norms"]),
+        pytest.param(1, ["train.float8=rowwise", "train.recompute=norms"], marks=pytest.mark.slow),
         (3, ["train.float8=rowwise", "batch.tokens_per_rank=512"]),
         (2, ["train.float8=tensorwise", "parallel.pipeline_parallel_size=2", "model.num_hidden_layers=2"]),
     ],

@@ -81,7 +81,7 @@ def known() -> dict[str, Any]:
         ),
     ],
 )
-def test_ten_steps_are_those_of_peft(
+def test_steps_are_those_of_peft(
     workers: Workers,
     store: Path,
     checkpoints: dict[str, Path],
@@ -119,9 +119,9 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Bit by bit on the same number of ranks; close on another number of ranks, where sums have another order."""
-    settings = settings_of(checkpoints["llama"], *MOST)
+    settings = settings_of(checkpoints["llama"], *MOST, "train.steps=4", "checkpoint.every=2")
     ended = workers.run(run_with_checkpoints, 2, store, tmp_path / "whole", settings)[0]
-    folder = tmp_path / "whole" / "checkpoints" / "step-000005"
+    folder = tmp_path / "whole" / "checkpoints" / "step-000002"
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
     assert {name for name in metadata if name.startswith("model.")} == {f"model.hf.{name}" for name in ended}
     assert {name.split(".hf.")[-1] for name in metadata if name.startswith("optimizer.state.")} <= {
@@ -132,7 +132,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes(
     assert state["base"] == str(checkpoints["llama"])
     for ranks in (2, 3):
         other = tmp_path / f"on-{ranks}"
-        shutil.copytree(folder, other / "checkpoints" / "step-000005")
+        shutil.copytree(folder, other / "checkpoints" / "step-000002")
         for found in workers.run(resumed, ranks, store, other, settings):
             for name, value in ended.items():
                 if ranks == 2:
@@ -190,8 +190,8 @@ def test_compiled_blocks_have_no_breaks_and_are_not_compiled_again(
     workers: Workers, store: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     settings = settings_of(checkpoints["llama"], *MODES["degree 1"])
-    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 3)[0]["losses"]
-    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 3)
+    plain = workers.run(run, 1, store, tmp_path / "plain", settings, 2)[0]["losses"]
+    ((losses, graphs, breaks),) = workers.run(run_compiled, 1, store, tmp_path / "compiled", settings, 2)
     assert losses == pytest.approx(plain, rel=1e-6)
     assert (graphs, breaks) == (2, 0), "one for the first block, whose input needs no gradient, and one for all others"
 

@@ -124,6 +124,7 @@ def test_a_write_that_fails_stops_all_ranks(workers: Workers, store: Path, tmp_p
     answers = workers.run(with_a_disk_that_fills, 2, store, tmp_path)
     assert answers[0] == answers[1] and answers[0][1] == []
     assert "rank 1: [Errno 28] No space left on device. Earlier checkpoints are intact" in answers[0][0]
+    assert "free disk space, then --resume" in answers[0][0] and len(answers[0][0]) < 400
 
 
 def with_state_that_cannot_be_written(store: Path, run: Path) -> str:

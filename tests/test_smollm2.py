@@ -69,7 +69,7 @@ def known() -> dict[str, list[float]]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("what", ["full", "lora"])
-def test_ten_steps(
+def test_steps_are_those_of_transformers(
     workers: Workers,
     checkpoint: Path,
     store: Path,

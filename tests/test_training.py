@@ -269,22 +269,6 @@ def test_the_budget_for_the_documents_of_a_checkpoint_is_the_least(
         choose_max_length(bins, world_size, found, longest)
 
 
-def test_a_corrupt_checkpoint(workers: Workers, store: Path, tmp_path: Path) -> None:
-    workers.run(train_and_save, 1, store, tmp_path, ["train.steps=2", "checkpoint.every=2", "batch.tokens_per_rank=1500"])
-    metadata = next((tmp_path / "checkpoints").glob("*/.metadata"))
-    metadata.write_bytes(b"\0" * metadata.stat().st_size)
-    with pytest.raises(AssertionError, match=r"is damaged: .*Move it away"):
-        workers.run(train, 1, store, tmp_path, ["batch.tokens_per_rank=1500"], 1, True)
-
-
-def test_a_full_disk_while_saving(workers: Workers, store: Path, tmp_path: Path) -> None:
-    """The error is one line with the fix, the earlier checkpoint is intact, and the incomplete one is deleted."""
-    said = workers.run(training_cases.with_a_full_disk, 2, store, tmp_path)
-    assert all("No space left on device" in text and "free disk space, then --resume" in text for text in said)
-    assert all(len(text) < 400 for text in said)
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-
-
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     with (
         only_run_in(tmp_path),
@@ -311,17 +295,31 @@ def test_gradients_are_reduced_in_float32(workers: Workers, store: Path, tmp_pat
     workers.run(training_cases.reduced_in_float32, 2, store, tmp_path)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
-    answers = workers.run(training_cases.with_a_gradient_not_finite, 2, store, tmp_path)
-    assert all("gradient norm is nan" in answer for answer in answers)
-
-
-def test_steps_that_are_not_finite_are_skipped_if_wanted(workers: Workers, store: Path, tmp_path: Path) -> None:
-    for skipped, error in workers.run(training_cases.with_gradients_not_finite, 2, store, tmp_path / "a", [2, 4, 5]):
-        assert skipped == [False, True, False, True, True, False] and not error
-    for skipped, error in workers.run(training_cases.with_gradients_not_finite, 2, store, tmp_path / "b", [2, 3, 4, 5]):
-        assert skipped == [False, True, True, True]
-        assert "step 5: loss is" in error and "gradient norm is nan, after 3 skipped steps" in error
+@pytest.mark.parametrize(
+    ("what", "spoiled", "settings", "skipped", "says"),
+    [
+        ("loss", [2], [], [False], ["step 2: loss is nan", ".py"]),
+        ("gradient", [1], [], [], ["gradient norm is nan"]),
+        ("gradient", [2, 4, 5], ["train.on_nonfinite=skip"], [False, True, False, True, True, False], []),
+        (
+            *("gradient", [2, 3, 4, 5], ["train.on_nonfinite=skip"], [False, True, True, True]),
+            ["step 5: loss is", "gradient norm is nan, after 3 skipped steps"],
+        ),
+    ],
+)
+def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(
+    workers: Workers,
+    store: Path,
+    tmp_path: Path,
+    what: str,
+    spoiled: list[int],
+    settings: list[str],
+    skipped: list[bool],
+    says: list[str],
+) -> None:
+    first, second = workers.run(training_cases.steps_not_finite, 2, store, tmp_path, what, spoiled, settings)
+    assert first == second and first[0] == skipped
+    assert all(text in first[1] for text in says) and bool(says) == bool(first[1])
 
 
 @pytest.mark.parametrize(
@@ -365,13 +363,6 @@ def test_a_step_gathers_once_over_all_processes(
     """Once more if the next step is not ready on some rank; the first step compares plans."""
     for counts in workers.run(training_cases.host_gathers, 2, store, tmp_path, [], ready):
         assert counts[1:] == [gathers] * 3 and counts[0] == gathers + ready
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(workers: Workers, store: Path, tmp_path: Path) -> None:
-    answers = workers.run(training_cases.with_loss_of_rank_1_not_finite, 2, store, tmp_path)
-    assert answers[0] == answers[1]
-    assert "step 2: loss is nan" in answers[0]
-    assert ".py" in answers[0]
 
 
 @pytest.mark.parametrize("how", ["dies", "stays silent"])

@@ -59,7 +59,7 @@ def run(store: Path, folder: Path, settings: list[str]) -> Rows:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "two tensor ranks"), SPLITS))
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in ("three ranks", "a pipeline"), SPLITS))
 def test_the_loss_is_that_of_one_process_and_training_is_not_affected(
     workers: Workers, store: Path, alone: dict[int, Rows], tmp_path: Path, name: str
 ) -> None:

@@ -1,6 +1,5 @@
 """A small store, small settings, and the code that the ranks of a training test run."""
 
-import errno
 import gc
 import itertools
 import json
@@ -138,76 +137,33 @@ def resumed_with(store: Path, run: Path, settings: list[str], other: list[str]) 
     return [{key: value for key, value in group.items() if key != "params"} for group in resumed.optimizer.param_groups]
 
 
-def with_loss_of_rank_1_not_finite(store: Path, run: Path) -> str:
-    trainer = start(store, run, ["checkpoint.every=1"])
-    before = trainer.step()
-    weights = [parameter.detach().clone() for parameter in trainer.model.parameters()]
-    if dist.get_rank() == 1:
-        original = Passes.forward_backward
-        Passes.forward_backward = lambda *a: original(*a) * float("nan")
-    try:
-        trainer.step()
-    except ValueError as error:
-        assert before.step == trainer.steps_done == 1
-        same = all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(weights, trainer.model.parameters(), strict=True))
-        assert same, "a refused step must not change the weights"
-        return str(error)
-    finally:
-        if dist.get_rank() == 1:
-            Passes.forward_backward = original
-        trainer.loader.close()
-    raise AssertionError("a loss that is not finite must stop the run")
-
-
-def with_a_gradient_not_finite(store: Path, run: Path) -> str:
-    """The loss is finite and the gradient of one rank is not."""
-    trainer = start(store, run, [])
+def steps_not_finite(store: Path, run: Path, what: str, spoiled: list[int], settings: list[str]) -> tuple[list[bool], str]:
+    """Trains with a loss or a gradient of rank 1 that is NaN in some steps. Returns which were skipped, and the error."""
+    trainer, skipped, error = start(store, run, settings), list[bool](), ""
     original = Passes.forward_backward
 
     def spoil(self: Passes, *arguments: Any) -> torch.Tensor:
         loss = original(self, *arguments)
-        if dist.get_rank() == 1 and (gradient := self.model.norm.weight.grad) is not None:
+        if trainer.steps_done + 1 not in spoiled or dist.get_rank() != 1:
+            return loss
+        if what == "loss":
+            return loss * float("nan")
+        if (gradient := self.model.norm.weight.grad) is not None:
             gradient.to_local().fill_(float("nan"))
         return loss
 
-    Passes.forward_backward = spoil
-    try:
-        trainer.step()
-    except ValueError as error:
-        return str(error)
-    finally:
-        Passes.forward_backward = original
-        trainer.loader.close()
-    raise AssertionError("a gradient that is not finite must stop the run")
-
-
-def with_gradients_not_finite(store: Path, run: Path, spoiled: list[int]) -> tuple[list[bool], str]:
-    """Trains with `train.on_nonfinite: skip` and a gradient of NaN in some steps. Returns which were skipped, and the error."""
-    trainer = start(store, run, ["train.on_nonfinite=skip"])
-    original = Passes.forward_backward
-
-    def spoil(self: Passes, *arguments: Any) -> torch.Tensor:
-        loss = original(self, *arguments)
-        gradient = self.model.norm.weight.grad
-        if trainer.steps_done + 1 in spoiled and dist.get_rank() == 1 and gradient is not None:
-            gradient.to_local().fill_(float("nan"))
-        return loss
-
-    skipped: list[bool] = []
-    Passes.forward_backward = spoil
-    try:
-        for _ in range(6):
+    with pytest.MonkeyPatch.context() as patch, trainer.loader:
+        patch.setattr(Passes, "forward_backward", spoil)
+        while len(skipped) < 6 and not error:
             before = [parameter.detach().to_local().clone() for parameter in trainer.model.parameters()]
-            skipped.append(trainer.step().skipped)
+            try:
+                skipped.append(trainer.step().skipped)
+            except ValueError as refused:
+                error = str(refused)
             same = all(torch.equal(a, b.to_local()) for a, b in zip(before, trainer.model.parameters(), strict=True))
-            assert same == skipped[-1], "the weights change unless the step is skipped"
+            assert same == bool(error or skipped[-1]), "the weights change unless the step is skipped or refused"
             assert all(bool(parameter.to_local().isfinite().all()) for parameter in trainer.model.parameters())
-    except ValueError as error:
-        return skipped, str(error)
-    finally:
-        Passes.forward_backward = original
-        trainer.loader.close()
-    return skipped, ""
+    return skipped, error
 
 
 def without_targets_in_step_3(store: Path, run: Path, settings: list[str]) -> list[StepMetrics]:
@@ -323,28 +279,6 @@ def reduced_in_float32(store: Path, run: Path) -> None:
     gradient = model.lm_head.weight.grad.full_tensor()
     assert gradient.dtype == torch.float32
     assert torch.equal(gradient, torch.full_like(gradient, 1 + 2.0**-7)), gradient.unique()
-
-
-def with_a_full_disk(store: Path, run: Path) -> str:
-    """The first checkpoint is written, then the disk is full in the middle of a file of the second."""
-    trainer = start(store, run, [])
-    with trainer.loader:
-        trainer.step()
-        trainer.save()
-        trainer.step()
-        write = torch.distributed.checkpoint.filesystem._write_item
-
-        def fail(*arguments: Any, **keywords: Any) -> Any:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        torch.distributed.checkpoint.filesystem._write_item = fail
-        try:
-            trainer.save()
-        except ValueError as error:
-            return str(error)
-        finally:
-            torch.distributed.checkpoint.filesystem._write_item = write
-    raise AssertionError("a full disk must be an error")
 
 
 def with_rank_1_failing(
