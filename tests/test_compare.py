@@ -19,7 +19,7 @@ from longctx.comparison.modelled import (
     COLUMNS,
     PLANNERS,
     Case,
-    Row,
+    PlannerRow,
     compare_case,
     mean_rows,
     most_speedup,
@@ -39,18 +39,18 @@ LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
+def rows() -> dict[str, PlannerRow]:
     return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100, kv_bytes=100)[0]}
 
 
-def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, Row]) -> None:
+def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, PlannerRow]) -> None:
     assert tuple(rows) == PLANNERS
     for row in rows.values():
         assert (row.documents, row.tokens, row.longest) == (64, sum(LENGTHS), max(LENGTHS))
         assert (row.makespan_s is None) == bool(row.note)
 
 
-def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
+def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
     request = {"ranks": 16, "tokens_per_rank": 16384, "profile": H100}
     for planner in ("auto", "bins", "static"):
         plan = make_plan(LENGTHS, **request, mode=planner)
@@ -83,7 +83,7 @@ def test_fixed_static_has_the_degree_of_its_data_set_or_the_given_one() -> None:
     assert of_data_set.makespan_s == plan.makespan_s
 
 
-def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
+def test_shares_add_up_to_the_step(rows: dict[str, PlannerRow]) -> None:
     for row in rows.values():
         if not row.note:
             shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
@@ -116,7 +116,7 @@ def test_the_best_static_degree_is_sought_among_all() -> None:
     assert row.winner == "static:40"
 
 
-def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
+def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, PlannerRow]) -> None:
     for row in rows.values():
         if row.makespan_s is not None:
             assert row.tight_bound_s is not None and row.lower_bound_s is not None
@@ -131,7 +131,7 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     assert mean_rows([rows["plain-static"], rows["plain-static"]])[0].note == rows["plain-static"].note
 
 
-def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None:
+def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, PlannerRow]) -> None:
     everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "plain-static") for ranks in (8, 1024)]
     assert missing([replace(row, note="") for row in everywhere]) == []
     noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
@@ -140,7 +140,7 @@ def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None
     assert missing(noted) == ["Megatron main: not installed", "plain static, 1,024 ranks: too long"]
 
 
-def test_means_are_means(rows: dict[str, Row]) -> None:
+def test_means_are_means(rows: dict[str, PlannerRow]) -> None:
     auto = rows["auto"]
     assert auto.makespan_s is not None and auto.speedup_over_fixed is not None and auto.speedup_over_best_static is not None
     more: dict[str, Any] = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
@@ -156,7 +156,7 @@ def test_means_are_means(rows: dict[str, Row]) -> None:
     assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
 
 
-def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, Row]) -> None:
+def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, PlannerRow]) -> None:
     """A short step with a large speedup and a long step with none: the ratio of their mean times is below auto's speedup."""
     auto = replace(rows["auto"], makespan_s=1.0, tight_bound_s=1.0, speedup_over_fixed=9.0)
     fixed = replace(rows["fixed-static"], makespan_s=9.0, tight_bound_s=1.0)

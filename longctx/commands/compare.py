@@ -26,7 +26,7 @@ from longctx.model.presets import PRESETS
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
-    from longctx.comparison.modelled import Case, Row
+    from longctx.comparison.modelled import Case, PlannerRow
     from longctx.comparison.steps import LengthSource
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
@@ -190,11 +190,11 @@ def _kv_bytes(preset: str | None) -> int | None:
 
 def _compare(
     cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
-) -> tuple[list["Row"], dict[str, "Plan"]]:
+) -> tuple[list["PlannerRow"], dict[str, "Plan"]]:
     """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
     from longctx.comparison.modelled import compare_case
 
-    rows: list[Row] = []
+    rows: list[PlannerRow] = []
     plans: dict[str, Plan] = {}
     with progress_bar() as show:
         for number, case in enumerate(cases):

@@ -122,10 +122,10 @@ def _documents(arguments: argparse.Namespace, target: "Target", world_size: int)
             f"{target.name} has no validation documents (neither eval.store nor data.held_out is set): give --store STORE"
         )
     first = arguments.documents or config.eval.documents
-    apart = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
-    own = open_data(config)
-    longest = (own if config.eval.store is None else Store.open(config.eval.store)).lengths.max()
-    return documents_apart(apart, own, target.max_length(world_size, int(longest)))
+    limited = config.model_copy(update={"eval": config.eval.model_copy(update={"documents": first})})
+    store = open_data(config)
+    longest = (store if config.eval.store is None else Store.open(config.eval.store)).lengths.max()
+    return documents_apart(limited, store, target.max_length(world_size, int(longest)))
 
 
 def _grid(arguments: argparse.Namespace) -> "Grid":

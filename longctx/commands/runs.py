@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if picture.suffix not in PICTURES:
         raise UserError(f"--png is {picture}: the file name must end in one of {', '.join(PICTURES)}")
     check_writable(picture, page)
-    draw_runs(runs, "white").savefig(picture)
+    draw_runs(runs).savefig(picture)
     about = {"made with": shlex.join(["longctx", "runs", *sys.argv[2:]]), "on": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     page.write_text(render(runs, about), encoding="utf-8")
     console = Console()

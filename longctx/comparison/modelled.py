@@ -1,8 +1,8 @@
 """Modelled comparison: plans the same documents by auto, bins, static degrees and the baselines, scored by one cost model.
 
-A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a `Row` for
-each. Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps
-as in trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
+A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
+Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps as in
+trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
 """
 
 import math
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannerRow:
     """The plan of one step by one planner.
 
     Times are in seconds, shares are fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1).
@@ -104,7 +104,7 @@ class Row:
     note: str = ""
 
 
-COLUMNS = tuple(f.name for f in fields(Row))
+COLUMNS = tuple(f.name for f in fields(PlannerRow))
 
 
 def compare_case(
@@ -113,7 +113,7 @@ def compare_case(
     planners: Sequence[str] = PLANNERS,
     kv_bytes: int | None = None,
     baselines: Mapping[str, Baseline] = BASELINES,
-) -> tuple[list[Row], dict[str, Plan]]:
+) -> tuple[list[PlannerRow], dict[str, Plan]]:
     """Plans one step with the given planners; returns their rows, and their plans by planner.
 
     If a planner has no plan, the note of its row gives the reason. `kv_bytes`: bytes of one token's K and V in one layer.
@@ -137,7 +137,7 @@ def compare_case(
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = [
-        Row(
+        PlannerRow(
             seed=case.seed,
             ranks=case.ranks,
             tokens_per_rank=case.tokens_per_rank,
@@ -164,7 +164,7 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
     fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
-    own, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
+    local, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
@@ -179,7 +179,7 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
         "idle_share": 1 - fixed - busy,
         "fixed_share": fixed,
         "padding_share": 1 - sum(plan.lengths) / (shape[0] * ranks * plan.tokens_per_rank),
-        "most_tokens": own,
+        "most_tokens": local,
         "remote_tokens": remote,
         "remote_kv_bytes": None if kv_bytes is None else kv_bytes * remote,
         "micro_batches": shape[0],
@@ -187,12 +187,12 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
     }
 
 
-def mean_rows(rows: Sequence[Row]) -> list[Row]:
+def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
     """Returns one row per number of ranks and planner: means over seeds, geometric for speedups; the most frequent `winner`.
 
     Memory is the maximum over seeds. A planner that failed for some seed has no values, and the first of its notes.
     """
-    groups: dict[tuple[int, str], list[Row]] = {}
+    groups: dict[tuple[int, str], list[PlannerRow]] = {}
     for row in rows:
         groups.setdefault((row.ranks, row.planner), []).append(row)
     return [_mean(group) for group in groups.values()]
@@ -206,13 +206,13 @@ FIGURES = (
 )
 
 
-def _mean(rows: list[Row]) -> Row:
+def _mean(rows: list[PlannerRow]) -> PlannerRow:
     values: dict[str, Any] = asdict(rows[0])
     values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
     values["note"] = next((row.note for row in rows if row.note), "")
     if values["note"]:
         values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", *SPEEDUPS), None) | {"winner": ""}
-        return Row(**values)
+        return PlannerRow(**values)
     winners = [row.winner for row in rows]
     values["winner"] = max(winners, key=winners.count)
     values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
@@ -221,10 +221,10 @@ def _mean(rows: list[Row]) -> Row:
     for name in SPEEDUPS:
         speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
         values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
-    return Row(**values)
+    return PlannerRow(**values)
 
 
-def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
+def most_speedup(rows: Sequence[PlannerRow], speedup: str) -> float | None:
     """Returns the upper bound on `speedup` of any plan of these documents, from auto's speedup and the tight bound.
 
     Computed relative to auto, so that for means over steps (geometric for speedups) the bound is never below auto's speedup.
@@ -236,7 +236,7 @@ def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
     return float(reached * auto.makespan_s / auto.tight_bound_s)
 
 
-def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
+def over_fixed_without_barriers(rows: Sequence[PlannerRow]) -> float | None:
     """Returns the speedup of auto over fixed static without barriers between the micro-batches of fixed static."""
     by = {row.planner: row for row in rows}
     speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
@@ -245,6 +245,6 @@ def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
     return speedup * fixed.no_barrier_s / fixed.makespan_s  # scales the headline, which is a geometric mean over steps
 
 
-def degree_of(row: Row) -> str:
+def degree_of(row: PlannerRow) -> str:
     """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""

@@ -10,7 +10,7 @@ from longctx.comparison.modelled import (
     PLANNERS,
     SPEEDUPS,
     TITLES,
-    Row,
+    PlannerRow,
     degree_of,
     most_speedup,
     over_fixed_without_barriers,
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     lines: list[list[str]]
 
 
-def plans_table(rows: Sequence[Row]) -> Words:
+def plans_table(rows: Sequence[PlannerRow]) -> Words:
     """Returns time, speedups, gap and shares of all planners that have a plan, and the bounds for any plan."""
     auto = next(row for row in rows if row.planner == "auto")
     lines = [
@@ -52,7 +52,7 @@ def plans_table(rows: Sequence[Row]) -> Words:
     )
 
 
-def memory_table(rows: Sequence[Row]) -> Words:
+def memory_table(rows: Sequence[PlannerRow]) -> Words:
     """Returns maximum local and remote tokens per rank, and the bytes of remote K and V if known."""
     shown = [row for row in rows if row.makespan_s is not None]
     headings, lines = ["", "local tokens", "remote tokens"], []
@@ -63,18 +63,18 @@ def memory_table(rows: Sequence[Row]) -> Words:
     return Words([*headings, "remote K and V per layer"][: len(lines[0])], lines)
 
 
-def speedups_table(rows: Sequence[Row], speedup: str) -> Words:
+def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
     """Returns one speedup of every planner by number of ranks."""
     everywhere = sorted({row.ranks for row in rows})
     lines = []
     for planner in PLANNERS:
-        found = {row.ranks: times(getattr(row, speedup)) for row in rows if row.planner == planner}
-        lines.append([TITLES[planner], *(found.get(ranks, "") for ranks in everywhere)])
+        by_ranks = {row.ranks: times(getattr(row, speedup)) for row in rows if row.planner == planner}
+        lines.append([TITLES[planner], *(by_ranks.get(ranks, "") for ranks in everywhere)])
     limits = [times(most_speedup([row for row in rows if row.ranks == ranks], speedup)) for ranks in everywhere]
     return Words(["", *(f"{ranks:,}" for ranks in everywhere)], [*lines, [LIMIT, *limits]])
 
 
-def captions(rows: Sequence[Row], model: str | None) -> list[str]:
+def captions(rows: Sequence[PlannerRow], model: str | None) -> list[str]:
     """Returns explanations of the tables of plans and memory; `model` is the preset that K and V bytes are for."""
     lines = [
         "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
@@ -101,7 +101,7 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
     return lines
 
 
-def missing(rows: Sequence[Row]) -> list[str]:
+def missing(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns one line for each planner and reason why it has no plan, with the numbers of ranks unless it has none at all."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -119,7 +119,7 @@ def times(speedup: float | None) -> str:
     return "—" if speedup is None else f"{speedup:.2f}×"
 
 
-def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | None, console: Console) -> None:
+def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, model: str | None, console: Console) -> None:
     """Prints the mean rows, with details for `ranks` ranks."""
     detailed = [row for row in rows if row.ranks == ranks]
     console.print(f"{source}; {rows[0].tokens_per_rank:,} tokens per rank", highlight=False, markup=False)

@@ -66,12 +66,12 @@ def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
     """
     random = Random(seed)
     for _ in range(count):
-        wanted = random.randint(words // 4, words)
-        most = min(len(KEYS), max(1, wanted // 9))  # three words, three times
+        length = random.randint(words // 4, words)
+        most = min(len(KEYS), max(1, length // 9))  # three words, three times
         keys = random.sample(KEYS, random.randint(max(1, most // 3), most))
         facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
         sentences = 3 * facts
-        while sum(sentence.count(" ") + 1 for sentence in sentences) < wanted - 5:
+        while sum(sentence.count(" ") + 1 for sentence in sentences) < length - 5:
             sentences.append(random.choice(NOISE))
         random.shuffle(sentences)
         yield "".join(sentences)
@@ -229,8 +229,8 @@ def _right(questions: Sequence[Question], look: Look, planner: Planner, mesh: Me
     micro_batches, targets = pack_documents(plan, mesh.rank, documents, labels, pad_to_multiple_of=multiple)
     names = tuple(f"question {number}" for number in range(len(documents)))
     batch = StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(micro_batches))
-    found = document_sums(batch, look(batch, greedy_choices), mesh).round().long().numpy()
-    return np.asarray(found == [question.answered for question in questions], np.int64)
+    right_tokens = document_sums(batch, look(batch, greedy_choices), mesh).round().long().numpy()
+    return np.asarray(right_tokens == [question.answered for question in questions], np.int64)
 
 
 def as_json(grid: Grid, cells: Sequence[Cell]) -> dict[str, Any]:

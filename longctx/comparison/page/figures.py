@@ -7,7 +7,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from longctx.comparison.modelled import SPEEDUPS, TITLES, Row
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow
 from longctx.planning.plan import Plan
 from longctx.plots.charts import GRID, INK, PAPER, STYLE, new_axes, svg_uri
 from longctx.plots.colours import by_class, class_name
@@ -25,7 +25,7 @@ LOOKS = {
 BOUND = "#2f7d4f"
 
 
-def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
+def speedup_bars(rows: Sequence[PlannerRow], speedup: str, bound: float) -> str:
     """Draws the speedup of every planner as a bar, and its upper bound as a line."""
     shown = {row.planner: value for row in rows if (value := getattr(row, speedup)) is not None}
     figure, axes = new_axes(9.2, 0.42 * len(shown) + 1.15)
@@ -44,7 +44,7 @@ def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
     return svg_uri(figure)
 
 
-def speedup_lines(rows: Sequence[Row], speedup: str) -> str:
+def speedup_lines(rows: Sequence[PlannerRow], speedup: str) -> str:
     """Draws the speedup of every planner against the number of ranks, whose values are evenly spaced."""
     figure, axes = new_axes(9.2, 3.6)
     positions = sorted({row.ranks for row in rows})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from longctx.comparison.baselines import BASELINES
-from longctx.comparison.modelled import SPEEDUPS, TITLES, Row, degree_of, most_speedup
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of, most_speedup
 from longctx.comparison.page import figures
 from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, times
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -34,13 +34,13 @@ class Comparison:
     ranks: int
     tokens_per_rank: int
     steps: int
-    rows: Sequence[Row]
+    rows: Sequence[PlannerRow]
     plans: dict[str, Plan]
     about: dict[str, str]
     model: str | None
     changed: str
 
-    def reference(self) -> list[Row]:
+    def reference(self) -> list[PlannerRow]:
         """Rows on `ranks` ranks, in the order of PLANNERS."""
         return [row for row in self.rows if row.ranks == self.ranks]
 
@@ -100,7 +100,7 @@ def _at_reference(c: Comparison) -> Iterator[str]:
         yield f"<p>Not shown, with the reason:</p><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
 
 
-def _speedup_bars(rows: Sequence[Row]) -> Iterator[str]:
+def _speedup_bars(rows: Sequence[PlannerRow]) -> Iterator[str]:
     """Yields a figure of speedups over each static plan that exists, fixed static first."""
     titles = (
         "Speedup of every way of planning over fixed static",

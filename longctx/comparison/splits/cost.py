@@ -163,15 +163,15 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
 def _collectives_s(known: HardwareProfile, split: Split, work: RankWork, number: int) -> float:
     """Returns the seconds to gather or reduce a rank's weights, of `number` bytes each."""
     everyones = number * (work.weights - work.expert_weights)
-    of_experts = _collective_s(known, split, number * work.expert_weights, apart=split.expert)
+    of_experts = _collective_s(known, split, number * work.expert_weights, stride=split.expert)
     return _collective_s(known, split, everyones) + of_experts
 
 
-def _collective_s(known: HardwareProfile, split: Split, size: float, apart: int = 1) -> float:
-    """Returns the seconds to gather or reduce `size` bytes over every `apart`-th rank of the domain."""
-    ranks = split.domain // apart
-    here = min(ranks, max(1, known.ranks_per_node // split.tensor // apart))
+def _collective_s(known: HardwareProfile, split: Split, size: float, stride: int = 1) -> float:
+    """Returns the seconds to gather or reduce `size` bytes over every `stride`-th rank of the domain."""
+    ranks = split.domain // stride
+    in_node = min(ranks, max(1, known.ranks_per_node // split.tensor // stride))
     speed = known.intra_node_bytes_per_s
-    if here < ranks:
-        speed = min(speed, here * known.inter_node_bytes_per_s)
+    if in_node < ranks:
+        speed = min(speed, in_node * known.inter_node_bytes_per_s)
     return size * (ranks - 1) / ranks / speed
