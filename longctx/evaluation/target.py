@@ -17,10 +17,6 @@ from longctx.training.setup import choose_max_length
 from longctx.training.trainer import Trainer
 
 
-class TargetError(UserError):
-    """A target that cannot be evaluated, or not on this store."""
-
-
 @dataclass(frozen=True)
 class Target:
     """A run or a checkpoint to evaluate.
@@ -45,15 +41,13 @@ class Target:
             newest_one, damaged = newest(folder)
             if newest_one is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
-                raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
+                raise UserError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
             config = load(folder / "config.yaml", overrides, world_size=world_size, stage=newest_one.stage)
             return cls(name, config, newest_one, tuple(damaged))
         if is_store(folder):
-            raise TargetError(
-                f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}"
-            )
+            raise UserError(f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}")
         if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise TargetError(
+            raise UserError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
                 "checkpoint of transformers"
             )
@@ -81,14 +75,14 @@ class Target:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
-            raise TargetError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
+            raise UserError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
         return Tokenizer.load(file)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises TargetError if the model's vocabulary is smaller than that of a store's tokenizer."""
+        """Raises UserError if the model's vocabulary is smaller than that of a store's tokenizer."""
         entries = self.source.spec.vocab_size
         if entries is not None and tokenizer.vocab_size > entries:
-            raise TargetError(
+            raise UserError(
                 f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has {entries:,}: prepare the "
                 "store with the model's tokenizer"
             )
@@ -116,10 +110,8 @@ class Target:
         if rope:  # transformers writes the scaled limit of positions into the config
             rope += [sentence for sentence in different if sentence.startswith("max_position_embeddings is")]
         if len(rope) < len(different):
-            raise TargetError(f"{self.checkpoint.folder} contains another model: {'; '.join(different)}; override only rope_*")
+            raise UserError(f"{self.checkpoint.folder} contains another model: {'; '.join(different)}; override only rope_*")
         if problem := self.checkpoint.damage(mesh.control):
-            raise TargetError(
-                f"{self.checkpoint.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint"
-            )
+            raise UserError(f"{self.checkpoint.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
         load_weights(self.checkpoint, trainer.model, mesh.control)
         return trainer, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in rope)))
