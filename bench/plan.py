@@ -45,7 +45,7 @@ WINDOWS = (2, 4, 8)
 SYSTEMS = BASELINES | RIVALS
 TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
 PLANNERS = tuple(TITLES)
-FIGURES = [name for name in COLUMNS if name not in ("seed", "remote_kv_bytes")]
+FIGURES = [name for name in COLUMNS if name != "seed"]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,6 @@ class PlannerRow:
         padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
         most_tokens: maximum tokens per rank in a micro-batch.
         remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange stage.
-        remote_kv_bytes: bytes of their K and V in one layer; None if the size per token is not known.
     """
 
     seed: int
@@ -98,7 +97,6 @@ class PlannerRow:
     padding_share: float | None = None
     most_tokens: int | None = None
     remote_tokens: int | None = None
-    remote_kv_bytes: int | None = None
     micro_batches: int | None = None
     planning_ms: float | None = None
     note: str = ""
@@ -111,13 +109,12 @@ def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
-    kv_bytes: int | None = None,
     baselines: Mapping[str, Baseline] = BASELINES,
 ) -> tuple[list[PlannerRow], dict[str, Plan]]:
     """Plans one step with the given planners; returns their rows, and their plans by planner.
 
-    If a planner has no plan, the note of its row gives the reason. `kv_bytes`: bytes of one token's K and V in one layer.
-    `baselines`: the schedulers of other systems, by name. Raises PlanError if no degree holds the documents.
+    If a planner has no plan, the note of its row gives the reason. `baselines`: the schedulers of other systems, by name.
+    Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     plans = {"auto": make_plan(case.lengths, **request)}
@@ -146,14 +143,14 @@ def compare_case(
             longest=max(case.lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baseline_s, tight_s, kv_bytes) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s) if planner in plans else {}),
         )
         for planner in planners
     ]
     return rows, plans
 
 
-def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dict[str, Any]:
     """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
@@ -181,7 +178,6 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
         "padding_share": 1 - sum(plan.lengths) / (shape[0] * ranks * plan.tokens_per_rank),
         "most_tokens": local,
         "remote_tokens": remote,
-        "remote_kv_bytes": None if kv_bytes is None else kv_bytes * remote,
         "micro_batches": shape[0],
         "planning_ms": plan.planning_ms,
     }
@@ -199,7 +195,7 @@ def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
 
 
 DESCRIPTION = ("documents", "tokens", "longest")
-MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
+MOST = ("most_tokens", "remote_tokens")
 FIGURES = (
     *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
     *("idle_share", "fixed_share", "padding_share", "planning_ms"),

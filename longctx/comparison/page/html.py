@@ -25,7 +25,6 @@ class Comparison:
         source: the source of the lengths, in words.
         about: facts about the run, such as the command, versions and the machine: name → value.
         changed: what was done to documents that do not fit, in words; empty if nothing.
-        model: preset for which memory of K and V is computed, if one was given.
     """
 
     source: str
@@ -37,7 +36,6 @@ class Comparison:
     rows: Sequence[PlannerRow]
     plans: dict[str, Plan]
     about: dict[str, str]
-    model: str | None
     changed: str
 
     def reference(self) -> list[PlannerRow]:
@@ -95,7 +93,7 @@ def _at_reference(c: Comparison) -> Iterator[str]:
     yield from _speedup_bars(rows)
     for table in (plans_table(rows), memory_table(rows)):
         yield numbers(table.headings, table.lines, LOOKS)
-    yield "".join(f"<p class=caption>{escape(line)}.</p>" for line in captions(rows, c.model))
+    yield "".join(f"<p class=caption>{escape(line)}.</p>" for line in captions(rows))
     if notes := missing(rows):
         yield f"<p>Not shown, with the reason:</p><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
 
