@@ -63,7 +63,7 @@ class PlannerRow:
         speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed static plan.
         speedup_over_best_static: time of the best static plan of the step, over all degrees / time of this plan.
         no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed static, whose groups never change,
-            if no micro-batch gathers or reduces weights; a lower bound for other plans.
+            where no micro-batch gathers or reduces weights; for other plans a lower bound.
         tight_bound_s: tight lower bound on the time of any plan of these documents; at least `lower_bound_s`.
         unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan can avoid.
         exchange_share: waiting for K and V.

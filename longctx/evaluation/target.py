@@ -65,7 +65,7 @@ class Target:
 
     @property
     def source(self) -> ModelSource:
-        """The model, with the vocabulary size that it was trained with."""
+        """The model, with the vocabulary size of its training."""
         vocab_size = None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
         return self.config.model_source(vocab_size)
 
@@ -100,7 +100,7 @@ class Target:
 
     def build(self, mesh: Mesh) -> "tuple[Trainer, Target]":
         """Builds the model with its weights on this rank; returns it, and this target with more notes. All ranks call it."""
-        # Compiling takes longer than a short evaluation: only if the settings demand it.
+        # Blocks are compiled only if the settings demand it, because compiling takes longer than a short evaluation.
         train = self.config.train.model_copy(update={"compile": bool(self.config.train.compile)})
         trainer = Trainer.build(self.config.model_copy(update={"train": train}), mesh, self.source)
         if self.checkpoint is None:

@@ -107,9 +107,9 @@ def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) ->
 def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfile) -> Measurement:
     """Measures overlap: ring attention as in training, compared with attention without messages and messages alone.
 
-    Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange matters: where, by
-    the constants measured so far, it takes at least a quarter of the attention time; otherwise the shortest lengths. The
-    exchange has as many stages as hide most of it.
+    Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange takes at least a
+    quarter of the attention time, by the constants measured so far; if there are none, the shortest lengths. The number of
+    exchange stages follows from `context.max_remote_tokens`, as in training.
     """
     rank = profiled.mesh.rank
     tried, times = [], []

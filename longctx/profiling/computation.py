@@ -14,7 +14,7 @@ from longctx.planning.layout import Layout
 from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 
 SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
-"""Shortest document measured, in tokens, by degree. Shorter ones are rarely split, and kernel launches dominate their time."""
+"""Shortest document measured, in tokens, by degree: kernel launches dominate shorter documents, which are rarely split."""
 DOCUMENTS_AT_FIRST = 64
 
 

@@ -27,7 +27,7 @@ BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"
 LLAMA_3_VOCABULARY = 128256
 GPUS = {"h100-nvlink-ib": ("H100", 80e9), "h200-nvlink-ib": ("H200", 141e9)}
-"""Shipped profiles of the 8B model: GPU and its memory in bytes by data sheet, a few percent less than it really has."""
+"""Shipped profile of the 8B model → GPU, and its memory in bytes by the data sheet; the real memory is a few percent larger."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Split:
 
     @property
     def max_remote_tokens(self) -> int:
-        """Remote tokens of an exchange stage: few beside the weights, and so many that stages cost little."""
+        """Remote tokens of an exchange stage: small beside the weights, but large enough that stages cost little."""
         return 4 * self.tokens_per_rank
 
     @property

@@ -5,7 +5,7 @@ block and sharded over the whole domain, and tokens per rank in powers of two.
 
 Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
 those that fit in memory are planned as a run would plan its steps. The search ends when the next bound exceeds the time of the
-last split to return, so the result is that of planning all splits.
+last split to return, so the search returns what planning all splits would return.
 """
 
 import itertools
