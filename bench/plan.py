@@ -27,7 +27,7 @@ from harness import Table, command, facts, markdown, options
 from longctx.comparison import modelled
 from longctx.comparison.baselines import BASELINES
 from longctx.comparison.mixes import load_mix, mix_names
-from longctx.comparison.modelled import COLUMNS, Case, Row
+from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -45,7 +45,7 @@ WINDOWS = (2, 4, 8)
 SYSTEMS = BASELINES | RIVALS
 TITLES = modelled.TITLES | {name: rival.title for name, rival in RIVALS.items()}
 PLANNERS = tuple(TITLES)
-FIGURES = [name for name in COLUMNS if name not in ("seed", "remote_kv_bytes")]
+FIGURES = [name for name in COLUMNS if name != "seed"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Setting:
         return f"{self.table} {self.mix} {self.ranks} ranks {self.documents_a_rank} documents a rank{stretched}"
 
 
-Result = tuple[Setting, list[Row]]
+Result = tuple[Setting, list[PlannerRow]]
 
 
 def settings(mixes: Sequence[str]) -> list[Setting]:
@@ -121,9 +121,9 @@ def main() -> None:
     print(text)
 
 
-def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[Row]:
+def measure(setting: Setting, seeds: int, profile: HardwareProfile) -> list[PlannerRow]:
     """Returns the mean rows of all planners for a setting."""
-    rows: list[Row] = []
+    rows: list[PlannerRow] = []
     planners = PLANNERS if setting.table == "speedups" else ("auto", "static")
     fits = longest_document(setting.ranks, TOKENS_PER_RANK)
     drawn = [draw(setting, seed) for seed in range(seeds)]

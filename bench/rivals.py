@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from longctx.comparison.baselines import Baseline
-from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.comparison.baselines.groups import RankGroup, fastest, powers_of_two, shards_by_degree, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
@@ -40,7 +40,7 @@ SLACK = 1.05
 
 
 @dataclass(slots=True)
-class LoadedGroup(Group):
+class LoadedGroup(RankGroup):
     """A group, and the time and tokens of its documents on each of its ranks."""
 
     time: float = 0.0

@@ -8,11 +8,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from longctx import profiling
 from longctx.attention import RingAttention
 from longctx.attention.exchange import Exchange, Pending, Rows
 from longctx.config import load
 from longctx.parallel.mesh import make_groups
+from longctx.profiling import measure
 from longctx.profiling.communication import Nodes
 from longctx.profiling.profiled_run import layout_of
 from longctx.profiling.stopwatch import Stopwatch
@@ -34,7 +34,7 @@ def measure_profile(local_ranks: list[int], settings: list[str]) -> tuple[dict[s
     ranks = dist.get_world_size()
     config = load(None, [*TINY, *settings], world_size=ranks)
     assert config.model.vocab_size is not None
-    measured = profiling.measure_profile(
+    measured = measure.measure_profile(
         config,
         make_groups(torch.device("cpu"), tensor=config.parallel.tensor_parallel_size, timeout_s=30),
         config.model.shape(config.model.vocab_size),

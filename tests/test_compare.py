@@ -19,7 +19,7 @@ from longctx.comparison.modelled import (
     COLUMNS,
     PLANNERS,
     Case,
-    Row,
+    PlannerRow,
     compare_case,
     mean_rows,
     most_speedup,
@@ -39,18 +39,18 @@ LENGTHS = tuple(load_mix("wlb_128k").draw(64, seed=0))
 
 
 @pytest.fixture(scope="module")
-def rows() -> dict[str, Row]:
-    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100, kv_bytes=100)[0]}
+def rows() -> dict[str, PlannerRow]:
+    return {row.planner: row for row in compare_case(Case(LENGTHS, 16, 16384), H100)[0]}
 
 
-def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, Row]) -> None:
+def test_every_planner_has_a_row_on_the_same_documents(rows: dict[str, PlannerRow]) -> None:
     assert tuple(rows) == PLANNERS
     for row in rows.values():
         assert (row.documents, row.tokens, row.longest) == (64, sum(LENGTHS), max(LENGTHS))
         assert (row.makespan_s is None) == bool(row.note)
 
 
-def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
+def test_numbers_are_those_of_the_plans(rows: dict[str, PlannerRow]) -> None:
     request = {"ranks": 16, "tokens_per_rank": 16384, "profile": H100}
     for planner in ("auto", "bins", "static"):
         plan = make_plan(LENGTHS, **request, mode=planner)
@@ -63,7 +63,6 @@ def test_numbers_are_those_of_the_plans(rows: dict[str, Row]) -> None:
         layouts = [plan.layout(k, rank) for k in range(len(plan.micro_batches)) for rank in range(16)]
         assert row.most_tokens == max(lay.tokens for lay in layouts)
         assert row.remote_tokens == max(sum(s.length - s.tokens for s in lay.shards if s.degree > 1) for lay in layouts)
-        assert row.remote_kv_bytes == 100 * row.remote_tokens
         assert row.tight_bound_s == tight_bound_s(plan)
         assert row.unavoidable_gap == row.tight_bound_s / plan.lower_bound_s - 1 >= 0
     fixed, static, auto = (rows[planner].makespan_s for planner in ("fixed-static", "static", "auto"))
@@ -83,7 +82,7 @@ def test_fixed_static_has_the_degree_of_its_data_set_or_the_given_one() -> None:
     assert of_data_set.makespan_s == plan.makespan_s
 
 
-def test_shares_add_up_to_the_step(rows: dict[str, Row]) -> None:
+def test_shares_add_up_to_the_step(rows: dict[str, PlannerRow]) -> None:
     for row in rows.values():
         if not row.note:
             shares = (row.work_share, row.exchange_share, row.idle_share, row.fixed_share)
@@ -116,7 +115,7 @@ def test_the_best_static_degree_is_sought_among_all() -> None:
     assert row.winner == "static:40"
 
 
-def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, Row]) -> None:
+def test_no_row_is_faster_than_the_tight_bound(rows: dict[str, PlannerRow]) -> None:
     for row in rows.values():
         if row.makespan_s is not None:
             assert row.tight_bound_s is not None and row.lower_bound_s is not None
@@ -131,7 +130,7 @@ def test_a_baseline_that_cannot_hold_the_documents_gets_a_note() -> None:
     assert mean_rows([rows["plain-static"], rows["plain-static"]])[0].note == rows["plain-static"].note
 
 
-def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None:
+def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, PlannerRow]) -> None:
     everywhere = [replace(rows[name], ranks=ranks) for name in ("auto", "megatron-main", "plain-static") for ranks in (8, 1024)]
     assert missing([replace(row, note="") for row in everywhere]) == []
     noted = [replace(row, note="not installed" if row.planner == "megatron-main" else "") for row in everywhere]
@@ -140,10 +139,10 @@ def test_a_reason_for_a_missing_plan_is_given_once(rows: dict[str, Row]) -> None
     assert missing(noted) == ["Megatron main: not installed", "plain static, 1,024 ranks: too long"]
 
 
-def test_means_are_means(rows: dict[str, Row]) -> None:
+def test_means_are_means(rows: dict[str, PlannerRow]) -> None:
     auto = rows["auto"]
     assert auto.makespan_s is not None and auto.speedup_over_fixed is not None and auto.speedup_over_best_static is not None
-    more: dict[str, Any] = {"most_tokens": 99_999, "remote_tokens": 0, "remote_kv_bytes": None}
+    more: dict[str, Any] = {"most_tokens": 99_999, "remote_tokens": 0}
     more |= {"speedup_over_fixed": 9 * auto.speedup_over_fixed, "speedup_over_best_static": 4 * auto.speedup_over_best_static}
     other = replace(auto, seed=1, makespan_s=3 * auto.makespan_s, documents=66, **more)
     mean = mean_rows([auto, other])
@@ -153,10 +152,9 @@ def test_means_are_means(rows: dict[str, Row]) -> None:
     assert mean[0].speedup_over_best_static == pytest.approx(2 * auto.speedup_over_best_static)
     assert mean[0].documents == 65
     assert (mean[0].most_tokens, mean[0].remote_tokens) == (99_999, auto.remote_tokens), "memory must hold the most"
-    assert mean[0].remote_kv_bytes == auto.remote_kv_bytes
 
 
-def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, Row]) -> None:
+def test_auto_never_exceeds_the_bound_in_means_over_steps(rows: dict[str, PlannerRow]) -> None:
     """A short step with a large speedup and a long step with none: the ratio of their mean times is below auto's speedup."""
     auto = replace(rows["auto"], makespan_s=1.0, tight_bound_s=1.0, speedup_over_fixed=9.0)
     fixed = replace(rows["fixed-static"], makespan_s=9.0, tight_bound_s=1.0)
@@ -241,26 +239,11 @@ def test_the_table_names_every_planner(capsys: pytest.CaptureFixture[str]) -> No
     ):
         assert title in out
     assert "8 ranks: 24 documents" in out
-    assert "remote tokens" in out and "K and V" not in out and "GiB" not in out
+    assert "remote tokens" in out
 
 
 def text_of(page: Path) -> str:
     return html.unescape(re.sub("<[^>]+>", "", page.read_text("utf-8")))
-
-
-def test_a_model_gives_the_bytes_of_gathered_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The 8b preset has 8 heads of 128 for K and for V: 4,096 bytes a token and layer in bfloat16."""
-    page = tmp_path / "page.html"
-    request = ("--mix", "wlb_128k", "--ranks", "8", "--tokens-per-rank", "4096", "--documents", "24", "--model", "8b")
-    assert compare(*request, "--steps", "1", "--json") == 0
-    means = json.loads(capsys.readouterr().out)["means"]
-    held = {row["planner"]: row["remote_kv_bytes"] for row in means if not row["note"]}
-    assert held == {row["planner"]: 4096 * row["remote_tokens"] for row in means if not row["note"]}
-    assert held["static"] > 0
-    assert compare(*request, "--steps", "1", "--html", str(page)) == 0
-    shown = f"{held['static'] / 2**30:.2f} GiB"
-    assert "remote K and V" in (out := capsys.readouterr().out) and shown in out
-    assert shown in text_of(page) and "one layer of preset 8b in bfloat16" in text_of(page)
 
 
 def test_json_and_csv_hold_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +274,6 @@ def test_the_page_has_the_figures_of_the_plans(tmp_path: Path, capsys: pytest.Ca
     first = f"{fixed.makespan_s / auto.makespan_s:.2f}×auto over fixed static: degree 1 for all steps"
     second = f"{static.makespan_s / auto.makespan_s:.2f}×auto over the best static degree of every step (degree {degree})"
     assert 0 < text.index(first) < text.index(second), "the first figure that a reader meets is over fixed static"
-    assert text.index("Speedup of every way of planning over fixed static") < text.index("Speedup over the best static")
     assert "Ranks over time in one step, under fixed static and under auto" in text
 
 

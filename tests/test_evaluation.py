@@ -11,8 +11,9 @@ import pytest
 from longctx.cli import main
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
+from longctx.errors import UserError
 from longctx.evaluation.loss import LossPart
-from longctx.evaluation.retrieval import KEYS, Cell, Grid, RetrievalError, Writer, ask, task_documents
+from longctx.evaluation.retrieval import KEYS, NOISE, Cell, Grid, Writer, answer, ask
 from tests import launched
 from tests.evaluation_cases import (
     FOR_CHECKPOINTS,
@@ -153,7 +154,10 @@ def test_a_scaled_rope_in_transformers_own_code(workers: Workers, store: Path, c
     assert "not as trained: model.max_position_embeddings is 16384, was 4096" in found["notes"]
 
 
-@pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), Tokenizer.train(task_documents(200, 60), 700)], ids=["bytes", "BPE"])
+TEXTS = [f"{ask(key)}{answer(value)}.{NOISE[value % len(NOISE)]}" for key in KEYS for value in range(10, 100)]
+
+
+@pytest.mark.parametrize("tokenizer", [Tokenizer.bytes(), Tokenizer.train(TEXTS, 700)], ids=["bytes", "BPE"])
 def test_documents_of_a_grid(tokenizer: Tokenizer) -> None:
     grid = Grid((150, 1000), (0.0, 0.4, 1.0), keys=3)
     writer = Writer(tokenizer, grid)
@@ -178,10 +182,10 @@ def test_documents_of_a_grid(tokenizer: Tokenizer) -> None:
 def test_a_grid_is_refused() -> None:
     for wrong in ({"lengths": ()}, {"depths": (1.5,)}, {"keys": 0}, {"keys": 1000}, {"samples": 0}, {"lengths": (0,)}):
         with pytest.raises(
-            RetrievalError, match=r"give one or more|keys is .*: it must be from 1 to|samples is 0: it must be at least 1"
+            UserError, match=r"give one or more|keys is .*: it must be from 1 to|samples is 0: it must be at least 1"
         ):
             Grid(**{"lengths": (100,), "depths": (0.5,), **wrong})
-    with pytest.raises(RetrievalError, match=r"20 tokens has no room for 4 facts: they and the question need"):
+    with pytest.raises(UserError, match=r"20 tokens has no room for 4 facts: they and the question need"):
         Writer(Tokenizer.bytes(), Grid((20,), (0.5,), keys=4)).write(Cell(20, 0.5, 1), 0)
 
 

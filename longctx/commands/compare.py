@@ -26,7 +26,7 @@ from longctx.model.presets import PRESETS
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
-    from longctx.comparison.modelled import Case, Row
+    from longctx.comparison.modelled import Case, PlannerRow
     from longctx.comparison.steps import LengthSource
     from longctx.planning.cost.hardware_profile import HardwareProfile
     from longctx.planning.plan import Plan
@@ -36,7 +36,6 @@ OVERRIDES = True
 DEFAULT_RANKS = (8, 64, 256, 1024)
 DEFAULT_STEPS = 3
 DEFAULT_TOKENS_PER_RANK = 16384
-BFLOAT16_BYTES = 2
 DETAILED = 64
 """Number of ranks shown in detail; otherwise the nearest one given."""
 
@@ -70,8 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         choices=PRESETS,
-        help="scale the profile to this preset (default: the profile's own model), and show the K and V gathered per rank and "
-        "layer in bytes (bfloat16) instead of tokens",
+        help="scale the profile to this preset (default: the profile's own model)",
     )
     parser.add_argument(
         "--long-documents",
@@ -127,7 +125,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
     source, cases, changed = _cases(arguments, named.profile)
     detailed = min({case.ranks for case in cases}, key=lambda ranks: abs(ranks - DETAILED))
     shown = [case for case in cases if case.ranks == detailed]
-    rows, plans = _compare(cases, named.profile, _kv_bytes(arguments.model), shown[0])
+    rows, plans = _compare(cases, named.profile, shown[0])
     means = mean_rows(rows)
     if arguments.csv:
         write_csv(arguments.csv, [asdict(row) for row in rows])
@@ -144,7 +142,6 @@ def compare_plans(arguments: argparse.Namespace) -> int:
             rows=means,
             plans=plans,
             about=_about(),
-            model=arguments.model,
             changed="; ".join(changed),
         )
         arguments.html.write_text(render(comparison), encoding="utf-8")
@@ -156,7 +153,7 @@ def compare_plans(arguments: argparse.Namespace) -> int:
 
         from longctx.comparison.table import print_comparison
 
-        print_comparison(means, detailed, "; ".join([source.words, *changed]), arguments.model, Console())
+        print_comparison(means, detailed, "; ".join([source.words, *changed]), Console())
     return 0
 
 
@@ -180,26 +177,18 @@ def _cases(arguments: argparse.Namespace, profile: "HardwareProfile") -> tuple["
     return source, cases, changed
 
 
-def _kv_bytes(preset: str | None) -> int | None:
-    """Returns the bytes of one token's K and V in one layer, None without a preset."""
-    if preset is None:
-        return None
-    shape = PRESETS[preset]
-    return 2 * shape.num_key_value_heads * shape.head_dim * BFLOAT16_BYTES
-
-
 def _compare(
-    cases: Sequence["Case"], profile: "HardwareProfile", kv_bytes: int | None, shown: "Case"
-) -> tuple[list["Row"], dict[str, "Plan"]]:
+    cases: Sequence["Case"], profile: "HardwareProfile", shown: "Case"
+) -> tuple[list["PlannerRow"], dict[str, "Plan"]]:
     """Returns the rows of all cases and the plans of the case `shown`. Shows progress on a terminal."""
     from longctx.comparison.modelled import compare_case
 
-    rows: list[Row] = []
+    rows: list[PlannerRow] = []
     plans: dict[str, Plan] = {}
     with progress_bar() as show:
         for number, case in enumerate(cases):
             show(f"planning {case.ranks} ranks", number / len(cases))
-            of_case, made = compare_case(case, profile, kv_bytes=kv_bytes)
+            of_case, made = compare_case(case, profile)
             rows += of_case
             if case is shown:
                 plans = made

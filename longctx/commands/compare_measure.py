@@ -40,21 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def refuse(arguments: argparse.Namespace) -> None:
     """Raises UserError for options that need --measure, or are not supported with it."""
     if arguments.measure is None:
-        given = given_options(arguments, "modes", "warmup", "out", "processes")
-        given += [f"--{override.split('=')[0]}" for override in arguments.overrides]
-        if given:
-            raise UserError(f"{', '.join(given)} requires --measure: omit it to compare by the cost model")
+        options = given_options(arguments, "modes", "warmup", "out", "processes")
+        options += [f"--{override.split('=')[0]}" for override in arguments.overrides]
+        if options:
+            raise UserError(f"{', '.join(options)} requires --measure: omit it to compare by the cost model")
         return
     names = (
         *("ranks", "baseline", "long_documents", "documents", "global_tokens", "seed"),
         *("html", "csv", "model", "tokens_per_rank"),
     )
-    given = given_options(arguments, *names)
+    options = given_options(arguments, *names)
     if arguments.profile != DEFAULT_PROFILE:
-        given.append("--profile")
-    if given:
+        options.append("--profile")
+    if options:
         raise UserError(
-            f"{', '.join(given)} is not supported with --measure: omit it, and use settings of the run and torchrun instead"
+            f"{', '.join(options)} is not supported with --measure: omit it, and use settings of the run and torchrun instead"
         )
 
 

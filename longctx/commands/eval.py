@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             tokenizer = work.store.tokenizer
         target.check(tokenizer)
-    return _evaluate(arguments, target, work, tokenizer, launch, device)
+        _evaluate(arguments, target, work, tokenizer, launch, device)
+    return 0
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -165,37 +165,26 @@ def _evaluate(
     tokenizer: "Tokenizer",
     launch: "Launch",
     device: Any,
-) -> int:
-    """Joins the processes and evaluates; rank 0 prints and writes the result. Returns the exit status."""
+) -> None:
+    """Joins the processes and evaluates; rank 0 prints and writes the result."""
     from longctx.evaluation.loss import evaluate
     from longctx.evaluation.retrieval import Grid, retrieve
-    from longctx.evaluation.target import TargetError
     from longctx.training.build import join_run
 
     mesh = join_run(target.config, launch, device)
-    try:
-        passes, target = target.build(mesh)
-        longest = max(work.lengths) if isinstance(work, Grid) else max(piece.length for piece in work.pieces)
-        target.config.model_source(tokenizer.vocab_size).check_length(longest)
-        planner = make_evaluation_planner(passes)
-        if isinstance(work, Grid):
-            cells = retrieve(work, tokenizer, passes.look, planner, mesh, target.config.batch.global_tokens)
-            if launch.rank == 0:
-                _report_grid(arguments, target, work, cells, tokenizer)
-        else:
-            report = evaluate(work, passes.look, planner, mesh)
-            if launch.rank == 0:
-                _report_loss(arguments, target, work, report, mesh.world_size)
-    except (UserError, OSError) as error:
-        if launch.rank == 0 or not isinstance(error, TargetError):  # TargetError is raised on all ranks alike
-            print(f"longctx eval: error on rank {launch.rank}: {error}", file=sys.stderr, flush=True)
-        return 2
-    except RuntimeError as error:  # another rank died or hangs, or this is a bug
-        traceback.print_exc()
-        print(f"longctx eval: error on rank {launch.rank}: {str(error).splitlines()[0][:300]}", file=sys.stderr, flush=True)
-        return 1
+    passes, target = target.build(mesh)
+    longest = max(work.lengths) if isinstance(work, Grid) else max(piece.length for piece in work.pieces)
+    target.config.model_source(tokenizer.vocab_size).check_length(longest)
+    planner = make_evaluation_planner(passes)
+    if isinstance(work, Grid):
+        cells = retrieve(work, tokenizer, passes.look, planner, mesh, target.config.batch.global_tokens)
+        if launch.rank == 0:
+            _report_grid(arguments, target, work, cells, tokenizer)
+    else:
+        report = evaluate(work, passes.look, planner, mesh)
+        if launch.rank == 0:
+            _report_loss(arguments, target, work, report, mesh.world_size)
     mesh.close()
-    return 0
 
 
 def make_evaluation_planner(passes: "Passes") -> "Planner":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 10
 """Seconds that local rank 0 has to print an error before other ranks do."""
+PICTURES = (".png", ".svg", ".pdf")
 LINES_EVERY_S = 10
 """Seconds between two lines of progress where there is no terminal."""
 
@@ -51,6 +52,13 @@ def check_writable(*paths: Path | None) -> None:
             raise UserError(f"{path} cannot be written: folder {path.parent} does not exist; create it, or choose another")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
             raise UserError(f"{path} cannot be written: permission denied; choose another")
+
+
+def check_picture(path: Path | None) -> None:
+    """Raises UserError if --png names a file that cannot be written, or of an unknown kind."""
+    if path is not None and path.suffix not in PICTURES:
+        raise UserError(f"--png is {path}: the file name must end in one of {', '.join(PICTURES)}")
+    check_writable(path)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

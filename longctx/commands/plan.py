@@ -15,8 +15,7 @@ from longctx.commands.lengths import (
     read_lengths,
     refuse_other_kinds,
 )
-from longctx.commands.output import check_writable
-from longctx.errors import UserError
+from longctx.commands.output import check_picture
 from longctx.model.presets import PRESETS
 from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
 from longctx.units import whole_number
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from longctx.planning.plan import Plan
 
 SUMMARY = "Plan one step from document lengths, without training"
-PICTURES = (".png", ".svg", ".pdf")
 KINDS = {"documents": ("mix",), "global_tokens": ("store",), "seed": ("mix", "store")}
 """Option → sources of lengths that it applies to; all lengths of a file are one step."""
 
@@ -76,9 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 
-    if arguments.png and arguments.png.suffix not in PICTURES:
-        raise UserError(f"--png is {arguments.png}: the file name must end in one of {', '.join(PICTURES)}")
-    check_writable(arguments.png)
+    check_picture(arguments.png)
     pipeline = Pipeline(arguments.pipeline_ranks, arguments.pipeline_chunks, arguments.pipeline_schedule)
     check_settings(arguments.ranks, arguments.tokens_per_rank, "auto", None, None, None, pipeline)
     step = _step(arguments)

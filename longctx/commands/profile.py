@@ -12,7 +12,7 @@ from longctx.errors import UserError
 
 if TYPE_CHECKING:
     from longctx.parallel.environment import Launch
-    from longctx.profiling import Measured
+    from longctx.profiling.measure import Measured
 
 SUMMARY = "Measure the hardware profile of this machine for a model"
 OVERRIDES = True
@@ -63,7 +63,7 @@ def _profile(arguments: argparse.Namespace, launch: "Launch") -> None:
 
     from longctx.parallel.device import prepare_device
     from longctx.planning.cost.hardware_profile import HardwareProfile
-    from longctx.profiling import measure_profile
+    from longctx.profiling.measure import measure_profile
     from longctx.training.build import join_run
     from longctx.training.run_profile import default_profile
 

@@ -6,11 +6,9 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from longctx.commands.output import check_writable
-from longctx.errors import UserError
+from longctx.commands.output import check_picture, check_writable
 
 SUMMARY = "Show training runs: loss, speed, degrees, predicted time and time split"
-PICTURES = (".png", ".svg", ".pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     runs = read_runs(arguments.runs)
     picture: Path = arguments.png or runs[0].path / "runs.png"
     page: Path = arguments.html or runs[0].path / "runs.html"
-    if picture.suffix not in PICTURES:
-        raise UserError(f"--png is {picture}: the file name must end in one of {', '.join(PICTURES)}")
-    check_writable(picture, page)
-    draw_runs(runs, "white").savefig(picture)
+    check_picture(picture)
+    check_writable(page)
+    draw_runs(runs).savefig(picture)
     about = {"made with": shlex.join(["longctx", "runs", *sys.argv[2:]]), "on": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"}
     page.write_text(render(runs, about), encoding="utf-8")
     console = Console()

@@ -1,8 +1,8 @@
 """Modelled comparison: plans the same documents by auto, bins, static degrees and the baselines, scored by one cost model.
 
-A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a `Row` for
-each. Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps
-as in trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
+A `Case` is one step: documents, ranks and token budget. `compare_case` plans it with every planner and returns a row for each.
+Times are modelled with one hardware profile. Speedups are over two static plans: fixed static, one degree for all steps as in
+trainers without dynamic degrees, and the best static degree of every step, an oracle that no trainer has.
 """
 
 import math
@@ -53,7 +53,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannerRow:
     """The plan of one step by one planner.
 
     Times are in seconds, shares are fractions of all ranks' time in the step (work, exchange, idle and fixed add up to 1).
@@ -63,7 +63,7 @@ class Row:
         speedup_over_fixed: time of the fixed static plan / time of this plan; None without a fixed static plan.
         speedup_over_best_static: time of the best static plan of the step, over all degrees / time of this plan.
         no_barrier_s: time if ranks synchronized only at the end of the step. Exact for fixed static, whose groups never change,
-            if no micro-batch gathers or reduces weights; a lower bound for other plans.
+            where no micro-batch gathers or reduces weights; for other plans a lower bound.
         tight_bound_s: tight lower bound on the time of any plan of these documents; at least `lower_bound_s`.
         unavoidable_gap: `tight_bound_s` relative to `lower_bound_s`: the part of `gap` that no plan can avoid.
         exchange_share: waiting for K and V.
@@ -72,7 +72,6 @@ class Row:
         padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
         most_tokens: maximum tokens per rank in a micro-batch.
         remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange stage.
-        remote_kv_bytes: bytes of their K and V in one layer; None if the size per token is not known.
     """
 
     seed: int
@@ -98,26 +97,24 @@ class Row:
     padding_share: float | None = None
     most_tokens: int | None = None
     remote_tokens: int | None = None
-    remote_kv_bytes: int | None = None
     micro_batches: int | None = None
     planning_ms: float | None = None
     note: str = ""
 
 
-COLUMNS = tuple(f.name for f in fields(Row))
+COLUMNS = tuple(f.name for f in fields(PlannerRow))
 
 
 def compare_case(
     case: Case,
     profile: HardwareProfile,
     planners: Sequence[str] = PLANNERS,
-    kv_bytes: int | None = None,
     baselines: Mapping[str, Baseline] = BASELINES,
-) -> tuple[list[Row], dict[str, Plan]]:
+) -> tuple[list[PlannerRow], dict[str, Plan]]:
     """Plans one step with the given planners; returns their rows, and their plans by planner.
 
-    If a planner has no plan, the note of its row gives the reason. `kv_bytes`: bytes of one token's K and V in one layer.
-    `baselines`: the schedulers of other systems, by name. Raises PlanError if no degree holds the documents.
+    If a planner has no plan, the note of its row gives the reason. `baselines`: the schedulers of other systems, by name.
+    Raises PlanError if no degree holds the documents.
     """
     request: dict[str, Any] = {"ranks": case.ranks, "tokens_per_rank": case.tokens_per_rank, "profile": profile}
     plans = {"auto": make_plan(case.lengths, **request)}
@@ -137,7 +134,7 @@ def compare_case(
     baseline_s = {speedup: plans[name].makespan_s for speedup, name in SPEEDUPS.items() if name in plans}
     tight_s = tight_bound_s(plans["auto"])
     rows = [
-        Row(
+        PlannerRow(
             seed=case.seed,
             ranks=case.ranks,
             tokens_per_rank=case.tokens_per_rank,
@@ -146,14 +143,14 @@ def compare_case(
             longest=max(case.lengths),
             planner=planner,
             note=notes.get(planner, ""),
-            **(_figures(plans[planner], baseline_s, tight_s, kv_bytes) if planner in plans else {}),
+            **(_figures(plans[planner], baseline_s, tight_s) if planner in plans else {}),
         )
         for planner in planners
     ]
     return rows, plans
 
 
-def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_bytes: int | None) -> dict[str, Any]:
+def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float) -> dict[str, Any]:
     """Returns the values of a plan's row. `baseline_s`: seconds of the baseline of every speedup, by its name."""
     lengths = np.array(plan.lengths, dtype=np.int64)
     assignment = Assignment.of(plan)
@@ -164,7 +161,7 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
     fixed_ns = times.step_ns + len(times.time) * times.launch_ns
     fixed = fixed_ns / makespan
     shape = (len(plan.micro_batches), ranks)
-    own, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
+    local, remote = (int(held(lengths, assignment, shape).max()) for held in (tokens_on_ranks, remote_tokens))
     return {
         "winner": plan.winner,
         "makespan_s": plan.makespan_s,
@@ -179,40 +176,39 @@ def _figures(plan: Plan, baseline_s: Mapping[str, float], tight_s: float, kv_byt
         "idle_share": 1 - fixed - busy,
         "fixed_share": fixed,
         "padding_share": 1 - sum(plan.lengths) / (shape[0] * ranks * plan.tokens_per_rank),
-        "most_tokens": own,
+        "most_tokens": local,
         "remote_tokens": remote,
-        "remote_kv_bytes": None if kv_bytes is None else kv_bytes * remote,
         "micro_batches": shape[0],
         "planning_ms": plan.planning_ms,
     }
 
 
-def mean_rows(rows: Sequence[Row]) -> list[Row]:
+def mean_rows(rows: Sequence[PlannerRow]) -> list[PlannerRow]:
     """Returns one row per number of ranks and planner: means over seeds, geometric for speedups; the most frequent `winner`.
 
     Memory is the maximum over seeds. A planner that failed for some seed has no values, and the first of its notes.
     """
-    groups: dict[tuple[int, str], list[Row]] = {}
+    groups: dict[tuple[int, str], list[PlannerRow]] = {}
     for row in rows:
         groups.setdefault((row.ranks, row.planner), []).append(row)
     return [_mean(group) for group in groups.values()]
 
 
 DESCRIPTION = ("documents", "tokens", "longest")
-MOST = ("most_tokens", "remote_tokens", "remote_kv_bytes")
+MOST = ("most_tokens", "remote_tokens")
 FIGURES = (
     *("makespan_s", "lower_bound_s", "no_barrier_s", "tight_bound_s", "gap", "unavoidable_gap", "work_share", "exchange_share"),
     *("idle_share", "fixed_share", "padding_share", "planning_ms"),
 )
 
 
-def _mean(rows: list[Row]) -> Row:
+def _mean(rows: list[PlannerRow]) -> PlannerRow:
     values: dict[str, Any] = asdict(rows[0])
     values |= {name: round(fmean(getattr(row, name) for row in rows)) for name in DESCRIPTION}
     values["note"] = next((row.note for row in rows if row.note), "")
     if values["note"]:
         values |= dict.fromkeys((*FIGURES, *MOST, "micro_batches", *SPEEDUPS), None) | {"winner": ""}
-        return Row(**values)
+        return PlannerRow(**values)
     winners = [row.winner for row in rows]
     values["winner"] = max(winners, key=winners.count)
     values |= {name: fmean(getattr(row, name) for row in rows) for name in FIGURES}
@@ -221,10 +217,10 @@ def _mean(rows: list[Row]) -> Row:
     for name in SPEEDUPS:
         speedups = [speedup for row in rows if (speedup := getattr(row, name)) is not None]
         values[name] = math.exp(fmean(map(math.log, speedups))) if len(speedups) == len(rows) else None
-    return Row(**values)
+    return PlannerRow(**values)
 
 
-def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
+def most_speedup(rows: Sequence[PlannerRow], speedup: str) -> float | None:
     """Returns the upper bound on `speedup` of any plan of these documents, from auto's speedup and the tight bound.
 
     Computed relative to auto, so that for means over steps (geometric for speedups) the bound is never below auto's speedup.
@@ -236,7 +232,7 @@ def most_speedup(rows: Sequence[Row], speedup: str) -> float | None:
     return float(reached * auto.makespan_s / auto.tight_bound_s)
 
 
-def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
+def over_fixed_without_barriers(rows: Sequence[PlannerRow]) -> float | None:
     """Returns the speedup of auto over fixed static without barriers between the micro-batches of fixed static."""
     by = {row.planner: row for row in rows}
     speedup, fixed = by["auto"].speedup_over_fixed, by["fixed-static"]
@@ -245,6 +241,6 @@ def over_fixed_without_barriers(rows: Sequence[Row]) -> float | None:
     return speedup * fixed.no_barrier_s / fixed.makespan_s  # scales the headline, which is a geometric mean over steps
 
 
-def degree_of(row: Row) -> str:
+def degree_of(row: PlannerRow) -> str:
     """Returns the degree of a static plan as text, `8` for `static:8`; empty for plans with several degrees."""
     return row.winner.removeprefix("static:") if row.planner in SPEEDUPS.values() else ""

@@ -10,7 +10,7 @@ from longctx.comparison.modelled import (
     PLANNERS,
     SPEEDUPS,
     TITLES,
-    Row,
+    PlannerRow,
     degree_of,
     most_speedup,
     over_fixed_without_barriers,
@@ -30,7 +30,7 @@ class Words(NamedTuple):
     lines: list[list[str]]
 
 
-def plans_table(rows: Sequence[Row]) -> Words:
+def plans_table(rows: Sequence[PlannerRow]) -> Words:
     """Returns time, speedups, gap and shares of all planners that have a plan, and the bounds for any plan."""
     auto = next(row for row in rows if row.planner == "auto")
     lines = [
@@ -52,30 +52,27 @@ def plans_table(rows: Sequence[Row]) -> Words:
     )
 
 
-def memory_table(rows: Sequence[Row]) -> Words:
-    """Returns maximum local and remote tokens per rank, and the bytes of remote K and V if known."""
-    shown = [row for row in rows if row.makespan_s is not None]
-    headings, lines = ["", "local tokens", "remote tokens"], []
-    for row in shown:
-        lines.append([TITLES[row.planner], f"{row.most_tokens:,}", f"{row.remote_tokens:,}"])
-        if row.remote_kv_bytes is not None:
-            lines[-1].append(f"{row.remote_kv_bytes / (1 << 30):.2f} GiB")
-    return Words([*headings, "remote K and V per layer"][: len(lines[0])], lines)
+def memory_table(rows: Sequence[PlannerRow]) -> Words:
+    """Returns maximum local and remote tokens per rank."""
+    lines = [
+        [TITLES[row.planner], f"{row.most_tokens:,}", f"{row.remote_tokens:,}"] for row in rows if row.makespan_s is not None
+    ]
+    return Words(["", "local tokens", "remote tokens"], lines)
 
 
-def speedups_table(rows: Sequence[Row], speedup: str) -> Words:
+def speedups_table(rows: Sequence[PlannerRow], speedup: str) -> Words:
     """Returns one speedup of every planner by number of ranks."""
     everywhere = sorted({row.ranks for row in rows})
     lines = []
     for planner in PLANNERS:
-        found = {row.ranks: times(getattr(row, speedup)) for row in rows if row.planner == planner}
-        lines.append([TITLES[planner], *(found.get(ranks, "") for ranks in everywhere)])
+        by_ranks = {row.ranks: times(getattr(row, speedup)) for row in rows if row.planner == planner}
+        lines.append([TITLES[planner], *(by_ranks.get(ranks, "") for ranks in everywhere)])
     limits = [times(most_speedup([row for row in rows if row.ranks == ranks], speedup)) for ranks in everywhere]
     return Words(["", *(f"{ranks:,}" for ranks in everywhere)], [*lines, [LIMIT, *limits]])
 
 
-def captions(rows: Sequence[Row], model: str | None) -> list[str]:
-    """Returns explanations of the tables of plans and memory; `model` is the preset that K and V bytes are for."""
+def captions(rows: Sequence[PlannerRow]) -> list[str]:
+    """Returns explanations of the tables of plans and memory."""
     lines = [
         "over fixed, over best: speedup over fixed static and over the best static degree of every step, an oracle; degrees "
         "are in brackets. Fixed static packs documents as they come, all other plans pack them well; another single degree for "
@@ -93,15 +90,10 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
             f"auto is {times(free)} as fast as fixed static if the groups of fixed static synchronize only at the end of a "
             "step, that is, if every rank keeps all weights during the step"
         )
-    if model:
-        lines.append(
-            f"K and V: one layer of preset {model} in bfloat16, in forward; backward needs as many bytes again for gradients, "
-            "context.keep_kv those of all layers"
-        )
     return lines
 
 
-def missing(rows: Sequence[Row]) -> list[str]:
+def missing(rows: Sequence[PlannerRow]) -> list[str]:
     """Returns one line for each planner and reason why it has no plan, with the numbers of ranks unless it has none at all."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -119,7 +111,7 @@ def times(speedup: float | None) -> str:
     return "—" if speedup is None else f"{speedup:.2f}×"
 
 
-def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | None, console: Console) -> None:
+def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, console: Console) -> None:
     """Prints the mean rows, with details for `ranks` ranks."""
     detailed = [row for row in rows if row.ranks == ranks]
     console.print(f"{source}; {rows[0].tokens_per_rank:,} tokens per rank", highlight=False, markup=False)
@@ -130,7 +122,7 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | 
     words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
     _print(f"{ranks:,} ranks: {words}", plans_table(detailed), console)
     _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(detailed), console)
-    for line in [*missing(rows), "", *captions(detailed, model)]:
+    for line in [*missing(rows), "", *captions(detailed)]:
         console.print(line, style="dim", highlight=False, markup=False)
 
 

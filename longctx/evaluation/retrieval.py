@@ -2,11 +2,11 @@
 
 A document is filler with facts such as "Code amber 57.", and ends by repeating one of them. Its answer is right if each of its
 tokens is the most likely one after all tokens before it. That is the case exactly if greedy decoding would write the answer,
-but takes one forward pass and no cache. Facts and filler are those of the task (`task_documents`), on which a small model can
-be trained.
+but takes one forward pass and no cache. A small model can be trained on the same facts and filler
+(`examples/retrieval_documents.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
@@ -47,34 +47,12 @@ VALUES = range(10, 100)
 Ids = npt.NDArray[np.int64]
 
 
-class RetrievalError(UserError):
-    """A grid that is invalid, or whose documents are too short for their facts."""
-
-
 def ask(key: str) -> str:
     return f" Code {key}"
 
 
 def answer(value: int) -> str:
     return f" {value}"
-
-
-def task_documents(count: int, words: int, seed: int = 0) -> Iterator[str]:
-    """Yields documents to train on, of up to about `words` words: every fact three times, and filler, in random order.
-
-    The value of a key cannot be predicted where the key occurs first; after that it can.
-    """
-    random = Random(seed)
-    for _ in range(count):
-        wanted = random.randint(words // 4, words)
-        most = min(len(KEYS), max(1, wanted // 9))  # three words, three times
-        keys = random.sample(KEYS, random.randint(max(1, most // 3), most))
-        facts = [f"{ask(key)}{answer(random.choice(VALUES))}." for key in keys]
-        sentences = 3 * facts
-        while sum(sentence.count(" ") + 1 for sentence in sentences) < wanted - 5:
-            sentences.append(random.choice(NOISE))
-        random.shuffle(sentences)
-        yield "".join(sentences)
 
 
 @dataclass(frozen=True)
@@ -118,13 +96,13 @@ class Grid:
 
     def __post_init__(self) -> None:
         if not self.lengths or min(self.lengths) < 1:
-            raise RetrievalError(f"lengths are {list(self.lengths)}: give one or more, each of one token or more")
+            raise UserError(f"lengths are {list(self.lengths)}: give one or more, each of one token or more")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise RetrievalError(f"depths are {list(self.depths)}: give one or more, from 0 (the start) to 1 (the end)")
+            raise UserError(f"depths are {list(self.depths)}: give one or more, from 0 (the start) to 1 (the end)")
         if not 1 <= self.keys <= len(KEYS):
-            raise RetrievalError(f"keys is {self.keys}: it must be from 1 to {len(KEYS)}")
+            raise UserError(f"keys is {self.keys}: it must be from 1 to {len(KEYS)}")
         if self.samples < 1:
-            raise RetrievalError(f"samples is {self.samples}: it must be at least 1")
+            raise UserError(f"samples is {self.samples}: it must be at least 1")
 
     @property
     def cells(self) -> list[Cell]:
@@ -154,7 +132,7 @@ class Writer:
         self._prefix = tokenizer.encode_markup(grid.prefix).astype(np.int64) if grid.prefix else self._ids("")
 
     def write(self, cell: Cell, sample: int) -> Question:
-        """Returns one of the documents of a cell. Raises RetrievalError if it has no room for the facts."""
+        """Returns one of the documents of a cell. Raises UserError if it has no room for the facts."""
         grid = self.grid
         random = Random(f"{grid.seed} {cell.length} {cell.depth} {sample}")
         asked, *others = random.sample(KEYS, grid.keys)
@@ -164,7 +142,7 @@ class Writer:
         facts = len(needle) + sum(map(len, distractors))
         room = cell.length - len(self._prefix) - facts - len(question) - len(value)
         if room < 0:
-            raise RetrievalError(
+            raise UserError(
                 f"a document of {cell.length} tokens has no room for {grid.keys} facts: they and the question need "
                 f"{cell.length - room}; give a larger length, or fewer keys"
             )
@@ -229,8 +207,8 @@ def _right(questions: Sequence[Question], look: Look, planner: Planner, mesh: Me
     micro_batches, targets = pack_documents(plan, mesh.rank, documents, labels, pad_to_multiple_of=multiple)
     names = tuple(f"question {number}" for number in range(len(documents)))
     batch = StepBatch(1, plan, names, sum(plan.lengths), targets, tuple(micro_batches))
-    found = document_sums(batch, look(batch, greedy_choices), mesh).round().long().numpy()
-    return np.asarray(found == [question.answered for question in questions], np.int64)
+    right_tokens = document_sums(batch, look(batch, greedy_choices), mesh).round().long().numpy()
+    return np.asarray(right_tokens == [question.answered for question in questions], np.int64)
 
 
 def as_json(grid: Grid, cells: Sequence[Cell]) -> dict[str, Any]:

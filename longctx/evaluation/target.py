@@ -18,10 +18,6 @@ from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes
 
 
-class TargetError(UserError):
-    """A target that cannot be evaluated, or not on this store."""
-
-
 @dataclass(frozen=True)
 class Target:
     """A run or a checkpoint to evaluate.
@@ -46,15 +42,13 @@ class Target:
             newest_one, damaged = newest(folder)
             if newest_one is None:
                 why = f" ({'; '.join(damaged)})" if damaged else ""
-                raise TargetError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
+                raise UserError(f"run folder {folder} has no complete checkpoint{why}: there is nothing to evaluate")
             config = load(folder / "config.yaml", overrides, world_size=world_size)
             return cls(name, config, newest_one, tuple(damaged))
         if is_store(folder):
-            raise TargetError(
-                f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}"
-            )
+            raise UserError(f"{folder} is a store of documents: give a run or a checkpoint, and this store as --store {folder}")
         if folder.is_dir() and not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-            raise TargetError(
+            raise UserError(
                 f"{folder} has no config.yaml and no config.json: give the folder of a run (train.run_dir), or of a "
                 "checkpoint of transformers"
             )
@@ -72,7 +66,7 @@ class Target:
 
     @property
     def source(self) -> ModelSource:
-        """The model, with the vocabulary size that it was trained with."""
+        """The model, with the vocabulary size of its training."""
         vocab_size = None if self.checkpoint is None else self.checkpoint.state["model"].get("vocab_size")
         return self.config.model_source(vocab_size)
 
@@ -82,14 +76,14 @@ class Target:
             return Store.open(self.config.data.paths[0]).tokenizer
         file = Path(self.name) / "tokenizer.json"
         if not file.is_file():
-            raise TargetError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
+            raise UserError(f"{self.name} has no tokenizer.json: give a store made with its tokenizer as --store")
         return Tokenizer.load(file)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises TargetError if the model's vocabulary is smaller than that of a store's tokenizer."""
+        """Raises UserError if the model's vocabulary is smaller than that of a store's tokenizer."""
         entries = self.source.spec.vocab_size
         if entries is not None and tokenizer.vocab_size > entries:
-            raise TargetError(
+            raise UserError(
                 f"the store's tokenizer has {tokenizer.vocab_size:,} entries, but the model has {entries:,}: prepare the "
                 "store with the model's tokenizer"
             )
@@ -114,8 +108,8 @@ class Target:
             return passes, self
         different = passes.model.differences(saved.state["model"])
         if others := differences_but_rope(different):
-            raise TargetError(f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*")
+            raise UserError(f"{saved.folder} contains another model: {'; '.join(others)}; override only rope_*")
         if problem := saved.damage(mesh.control):
-            raise TargetError(f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
+            raise UserError(f"{saved.folder} is damaged ({problem}): move it away to evaluate an earlier checkpoint")
         load_weights(saved, passes.model, mesh.control)
         return passes, replace(self, notes=(*self.notes, *(f"not as trained: model.{sentence}" for sentence in different)))

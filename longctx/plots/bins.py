@@ -43,20 +43,14 @@ def fill_bins(plan: Plan, table: Mapping[int, int]) -> list[Bin]:
 
 def print_bins(bins: list[Bin], console: Console) -> None:
     """Prints the table as YAML."""
-    width = max(len(f"    {row.longest}: {row.degree}") for row in bins) + 2
-    counts = [(f"{row.documents:,}", f"{row.tokens:,}", f"{row.seconds:.4g} s") for row in bins]
-    names = ("documents", "tokens", "time")
-    columns = [max(map(len, column)) for column in zip(*counts, names, strict=True)]
-    head = "  ".join(name.rjust(size) for name, size in zip(names, columns, strict=True))
-    lines = ["context:", "  mode: bins", f"{'  bins:':{width}}# {head}"]
-    for row, cells in zip(bins, counts, strict=True):
-        figures = "  ".join(cell.rjust(size) for cell, size in zip(cells, columns, strict=True))
-        lines.append(f"{f'    {row.longest}: {row.degree}':{width}}# {figures}")
-    console.print()
-    console.print(
-        "bins as settings of a run, {longest document: degree}; time of linear layers and attention, mean over ranks",
-        style="dim",
-        highlight=False,
-    )
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = [
+        "",
+        "# {longest document: degree}; time of linear layers and attention, mean over ranks",
+        "context:",
+        "  mode: bins",
+        f"  bins:{'':20}# documents       tokens     time",
+    ]
+    for row in bins:
+        setting = f"    {row.longest}: {row.degree}"
+        lines.append(f"{setting:27}# {row.documents:>9,} {row.tokens:>12,} {row.seconds:>8.4g} s")
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)

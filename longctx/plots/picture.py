@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from longctx.planning.plan import Plan
 from longctx.plots.charts import EDGE, INK, QUIET, STYLE
 from longctx.plots.colours import by_class, class_name, colour
-from longctx.plots.timeline import Block, Timeline, timeline
+from longctx.plots.timeline import DocumentBlock, Timeline, timeline
 
 Polygon = Sequence[tuple[float, float]]
 FIXED, WAIT, IDLE = "#98a4b050", "#c9a98b", "#e04a3c26"
@@ -118,7 +118,7 @@ def _add(axes: Axes, shapes: Sequence[Polygon], face: str, rasterized: bool, **l
     axes.add_collection(PolyCollection(shapes, facecolors=face, rasterized=rasterized, **(look or {"edgecolors": "none"})))
 
 
-def _outline(block: Block) -> Polygon:
+def _outline(block: DocumentBlock) -> Polygon:
     """The polygon of a document: down the left edge rank by rank, and up the right one."""
     left = [(t, block.first_rank + i + side) for i, t in enumerate(block.start_s) for side in (0, 1)]
     right = [(t, block.first_rank + i + side) for i, t in enumerate(block.stop_s) for side in (0, 1)]

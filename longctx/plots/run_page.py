@@ -32,6 +32,6 @@ def render(runs: Sequence[RunLog], about: Mapping[str, str]) -> str:
             facts({**{f"run {run.name}": run.path.resolve() for run in runs}, **about}),
             numbers(*summary(runs)),
             f"<p class=caption>{SUMMARY_WORDS}</p>",
-            figure(svg_uri(draw_runs(runs, "none")), "Steps", CAPTION),
+            figure(svg_uri(draw_runs(runs)), "Steps", CAPTION),
         ],
     )

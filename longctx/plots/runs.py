@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from longctx.plots.charts import GRID, INK, QUIET, STYLE, dress
+from longctx.plots.charts import GRID, INK, PAPER, QUIET, STYLE, dress
 from longctx.plots.colours import class_name, colour
 from longctx.plots.run_log import PARTS, RunLog
 
@@ -102,7 +102,7 @@ def draw_degrees(axes: Axes, run: RunLog) -> None:
     axes.set_ylabel("degree")
 
 
-def draw_runs(runs: Sequence[RunLog], background: str) -> Figure:
+def draw_runs(runs: Sequence[RunLog]) -> Figure:
     """Draws all charts into one figure."""
     charts: list[tuple[str, Callable[[Axes, Sequence[RunLog]], None]]] = [
         ("Loss", draw_loss),
@@ -112,7 +112,7 @@ def draw_runs(runs: Sequence[RunLog], background: str) -> Figure:
     ]
     heights = [3.0, 3.0, 0.9 + 0.36 * len(runs), *(0.7 + 0.42 * len(run.degrees()) for run in runs)]
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor=background, layout="constrained")
+        figure = Figure(figsize=(11, sum(heights) + 0.75 * len(heights)), dpi=140, facecolor=PAPER, layout="constrained")
         grid = figure.add_gridspec(len(heights), 2, height_ratios=heights)
         for (title, draw), place in zip(charts, (grid[0, :], grid[1, 0], grid[1, 1], grid[2, :]), strict=True):
             draw(_titled(figure, place, title, pad=24 if draw is draw_time_parts else 6), runs)

@@ -16,7 +16,7 @@ from longctx.planning.stages import plan_score
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DocumentBlock:
     """One document in the timeline: rank first_rank + i works on it from start_s[i] to stop_s[i], in seconds of the step."""
 
     document: int
@@ -47,7 +47,7 @@ class Timeline:
 
     ranks: int
     makespan_s: float
-    blocks: tuple[Block, ...]
+    blocks: tuple[DocumentBlock, ...]
     waits: tuple[Wait, ...]
     micro_batches: tuple[tuple[float, float], ...]
 
@@ -69,7 +69,7 @@ def timeline(plan: Plan) -> Timeline:
             start = busy[p.first_rank : p.first_rank + p.degree]
             stop = [a + attention[p.document] + b for a, b in zip(start, linear_ns(plan.profile, tokens).tolist(), strict=True)]
             busy[p.first_rank : p.first_rank + p.degree] = stop
-            blocks.append(Block(p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)))
+            blocks.append(DocumentBlock(p.document, p.degree, k, p.first_rank, _seconds(start), _seconds(stop)))
         for rank, exposed in enumerate(result.exposed[k].tolist()):
             if exposed:
                 waits.append(Wait(k, rank, *_seconds([busy[rank], busy[rank] + exposed])))

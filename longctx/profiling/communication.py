@@ -76,17 +76,17 @@ def measure_links(profiled: ProfiledRun, nodes: Nodes) -> list[Measurement]:
     most = max(profiled.config.batch.tokens_per_rank, -(-LEAST_BYTES // row_bytes))
     rows = [max(PEERS, most // part) for part in (4096, 16, 4, 1)]  # so that no message is empty
     sizes = [count * row_bytes for count in rows]
-    found, latencies = [], []
+    bandwidths, latencies = [], []
     for name, peers in links.items():
         shortest, *others = profiled.time(*(_messages(profiled, count, peers) for count in rows))
         line = fit_line(sizes[1:], [timing.seconds / MESSAGES for timing in others])
         latencies.append((shortest.seconds / MESSAGES, shortest.spread))
         how = f"{sizes[1]:,} to {sizes[-1]:,} bytes, split over {len(peers)} peers, all ranks at once"
-        found.append(Measurement({name: 1 / line.slope}, how, line.residual))
+        bandwidths.append(Measurement({name: 1 / line.slope}, how, line.residual))
     latency, spread = max(latencies)
     passes = len(profiled.spec.layers) * (profiled.fetches + 1)
     how = f"{latency * 1e6:,.0f} µs for {sizes[0]:,} bytes × {passes} (layers × passes)"
-    return [*found, Measurement({"latency_s": latency * passes}, how, spread)]
+    return [*bandwidths, Measurement({"latency_s": latency * passes}, how, spread)]
 
 
 def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) -> Callable[[], None]:
@@ -107,9 +107,9 @@ def _messages(profiled: ProfiledRun, rows: int, peers: list[tuple[int, int]]) ->
 def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfile) -> Measurement:
     """Measures overlap: ring attention as in training, compared with attention without messages and messages alone.
 
-    Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange matters: where, by
-    the constants measured so far, it takes at least a quarter of the attention time; otherwise the shortest lengths. The
-    exchange has as many stages as hide most of it.
+    Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange takes at least a
+    quarter of the attention time, by the constants measured so far; if there are none, the shortest lengths. The number of
+    exchange stages follows from `context.max_remote_tokens`, as in training.
     """
     rank = profiled.mesh.rank
     tried, times = [], []
@@ -159,15 +159,15 @@ def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
     rows = profiled.kv_rows
     stages = []
     for hop in (hop for stage in schedule.stages for hop in stage.hops):
-        given = [(peer, rows(len(index))) for peer, index in hop.sends]
+        outgoing = [(peer, rows(len(index))) for peer, index in hop.sends]
         taken = [(peer, rows(count)) for peer, count in hop.receives]
-        back = [(peer, len(tensor)) for peer, tensor in given]
-        stages.append((given, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
+        back = [(peer, len(tensor)) for peer, tensor in outgoing]
+        stages.append((outgoing, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
 
     def run() -> None:
         for number in range(profiled.fetches):
-            for given, incoming, receives, taken, returned, back in stages:
-                exchange.start(given, incoming, receives).wait()
+            for outgoing, incoming, receives, taken, returned, back in stages:
+                exchange.start(outgoing, incoming, receives).wait()
                 if number == profiled.fetches - 1:
                     exchange.start(taken, returned, back).wait()
 

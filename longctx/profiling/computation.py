@@ -14,12 +14,8 @@ from longctx.planning.layout import Layout
 from longctx.profiling.profiled_run import Measurement, ProfiledRun, layout_of, no_documents
 
 SHORTEST = {1: 16, 2: 512, 4: 1024, 8: 2048}
-"""Shortest document measured, in tokens, by degree. Shorter ones are rarely split, and kernel launches dominate their time."""
+"""Shortest document measured, in tokens, by degree: kernel launches dominate shorter documents, which are rarely split."""
 DOCUMENTS_AT_FIRST = 64
-
-
-class OutOfMemory(UserError):
-    """The configured micro-batch does not fit into GPU memory."""
 
 
 class _Through(torch.autograd.Function):
@@ -60,7 +56,7 @@ def measure_linear(profiled: ProfiledRun) -> Measurement:
     timings = profiled.time(profiled.micro_batch(0), *full)
     seconds = [timing.seconds for timing in timings]
     if not all(map(math.isfinite, seconds)):
-        raise OutOfMemory(
+        raise UserError(
             f"{most} tokens per rank, without attention, exceed GPU memory: lower batch.tokens_per_rank (the profile may use "
             "a smaller value than training), or set train.recompute"
         )
@@ -121,7 +117,7 @@ def measure_attention(profiled: ProfiledRun) -> list[Measurement]:
             rate = seconds / times[-1].pairs
             length *= 2
     if not any(time.degree == 1 for time in times):
-        raise OutOfMemory(f"attention on {SHORTEST[1]} tokens exceeds free GPU memory: stop other programs on the GPU")
+        raise UserError(f"attention on {SHORTEST[1]} tokens exceeds free GPU memory: stop other programs on the GPU")
     fit = fit_attention(times)
     longest = max(time.length for time in times if time.degree == 1)
     table = Measurement(

@@ -15,7 +15,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.scaling import RankWork, query_share
 from longctx.planning.planner import make_plan
 from longctx.profiling.communication import Nodes, measure_links, measure_overlap
-from longctx.profiling.computation import OutOfMemory, measure_attention, measure_linear, measure_step
+from longctx.profiling.computation import measure_attention, measure_linear, measure_step
 from longctx.profiling.machine import describe_machine
 from longctx.profiling.profiled_run import Measurement, ProfiledRun
 from longctx.training.run_profile import Described, read_described
@@ -230,7 +230,7 @@ def _check(profiled: ProfiledRun, profile: HardwareProfile) -> dict[str, Any]:
         tokens //= 2
     seconds = profiled.time(profiled.step(profiled.planned(plan)))[0].seconds
     if not math.isfinite(seconds):
-        raise OutOfMemory(f"a step with {budget} tokens per rank exceeds GPU memory: lower batch.tokens_per_rank")
+        raise UserError(f"a step with {budget} tokens per rank exceeds GPU memory: lower batch.tokens_per_rank")
     return {
         "documents": len(lengths),
         "longest": max(lengths),

@@ -8,7 +8,7 @@ packing of `dp_balanced`, the baseline of Megatron-LM's dynamic context parallel
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, powers_of_two, stand_in_rows
+from longctx.comparison.baselines.groups import RankGroup, powers_of_two, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
@@ -49,7 +49,7 @@ def place_fixed_static(
     groups = ranks // degree
     packs = _next_fit(largest_shards(lengths, np.full_like(lengths, degree)).tolist(), tokens_per_rank)
     _split_last(packs, groups)
-    rows = [[Group(degree, pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
+    rows = [[RankGroup(degree, pack) for pack in packs[i : i + groups]] for i in range(0, len(packs), groups)]
     return stand_in_rows(rows, lengths)
 
 

@@ -13,7 +13,7 @@ from longctx.planning.stages import staged
 
 
 @dataclass(slots=True)
-class Group:
+class RankGroup:
     """Neighboring ranks; each document of a group is split over all its ranks."""
 
     degree: int
@@ -25,7 +25,7 @@ def powers_of_two(ranks: int) -> list[int]:
     return [1 << i for i in range(ranks.bit_length())]
 
 
-def stand_in_rows(rows: Sequence[Sequence[Group]], lengths: Integers) -> Assignment:
+def stand_in_rows(rows: Sequence[Sequence[RankGroup]], lengths: Integers) -> Assignment:
     """Assigns groups to ranks: every row is a micro-batch, whose groups take consecutive ranks from rank 0."""
     micro_batch, first_rank, degree = (np.full(len(lengths), -1, dtype=np.int64) for _ in range(3))
     for row, groups in enumerate(rows):

@@ -7,7 +7,7 @@ for all steps and pack in the order drawn (`fixed_static.py`), so this is strong
 
 import numpy as np
 
-from longctx.comparison.baselines.groups import Group, fastest, powers_of_two, shards_by_degree, stand_in_rows
+from longctx.comparison.baselines.groups import RankGroup, fastest, powers_of_two, shards_by_degree, stand_in_rows
 from longctx.planning.assignment import Assignment, Integers
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.planners.static import best_fit
@@ -21,7 +21,7 @@ def place_plain_static(profile: HardwareProfile, lengths: Integers, ranks: int, 
         if int(tokens.max()) > tokens_per_rank:
             continue
         pack = best_fit(tokens, tokens_per_rank)
-        packed = [Group(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
+        packed = [RankGroup(degree, np.flatnonzero(pack == number).tolist()) for number in range(int(pack.max()) + 1)]
         groups = ranks // degree
         rows = [packed[i : i + groups] for i in range(0, len(packed), groups)]
         plans.append(stand_in_rows(rows, lengths))

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from longctx.comparison.modelled import SPEEDUPS, TITLES, Row
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow
 from longctx.planning.plan import Plan
-from longctx.plots.charts import GRID, INK, PAPER, STYLE, new_axes, svg_uri
+from longctx.plots.charts import GRID, INK, STYLE, new_axes, svg_uri
 from longctx.plots.colours import by_class, class_name
 from longctx.plots.picture import Panel, draw_panels
 
@@ -22,29 +21,9 @@ LOOKS = {
     "megatron-main": ("#cf4b3e", "v"),
 }
 """Colour and marker of every planner."""
-BOUND = "#2f7d4f"
 
 
-def speedup_bars(rows: Sequence[Row], speedup: str, bound: float) -> str:
-    """Draws the speedup of every planner as a bar, and its upper bound as a line."""
-    shown = {row.planner: value for row in rows if (value := getattr(row, speedup)) is not None}
-    figure, axes = new_axes(9.2, 0.42 * len(shown) + 1.15)
-    for y, (planner, value) in enumerate(shown.items()):
-        axes.barh(y, value, height=0.64, color=LOOKS[planner][0], zorder=2)
-        _label(axes, f"{value:.2f}×", value, y, -7, color="white", fontweight="bold")
-    axes.set_yticks(range(len(shown)), [TITLES[planner] for planner in shown])
-    axes.axvline(1, color=INK, linewidth=0.9, zorder=1)
-    axes.axvline(bound, color=BOUND, linewidth=1.4, linestyle=(0, (4, 3)))
-    paper = {"facecolor": PAPER, "edgecolor": "none", "pad": 1}
-    _label(axes, f"upper bound {bound:.2f}×", bound, -0.82, -6, color=BOUND, fontsize=9, bbox=paper)
-    axes.set_ylim(len(shown) - 0.5, -1.15)
-    axes.set_xlim(0, max(bound, *shown.values()) * 1.12)
-    axes.set_xlabel(f"speedup over {TITLES[SPEEDUPS[speedup]]}")
-    axes.grid(axis="x", color=GRID)
-    return svg_uri(figure)
-
-
-def speedup_lines(rows: Sequence[Row], speedup: str) -> str:
+def speedup_lines(rows: Sequence[PlannerRow], speedup: str) -> str:
     """Draws the speedup of every planner against the number of ranks, whose values are evenly spaced."""
     figure, axes = new_axes(9.2, 3.6)
     positions = sorted({row.ranks for row in rows})
@@ -110,9 +89,3 @@ def _pairs(documents: Sequence[float], tokens: Sequence[float], names: Sequence[
 def _power(exponent: int) -> str:
     """2^10 → 1k, 2^20 → 1M."""
     return str(1 << exponent) if exponent < 10 else f"{1 << exponent - 10}k" if exponent < 20 else f"{1 << exponent - 20}M"
-
-
-def _label(axes: Axes, words: str, x: float, y: float, shift: int, **style: Any) -> None:
-    """Writes words beside the point (x, y): on its right if `shift` (in points) is positive, else on its left."""
-    align = "left" if shift > 0 else "right"
-    axes.annotate(words, (x, y), xytext=(shift, 0), textcoords="offset points", ha=align, va="center", **style)

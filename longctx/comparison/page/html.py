@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 
 from longctx.comparison.baselines import BASELINES
-from longctx.comparison.modelled import SPEEDUPS, TITLES, Row, degree_of, most_speedup
+from longctx.comparison.modelled import SPEEDUPS, TITLES, PlannerRow, degree_of
 from longctx.comparison.page import figures
 from longctx.comparison.table import LIMIT, captions, memory_table, missing, plans_table, times
 from longctx.planning.cost.hardware_profile import HardwareProfile
@@ -25,7 +25,6 @@ class Comparison:
         source: the source of the lengths, in words.
         about: facts about the run, such as the command, versions and the machine: name → value.
         changed: what was done to documents that do not fit, in words; empty if nothing.
-        model: preset for which memory of K and V is computed, if one was given.
     """
 
     source: str
@@ -34,13 +33,12 @@ class Comparison:
     ranks: int
     tokens_per_rank: int
     steps: int
-    rows: Sequence[Row]
+    rows: Sequence[PlannerRow]
     plans: dict[str, Plan]
     about: dict[str, str]
-    model: str | None
     changed: str
 
-    def reference(self) -> list[Row]:
+    def reference(self) -> list[PlannerRow]:
         """Rows on `ranks` ranks, in the order of PLANNERS."""
         return [row for row in self.rows if row.ranks == self.ranks]
 
@@ -92,30 +90,11 @@ def _setting(c: Comparison) -> str:
 def _at_reference(c: Comparison) -> Iterator[str]:
     rows = c.reference()
     yield f"<h2>One step on {c.ranks:,} ranks</h2>"
-    yield from _speedup_bars(rows)
     for table in (plans_table(rows), memory_table(rows)):
         yield numbers(table.headings, table.lines, LOOKS)
-    yield "".join(f"<p class=caption>{escape(line)}.</p>" for line in captions(rows, c.model))
+    yield "".join(f"<p class=caption>{escape(line)}.</p>" for line in captions(rows))
     if notes := missing(rows):
         yield f"<p>Not shown, with the reason:</p><ul>{''.join(f'<li>{escape(note)}</li>' for note in notes)}</ul>"
-
-
-def _speedup_bars(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields a figure of speedups over each static plan that exists, fixed static first."""
-    titles = (
-        "Speedup of every way of planning over fixed static",
-        "Speedup over the best static degree of every step",
-    )
-    for title, (speedup, planner) in zip(titles, SPEEDUPS.items(), strict=True):
-        baseline = next(row for row in rows if row.planner == planner)
-        if baseline.makespan_s is not None:
-            yield figure(
-                figures.speedup_bars(rows, speedup, most_speedup(rows, speedup) or 0.0),
-                title,
-                f"Each bar is the time of {TITLES[planner]} (degree {degree_of(baseline)}), {baseline.makespan_s:.3g} s, "
-                "divided by the time of this plan, for the same documents and the same cost model. The dashed line is a proven "
-                "upper bound on speedup. The planners are described at the end of this page.",
-            )
 
 
 def _timelines(c: Comparison) -> str:

@@ -27,7 +27,7 @@ BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"
 LLAMA_3_VOCABULARY = 128256
 GPUS = {"h100-nvlink-ib": ("H100", 80e9), "h200-nvlink-ib": ("H200", 141e9)}
-"""Shipped profiles of the 8B model: GPU and its memory in bytes by data sheet, a few percent less than it really has."""
+"""Shipped profile of the 8B model → GPU, and its memory in bytes by the data sheet; the real memory is a few percent larger."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Split:
 
     @property
     def max_remote_tokens(self) -> int:
-        """Remote tokens of an exchange stage: few beside the weights, and so many that stages cost little."""
+        """Remote tokens of an exchange stage: small beside the weights, but large enough that stages cost little."""
         return 4 * self.tokens_per_rank
 
     @property
@@ -163,15 +163,15 @@ def profile_of(machine: Machine, spec: ModelSpec, split: Split) -> HardwareProfi
 def _collectives_s(known: HardwareProfile, split: Split, work: RankWork, number: int) -> float:
     """Returns the seconds to gather or reduce a rank's weights, of `number` bytes each."""
     everyones = number * (work.weights - work.expert_weights)
-    of_experts = _collective_s(known, split, number * work.expert_weights, apart=split.expert)
+    of_experts = _collective_s(known, split, number * work.expert_weights, stride=split.expert)
     return _collective_s(known, split, everyones) + of_experts
 
 
-def _collective_s(known: HardwareProfile, split: Split, size: float, apart: int = 1) -> float:
-    """Returns the seconds to gather or reduce `size` bytes over every `apart`-th rank of the domain."""
-    ranks = split.domain // apart
-    here = min(ranks, max(1, known.ranks_per_node // split.tensor // apart))
+def _collective_s(known: HardwareProfile, split: Split, size: float, stride: int = 1) -> float:
+    """Returns the seconds to gather or reduce `size` bytes over every `stride`-th rank of the domain."""
+    ranks = split.domain // stride
+    in_node = min(ranks, max(1, known.ranks_per_node // split.tensor // stride))
     speed = known.intra_node_bytes_per_s
-    if here < ranks:
-        speed = min(speed, here * known.inter_node_bytes_per_s)
+    if in_node < ranks:
+        speed = min(speed, in_node * known.inter_node_bytes_per_s)
     return size * (ranks - 1) / ranks / speed

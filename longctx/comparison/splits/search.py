@@ -5,7 +5,7 @@ block and sharded over the whole domain, and tokens per rank in powers of two.
 
 Every split has a lower bound on the time of any plan under its profile. Splits are visited in ascending order of their bounds;
 those that fit in memory are planned as a run would plan its steps. The search ends when the next bound exceeds the time of the
-last split to return, so the result is that of planning all splits.
+last split to return, so the search returns what planning all splits would return.
 """
 
 import itertools
@@ -83,7 +83,7 @@ class SearchResult:
 
     @property
     def slower(self) -> int:
-        """Number of splits not visited, because their lower bounds exceed the times found."""
+        """Number of splits not visited, because their lower bounds exceed those of the best."""
         return self.possible - self.planned - sum(self.refused.values())
 
 
@@ -160,7 +160,7 @@ def search(
     fastest: dict[tuple[int, int, str], PlannedSplit] = {}
     for done, (bound, number) in enumerate(sorted(queue)):
         progress("plans", done, len(queue))
-        times = sorted(found.step_s for found in fastest.values())
+        times = sorted(planned.step_s for planned in fastest.values())
         limit = times[best - 1] if len(times) >= best else math.inf
         if bound >= limit:
             break
@@ -170,10 +170,10 @@ def search(
             limit = min(limit, fastest[key].step_s)
         if bound >= limit:
             continue
-        found = _plan(machine, spec, split, sizes, limit, outcome)
-        if found is not None and found.step_s < limit:
-            fastest[key] = found
-    outcome.best = sorted(fastest.values(), key=lambda found: found.step_s)[:best]
+        planned = _plan(machine, spec, split, sizes, limit, outcome)
+        if planned is not None and planned.step_s < limit:
+            fastest[key] = planned
+    outcome.best = sorted(fastest.values(), key=lambda planned: planned.step_s)[:best]
     if not outcome.best:
         raise UserError(_nothing_fits(outcome, gpus, machine.memory_bytes))
     return outcome
@@ -243,8 +243,8 @@ def memory_of(machine: Machine, spec: ModelSpec, split: Split, longest: int, mic
     profile = profile_of(machine, spec, split)
     documents = {"context.two_level_exchange": profile.exchange_levels == 2, "data.max_length": longest}
     config = Config().changed(split.settings | documents)
-    found = (replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile))
-    return estimate(spec, config, split.gpus, list(found), fused=True)
+    loads = [replace(load, micro_batches=micro_batches) for load in full_loads(config, split.gpus, profile)]
+    return estimate(spec, config, split.gpus, loads, fused=True)
 
 
 def _nothing_fits(outcome: SearchResult, gpus: int, memory_bytes: int) -> str:

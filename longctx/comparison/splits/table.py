@@ -11,10 +11,10 @@ from longctx.comparison.splits.search import PlannedSplit, SearchResult
 from longctx.planning.cost.pipeline import Pipeline
 
 
-def row(found: PlannedSplit) -> dict[str, Any]:
+def row(planned: PlannedSplit) -> dict[str, Any]:
     """Returns a split as plain values: domain, settings of a run, predictions, and memory by part."""
-    split, memory = found.split, found.memory.to_json()
-    figures = {name: value for name, value in vars(found).items() if name not in ("split", "memory")}
+    split, memory = planned.split, planned.memory.to_json()
+    figures = {name: value for name, value in vars(planned).items() if name not in ("split", "memory")}
     return {"domain": split.domain, "settings": split.settings, **figures, "memory": memory}
 
 
@@ -28,15 +28,15 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
     console.print(title, style="bold", highlight=False, markup=False)
     console.print()
     table = Table(box=None, padding=(0, 1, 0, 0))
-    with_experts = any(found.split.expert > 1 for found in outcome.best)
+    with_experts = any(planned.split.expert > 1 for planned in outcome.best)
     for name in ("tp", "pp", "ep" if with_experts else "domain"):  # the domain is what tp and pp leave
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("schedule", "recompute", "kept\nwhole"):
         table.add_column(name, no_wrap=True)
     for name in ("tokens\nper rank", "step\ns", "tokens/s\nper GPU", "MFU", "bubble", "memory\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for number, found in enumerate(outcome.best):
-        split = found.split
+    for number, planned in enumerate(outcome.best):
+        split = planned.split
         table.add_row(
             str(split.tensor),
             str(split.pipeline.ranks),
@@ -45,11 +45,11 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
             split.recompute,
             _kept_whole(split),
             f"{split.tokens_per_rank}",
-            f"{found.step_s:.3g}",
-            f"{found.tokens_per_s_per_gpu:,.0f}",
-            f"{found.mfu:.1%}",
-            f"{found.bubble_share:.1%}",
-            f"{found.memory.total / 2**30:.1f}",
+            f"{planned.step_s:.3g}",
+            f"{planned.tokens_per_s_per_gpu:,.0f}",
+            f"{planned.mfu:.1%}",
+            f"{planned.bubble_share:.1%}",
+            f"{planned.memory.total / 2**30:.1f}",
             style="bold" if number == 0 else None,
         )
     console.print(table)
@@ -62,9 +62,9 @@ def print_splits(title: str, outcome: SearchResult, common: dict[str, str], cons
 
 
 def _captions(outcome: SearchResult) -> Sequence[str]:
-    told = "; ".join(f"{count:,} {what}" for what, count in counts(outcome).items() if count)
+    numbers = "; ".join(f"{count:,} {what}" for what, count in counts(outcome).items() if count)
     return (
-        f"Of {outcome.possible:,} splits, {told}.",
+        f"Of {outcome.possible:,} splits, {numbers}.",
         "Each row has the best schedule, sharding and tokens per rank for its tp, pp and recompute. Predicted, not measured.",
         "kept whole: unsharded on every rank during the step: weights and gradients (all), gradients (grads), or neither (–)",
         "bubble: share of the step in which the pipeline fills and drains (interl: interleaved, zero: zero-bubble, × chunks)",
