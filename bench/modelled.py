@@ -52,7 +52,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.stages import PRICE
+from longctx.planning.rounds import PRICE
 from longctx.training import optimizer, setup
 from longctx.training.trainer import Trainer
 

@@ -34,7 +34,7 @@ from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 from longctx.training.utilisation import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -206,7 +206,7 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> 
             continue
         if memory_of(machine, spec, split, longest, assignment.micro_batches).total > machine.memory_bytes:
             continue
-        _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
+        _, timed = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)
         if timed.makespan_ns < best:
             best, found = timed.makespan_ns, (split, degree)
     assert found is not None  # mode auto found a split

@@ -17,7 +17,7 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
 from longctx.planning.planners.step import Step
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")

@@ -21,7 +21,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()

@@ -20,7 +20,7 @@ from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
@@ -106,7 +106,7 @@ def _plan(
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
-    stages, timed = staged(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
+    stages, timed = choose_rounds(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
     plan = Plan(
         mode=mode,
         winner=winner,

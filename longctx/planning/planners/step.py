@@ -11,7 +11,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score, alone_ns, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Step:
         return None if timed.makespan_ns >= limit else self._candidate(winner, assignment, timed)
 
     def _candidate(self, winner: str, assignment: Assignment, scored: Score) -> "Candidate":
-        stages, timed = staged(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        stages, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
         return Candidate(timed.makespan_ns, winner, assignment, stages, timed)
 
     def on_ranks(self, places: Assignment) -> Assignment:

@@ -30,7 +30,7 @@ from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
-from longctx.planning.stages import PRICE
+from longctx.planning.rounds import PRICE
 
 Filled = tuple[Rings, Assignment]
 """A layout of rings, and its assignment of all documents."""
