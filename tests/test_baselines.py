@@ -11,11 +11,11 @@ from longctx.comparison.baselines import BASELINES, MissingBaseline, plan_baseli
 from longctx.comparison.baselines.fixed_static import fixed_degree
 from longctx.comparison.baselines.flexsp import _even_cuts
 from longctx.comparison.mixes import load_mix
+from longctx.planning.check import check_plan
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import best_fit
-from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 OURS_TO_READ = [name for name in BASELINES if name != "megatron-main"]

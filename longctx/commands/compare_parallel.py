@@ -63,7 +63,7 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
     from longctx.comparison.layouts.cost import Machine
     from longctx.comparison.layouts.search import BUDGETS, search
     from longctx.comparison.layouts.table import counts, print_splits, row
-    from longctx.planning.validation import check_settings
+    from longctx.planning.check import check_settings
 
     gpus, profile, budget = arguments.parallel, arguments.profile, arguments.tokens_per_rank
     if budget is not None:
@@ -103,8 +103,8 @@ def compare_splits(arguments: argparse.Namespace, source: "Source") -> int:
 def _steps(source: "Source", gpus: int, budget: int) -> tuple[list[tuple[int, ...]], str]:
     """Returns the document lengths of every step, split to fit, and the source's remark on them."""
     from longctx.comparison.modelled import cut
+    from longctx.planning.check import MOST_TOKENS
     from longctx.planning.layout import longest_document
-    from longctx.planning.validation import MOST_TOKENS
 
     longest = min(MOST_TOKENS, longest_document(gpus, budget) or gpus * budget)
     drawn, remark = source.draw(gpus, longest)

@@ -75,7 +75,7 @@ class Row:
         fixed_share: launches of micro-batches, and the optimizer.
         padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
         most_tokens: maximum tokens per rank in a micro-batch.
-        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange stage.
+        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange round.
         remote_kv_bytes: bytes of their K and V in one layer; None if the size per token is not known.
     """
 

@@ -85,8 +85,8 @@ def captions(rows: Sequence[Row], model: str | None) -> list[str]:
         "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by computation), and for "
         "the slowest rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; "
         "nothing is padded",
-        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one stage; "
-        "more stages need less memory",
+        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one round; "
+        "more rounds need less memory",
     ]
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
@@ -129,7 +129,7 @@ def print_comparison(rows: Sequence[Row], ranks: int, source: str, model: str | 
             _print(f"{words}, by ranks", speedups_table(swept, speedup), console)
     words = f"{here[0].documents:,} documents, {here[0].tokens:,} tokens, longest document {here[0].longest:,}"
     _print(f"{ranks:,} ranks: {words}", plans_table(here), console)
-    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(here), console)
+    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(here), console)
     for line in [*missing(swept), "", *captions(here, model)]:
         console.print(line, style="dim", highlight=False, markup=False)
 

@@ -65,7 +65,7 @@ def plan_score(plan: Plan) -> Score:
     exchange = _Exchange(plan.profile, lengths, a, timed)
     rounds = np.ones_like(lengths)
     for p in (p for placements in plan.micro_batches for p in placements):
-        rounds[p.document] = p.stages
+        rounds[p.document] = p.rounds
     return exchange.score(timed, exchange.time(exchange.possible(rounds[exchange.rings])))
 
 

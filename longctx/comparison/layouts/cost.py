@@ -105,7 +105,7 @@ class Split:
 
     @property
     def max_remote_tokens(self) -> int:
-        """Remote tokens of an exchange stage: few beside the weights, and so many that stages cost little."""
+        """Remote tokens of an exchange round: few beside the weights, and so many that rounds cost little."""
         return 4 * self.tokens_per_rank
 
     @property
