@@ -1,4 +1,4 @@
-"""Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and stage.
+"""Exchange: moves rows of K and V and of their gradients between ranks, with one packed message per peer and round.
 
 Uses only batched point-to-point messages on one communicator, never a process group per degree. NCCL runs the batches of a
 communicator one after the other, so messages between nodes may have a second one, to travel beside those inside a node. Ranks

@@ -158,7 +158,7 @@ def forward(
                 result = this.widened(partial[0]), partial[1]
             else:
                 merge_(*result, *partial, part.segments)
-        del received  # holds at most the rows of this stage and the next one
+        del received  # holds at most the rows of this round and the next one
     if result is None:  # this rank has no tokens in this micro-batch
         result = this.forward(q, k, v, None, Call(None, ()))
     out, lse = result
@@ -183,7 +183,7 @@ def backward(
     """
     this = RingPass(find(call), layer, "backward", k, v)
     sums: list[Tensor] = []
-    stage_numbers = itertools.count()
+    round_numbers = itertools.count()
     returning: list[Iterator[None]] = []
     for received, calls in this.steps(k, v, kept, fetch=not this.call.keep_kv):
         remote = None if received is None else this.zeros_for(received, calls)
@@ -196,8 +196,8 @@ def backward(
             _add_call(sums, remote, part, *gradients)
         if remote is not None:
             sums = sums or this.zeros(q, k, v)  # of a rank that has keys, but no queries
-            # Each computed stage advances the returns by one hop: this hides messages and bounds those in flight.
-            returning = _advanced([this.give_back(next(stage_numbers), remote.to(k.dtype), *sums[1:]), *returning])
+            # Each computed round advances the returns by one hop: this hides messages and bounds those in flight.
+            returning = _advanced([this.give_back(next(round_numbers), remote.to(k.dtype), *sums[1:]), *returning])
         del received, remote
     dq, dk, dv = sums or this.zeros(q, k, v)
     if frozen:

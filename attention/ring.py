@@ -1,6 +1,6 @@
 """Ring attention: exact attention over packed documents, each split over a number of ranks, its degree.
 
-Forward runs kernel calls on local keys, then on the received keys of every exchange stage; the number of calls does not depend
+Forward runs kernel calls on local keys, then on the received keys of every exchange round; the number of calls does not depend
 on the degrees. Partial results are merged by log-sum-exp in float32. Backward repeats the calls with the merged output and
 log-sum-exp; it fetches K and V again, unless they were kept, and returns gradients of remote rows to their owners, which add
 them in a fixed order: with a deterministic kernel, two runs are bitwise identical.

@@ -11,7 +11,7 @@ from torch import Tensor
 from longctx.attention.exchange import Exchange
 from longctx.attention.kernels import Kernel, Mode, choose_kernel
 from longctx.attention.kernels.contract import request_of
-from longctx.attention.ring_schedule import ExchangeStage, Hop, Schedule
+from longctx.attention.ring_schedule import ExchangeRound, Hop, Schedule
 from longctx.attention.segment_builder import Call
 from longctx.attention.segments import Segments
 
@@ -61,7 +61,7 @@ class RingPass:
 
     def widened(self, x: Tensor) -> Tensor:
         """Returns `x` in the accumulation dtype if anything will be added to it."""
-        return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.stages else x
+        return x.to(self.sum_dtype) if len(self.schedule.calls) > 1 or self.schedule.rounds else x
 
     def zeros(self, *like: Tensor) -> list[Tensor]:
         """Returns zeros in the accumulation dtype."""
@@ -98,37 +98,37 @@ class RingPass:
         return choose_kernel(call.kernel, request)
 
     def steps(self, k: Tensor, v: Tensor, kept: Tensor, *, fetch: bool) -> Iterator[tuple[Tensor | None, tuple[Call, ...]]]:
-        """Yields (None, calls on local keys), then for each stage (received rows, its calls).
+        """Yields (None, calls on local keys), then for each round (received rows, its calls).
 
         The messages of each step are posted before the previous step is computed, so that computation hides them. With keep_kv,
         rows are received into `kept`; without `fetch`, they are already there.
         """
-        stages = self.schedule.stages
-        if not fetch or not stages:
+        rounds = self.schedule.rounds
+        if not fetch or not rounds:
             yield None, self.schedule.local
-            yield from zip(kept.split([stage.received_rows for stage in stages]), (s.calls for s in stages), strict=True)
+            yield from zip(kept.split([round_.received_rows for round_ in rounds]), (s.calls for s in rounds), strict=True)
             return
         kv = torch.cat([k.flatten(1), v.flatten(1)], dim=1)
-        buffers = kept.split([stage.received_rows for stage in stages]) if self.call.keep_kv else [None] * len(stages)
-        under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(stages, buffers, strict=True))}
+        buffers = kept.split([round_.received_rows for round_ in rounds]) if self.call.keep_kv else [None] * len(rounds)
+        under_way = {n: self._fetch(*each, kv) for n, each in enumerate(zip(rounds, buffers, strict=True))}
         two_levels = self.schedule.two_levels
-        for number in range(len(stages) + 1):
+        for number in range(len(rounds) + 1):
             # All ranks post first hops at the same point, whatever documents they hold, so that messages match in order.
-            if number < len(stages) and (number == 0 or not two_levels or len(stages[number].hops) > 1):
+            if number < len(rounds) and (number == 0 or not two_levels or len(rounds[number].hops) > 1):
                 next(under_way[number])
-            if number + 1 < len(stages) and two_levels:
+            if number + 1 < len(rounds) and two_levels:
                 next(under_way[number + 1])
             if number == 0:
                 yield None, self.schedule.local
             else:
-                yield next(under_way.pop(number - 1)), stages[number - 1].calls
+                yield next(under_way.pop(number - 1)), rounds[number - 1].calls
 
-    def _fetch(self, stage: ExchangeStage, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
+    def _fetch(self, round_: ExchangeRound, buffer: Tensor | None, kv: Tensor) -> Iterator[Tensor | None]:
         """Posts the first hop, then the second hop if one exists, and finally yields the received rows."""
-        incoming = kv.new_empty(stage.received_rows, self.width) if buffer is None else buffer
-        parts = incoming.split([hop.received_rows for hop in stage.hops])
+        incoming = kv.new_empty(round_.received_rows, self.width) if buffer is None else buffer
+        parts = incoming.split([hop.received_rows for hop in round_.hops])
         source = kv
-        for hop, part in zip(stage.hops, parts, strict=True):
+        for hop, part in zip(round_.hops, parts, strict=True):
             # Only `pending` holds copies of sent rows, so they are freed once the messages have arrived.
             pending = self.exchange.start([(peer, rows.read(source)) for peer, rows in hop.sends], part, hop.receives)
             self.in_flight += 1
@@ -138,17 +138,17 @@ class RingPass:
         yield incoming
 
     def give_back(self, number: int, gradients: Tensor, dk: Tensor, dv: Tensor) -> Iterator[None]:
-        """Sends the gradients of a stage's received rows back the same way, and adds the returned gradients to dk and dv.
+        """Sends the gradients of a round's received rows back the same way, and adds the returned gradients to dk and dv.
 
         Posts one hop per step: the last hop immediately, the first hop one step later if two hops are possible. Several
         gradients of one row are added in ascending order of peers.
         """
-        stage = self.schedule.stages[number]
-        if self.schedule.two_levels and number > 0 and len(stage.hops) == 1:
+        round_ = self.schedule.rounds[number]
+        if self.schedule.two_levels and number > 0 and len(round_.hops) == 1:
             yield
-        parts = list(gradients.split([hop.received_rows for hop in stage.hops]))
+        parts = list(gradients.split([hop.received_rows for hop in round_.hops]))
         while parts:
-            hop, part = stage.hops[len(parts) - 1], parts.pop()
+            hop, part = round_.hops[len(parts) - 1], parts.pop()
             outgoing = list(zip((peer for peer, _ in hop.receives), part.split([n for _, n in hop.receives]), strict=True))
             rows = [(peer, len(sent)) for peer, sent in hop.sends]
             pending = self.exchange.start(outgoing, part.new_empty(hop.sent_rows, part.shape[1]), rows)

@@ -1,14 +1,14 @@
 """Schedule: the kernel calls and messages of one rank in one micro-batch, a pure function of layout and mask.
 
 Only rows that some query of the receiver sees are sent: with a causal mask, ring index r receives the head chunks of lower ring
-indices (for all its queries) and the head and tail chunks of higher ones (for the queries of its tail). A stage covers a range
-of ring distances: one stage gathers everything at once, and degree - 1 stages are the classic ring. Every document has its own
-number of stages, and stage i of a rank holds stage i of all its documents. Both ends of a message derive its content from the
+indices (for all its queries) and the head and tail chunks of higher ones (for the queries of its tail). A round covers a range
+of ring distances: one round gathers everything at once, and degree - 1 rounds are the classic ring. Every document has its own
+number of rounds, and round i of a rank holds round i of all its documents. Both ends of a message derive its content from the
 same cut points, in the same order of documents, so no metadata is sent.
 
-With two-level exchange, rows cross the network once per node instead of once per rank: stage 0 gathers inside the node, later
-stages gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows. They cover
-ranges of distances between nodes; if there are more stages than distances, each takes a part of every rank's rows.
+With two-level exchange, rows cross the network once per node instead of once per rank: round 0 gathers inside the node, later
+rounds gather from other nodes in two hops, first to a relay in the node and then to the ranks that need the rows. They cover
+ranges of distances between nodes; if there are more rounds than distances, each takes a part of every rank's rows.
 
 In cross-attention, queries and keys of a document have their own lengths, rings and degrees (`CrossLayout`). The ranks from the
 first to the last that may hold either are then the ring, and each has the chunks of its queries and those of its keys.
@@ -34,7 +34,7 @@ class Hop:
     """One round of messages, by ascending peer.
 
     Attributes:
-        sends: (peer, rows to send). The first hop of a stage sends rows of the local buffer, the second hop rows that
+        sends: (peer, rows to send). The first hop of a round sends rows of the local buffer, the second hop rows that
             the first one received.
         receives: (peer, number of rows); received rows are stored in this order.
     """
@@ -52,8 +52,8 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class ExchangeStage:
-    """Messages and kernel calls of one exchange stage. The calls index the rows received by its one or two hops, in order."""
+class ExchangeRound:
+    """Messages and kernel calls of one exchange round. The calls index the rows received by its one or two hops, in order."""
 
     hops: tuple[Hop, ...]
     calls: tuple[Call, ...]
@@ -65,22 +65,22 @@ class ExchangeStage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All calls and messages of a rank in one micro-batch: calls on `local` keys, then the stages."""
+    """All calls and messages of a rank in one micro-batch: calls on `local` keys, then the rounds."""
 
     layout: Layout | CrossLayout
     local: tuple[Call, ...]
-    stages: tuple[ExchangeStage, ...]
+    rounds: tuple[ExchangeRound, ...]
     two_levels: bool = False
-    """Whether stages after the first may have two hops, on any rank."""
+    """Whether rounds after the first may have two hops, on any rank."""
 
     @property
     def received_rows(self) -> int:
-        return sum(stage.received_rows for stage in self.stages)
+        return sum(round_.received_rows for round_ in self.rounds)
 
     @cached_property
     def calls(self) -> tuple[Call, ...]:
         """All kernel calls of a pass."""
-        return *self.local, *(call for stage in self.stages for call in stage.calls)
+        return *self.local, *(call for round_ in self.rounds for call in round_.calls)
 
     @cached_property
     def bands(self) -> bool:
@@ -101,24 +101,24 @@ class Schedule:
         """
         documents = [_Document.of(*pair, layout.rank, mask, ranks_per_node) for pair in layout.pairs]
         local = local_calls((document.own_queries, document.own_keys, document.areas) for document in documents)
-        count = max((document.stages for document in documents), default=0)
+        count = max((document.rounds for document in documents), default=0)
         return cls(
             layout,
             local,
-            tuple(_stage(documents, stage, device) for stage in range(count)),
+            tuple(_round(documents, number, device) for number in range(count)),
             bool(ranks_per_node),
         )
 
 
-def stage_of(distance: int, degree: int, stages: int) -> int:
-    """Returns the stage of messages over `distance` ring indices, 1 ≤ distance < degree; distances are spread evenly."""
-    return (distance - 1) * min(stages, degree - 1) // (degree - 1)
+def round_of(distance: int, degree: int, rounds: int) -> int:
+    """Returns the round of messages over `distance` ring indices, 1 ≤ distance < degree; distances are spread evenly."""
+    return (distance - 1) * min(rounds, degree - 1) // (degree - 1)
 
 
-def stages_between(distance: int, nodes: int, stages: int) -> list[int]:
-    """Returns the stages, from 1 on, of equal parts of all messages over `distance` nodes of a ring, 1 ≤ distance < nodes."""
-    parts = -(-stages // (nodes - 1))
-    return [1 + stage_of((distance - 1) * parts + part + 1, (nodes - 1) * parts + 1, stages) for part in range(parts)]
+def rounds_between(distance: int, nodes: int, rounds: int) -> list[int]:
+    """Returns the rounds, from 1 on, of equal parts of all messages over `distance` nodes of a ring, 1 ≤ distance < nodes."""
+    parts = -(-rounds // (nodes - 1))
+    return [1 + round_of((distance - 1) * parts + part + 1, (nodes - 1) * parts + 1, rounds) for part in range(parts)]
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class _Document:
 
     Seats number the ranks that hold the document: they are the ring indices, or in cross-attention the ranks from the first to
     the last of both rings. `nodes` lists the seats on every node with two-level exchange; otherwise it is empty. The shard
-    of the queries says in how many stages keys are exchanged.
+    of the queries says in how many rounds keys are exchanged.
     """
 
     queries: Shard
@@ -152,8 +152,8 @@ class _Document:
 
     @classmethod
     def of(cls, queries: Shard, keys: Shard, rank: int, mask: Mask, ranks_per_node: int | None) -> "_Document":
-        if queries.stages < 1:
-            raise ValueError(f"stages is {queries.stages}: must be at least 1, which gathers everything at once")
+        if queries.rounds < 1:
+            raise ValueError(f"rounds is {queries.rounds}: must be at least 1, which gathers everything at once")
         if queries is keys:
             ranks, seat = list(map(keys.rank_of, range(keys.degree))), keys.ring_index
             areas = mask.areas(keys.document, keys.length)
@@ -187,9 +187,9 @@ class _Document:
         return self.query_spans if self.queries is self.keys else [_spans_on(self.keys, rank) for rank in self.ranks]
 
     @property
-    def stages(self) -> int:
-        """Number of exchange stages of the document; with two levels one more is for its own node."""
-        return 1 + self.queries.stages if self.nodes else min(self.queries.stages, len(self.ranks) - 1)
+    def rounds(self) -> int:
+        """Number of exchange rounds of the document; with two levels one more is for its own node."""
+        return 1 + self.queries.rounds if self.nodes else min(self.queries.rounds, len(self.ranks) - 1)
 
     def needed(self, source: int, targets: Sequence[int], first: int = 0, stop: int = 1, parts: int = 1) -> list[Span]:
         """Returns the positions of seat `source` that queries of `targets` see: disjoint spans, ascending.
@@ -215,21 +215,21 @@ class _Document:
     def _seen(self) -> dict[tuple[int, ...], list[Span]]:
         return {}
 
-    def messages(self, stage: int) -> Iterator[_Message]:
-        """Yields all messages that this rank sends and receives in a stage."""
-        seats, mine, stages = len(self.ranks), self.seat, self.queries.stages
+    def messages(self, number: int) -> Iterator[_Message]:
+        """Yields all messages that this rank sends and receives in a round."""
+        seats, mine, rounds = len(self.ranks), self.seat, self.queries.rounds
         here = self._node_of(mine)
         for other in self.nodes[here] if self.nodes else range(seats):
             for incoming, source, target in ((False, mine, other), (True, other, mine)):
                 distance = (target - source) % seats
-                if distance and stage == (0 if self.nodes else stage_of(distance, seats, stages)):
+                if distance and number == (0 if self.nodes else round_of(distance, seats, rounds)):
                     yield _Message(0, incoming, self.ranks[other], source, self.needed(source, [target]))
-        for there in range(len(self.nodes) if stage else 0):
+        for there in range(len(self.nodes) if number else 0):
             for incoming, source_node, target_node in ((False, here, there), (True, there, here)):
                 distance = (target_node - source_node) % len(self.nodes)
-                stage_of_part = stages_between(distance, len(self.nodes), stages) if distance else []
-                if parts := [part for part, number in enumerate(stage_of_part) if number == stage]:
-                    cut = parts[0], parts[-1] + 1, len(stage_of_part)
+                round_of_part = rounds_between(distance, len(self.nodes), rounds) if distance else []
+                if parts := [part for part, its_round in enumerate(round_of_part) if its_round == number]:
+                    cut = parts[0], parts[-1] + 1, len(round_of_part)
                     yield from self._relayed(source_node, target_node, cut, incoming=incoming)
 
     def _node_of(self, seat: int) -> int:
@@ -274,13 +274,13 @@ def _union(spans: Iterable[Span]) -> list[Span]:
     return union
 
 
-def _stage(documents: Sequence[_Document], stage: int, device: torch.device | str) -> ExchangeStage:
-    """Builds the hops of a stage and the calls on the received rows.
+def _round(documents: Sequence[_Document], number: int, device: torch.device | str) -> ExchangeRound:
+    """Builds the hops of a round and the calls on the received rows.
 
     Both ends of a message order its rows by document, source and position: if rank 0 sends positions [0, 4) of document 0 and
     [8, 10) of document 2 to rank 1, the message has these six rows in that order.
     """
-    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(stage)]
+    messages = [(i, message) for i, document in enumerate(documents) for message in document.messages(number)]
     messages.sort(key=lambda each: (each[1].peer, each[0], each[1].source))
     keys: list[list[Run]] = [[] for _ in documents]  # received keys of each document
     hops: list[Hop] = []
@@ -301,4 +301,4 @@ def _stage(documents: Sequence[_Document], stage: int, device: torch.device | st
                 sends[message.peer] += held.part(start, stop)
         hops.append(Hop(tuple((peer, RowSet.of(ranges, device)) for peer, ranges in sends.items()), tuple(receives.items())))
     documents_here = ((document.own_queries, runs, document.areas) for document, runs in zip(documents, keys, strict=True))
-    return ExchangeStage(tuple(hops), gathered_calls(documents_here, device))
+    return ExchangeRound(tuple(hops), gathered_calls(documents_here, device))

@@ -2,7 +2,7 @@
 
 Areas of a mask are cut to runs of queries and keys (tokens with consecutive positions), and the pieces are joined where kernels
 can compute them as one. A causal mask needs one call for local keys, as [head; tail] against [head; tail] is plain causal, and
-at most two per stage: both chunks against earlier keys, and tails against the keys between head and tail.
+at most two per round: both chunks against earlier keys, and tails against the keys between head and tail.
 """
 
 import operator

@@ -56,7 +56,7 @@ def check_kernel(case: dict[str, Any], sizes: Sizes, device: torch.device) -> It
     kernel, mask_name, dtype, head_dim, deterministic = case.values()
     lengths, mask = sizes.checked_lengths, masks(sizes.checked_window)[mask_name]
     places = (0, 4), (1, 3), (0, 2), (3, 1), (0, 2)
-    rings = [Placement(document, *place, stages=2) for document, place in enumerate(places)]
+    rings = [Placement(document, *place, rounds=2) for document, place in enumerate(places)]
     alone = [Placement(document, 0, 1) for document in range(len(lengths))]
     generator = torch.Generator().manual_seed(head_dim)
     heads, kv_heads = sizes.checked_heads, sizes.checked_heads * sizes.kv_heads // sizes.heads
@@ -106,9 +106,9 @@ def play(
     remote = torch.zeros(kv.shape, dtype=torch.float64, device=device)
     for rank, ring in enumerate(rings):
         received = []
-        for number, stage in enumerate(ring.schedule.stages):
-            (hop,) = stage.hops
-            sent = [dict(rings[peer].schedule.stages[number].hops[0].sends)[rank] for peer, _ in hop.receives]
+        for number, round_ in enumerate(ring.schedule.rounds):
+            (hop,) = round_.hops
+            sent = [dict(rings[peer].schedule.rounds[number].hops[0].sends)[rank] for peer, _ in hop.receives]
             parts = [x.read(rows[peer]) for (peer, _), x in zip(hop.receives, sent, strict=True)]
             received.append(torch.cat([rows[rank][:0], *parts]))
         ring.exchange = messages(kv, remote, received)
@@ -124,17 +124,17 @@ def play(
 
 
 def messages(kv: torch.Tensor, gradients: torch.Tensor, received: Sequence[torch.Tensor]) -> type[Exchange]:
-    """Makes the exchange of one rank: every stage receives rows of `kv`, and adds the returned gradients to `gradients`."""
+    """Makes the exchange of one rank: every round receives rows of `kv`, and adds the returned gradients to `gradients`."""
 
     class Messages(Exchange):
         def start(self, outgoing: Sequence[tuple[int, torch.Tensor]], incoming: torch.Tensor, rows: Rows) -> Pending:
-            stage, self.stage = getattr(self, "stage", 0), getattr(self, "stage", 0) + 1
+            round_, self.round_ = getattr(self, "round", 0), getattr(self, "round", 0) + 1
             if "backward" in self.where:
                 if outgoing:
-                    gradients.index_add_(0, received[stage], torch.cat([part for _, part in outgoing]).double())
+                    gradients.index_add_(0, received[round_], torch.cat([part for _, part in outgoing]).double())
                 incoming.zero_()
             else:
-                incoming.copy_(kv[received[stage]])
+                incoming.copy_(kv[received[round_]])
             return Pending(self, [], incoming, [], [])
 
     return Messages

@@ -27,10 +27,10 @@ from longctx.attention.segments import Segment, Segments
 from longctx.model.rope import Rope, rotate
 from longctx.planning.layout import Layout, Placement
 
-MOST_REMOTE_TOKENS = 1 << 18  # maximum received tokens per stage; rings with more get several stages
+MOST_REMOTE_TOKENS = 1 << 18  # maximum received tokens per round; rings with more get several rounds
 KINDS = [f"{direction}_{what}" for direction, what in product(("forward", "backward"), ("calls", "ring", "single"))]
 COLUMNS = [
-    *("kernel", "tokens", "degree", "documents", "stages", "calls", "pairs", "single_pairs", "flop_a_pair"),
+    *("kernel", "tokens", "degree", "documents", "rounds", "calls", "pairs", "single_pairs", "flop_a_pair"),
     *(*KINDS, *(f"{kind}_tflops" for kind in KINDS), *(f"{kind}_share" for kind in KINDS), "failed"),
 ]
 """Seconds of one rank's attention in one layer, throughput, and throughput relative to the single call."""
@@ -95,15 +95,15 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
     """Measures a row: seconds of forward and backward, and derived values."""
     name, tokens, degree, documents = cell.values()
     length, scale = tokens * degree // documents, sizes.head_dim**-0.5
-    stages = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
-    placements = [Placement(document, 0, degree, stages=stages) for document in range(documents)]
+    rounds = math.ceil(tokens * (degree - 1) / MOST_REMOTE_TOKENS) or 1
+    placements = [Placement(document, 0, degree, rounds=rounds) for document in range(documents)]
     # The layout gets rank 0, the rank of this process, but keeps its ring index.
     layout = replace(Layout.of(placements, [length] * documents, 0, degree // 2), rank=0)
     q, k, v, dout = random(layout.tokens, sizes, device)
     for x in (q, k, v):
         x.requires_grad_()
     ring = RingAttention(layout, kernel=name, device=device)
-    hops = [hop for stage in ring.schedule.stages for hop in stage.hops]
+    hops = [hop for round_ in ring.schedule.rounds for hop in round_.hops]
     most = max((max(hop.received_rows, hop.sent_rows) for hop in hops), default=0)
     pool = torch.randn(most, sizes.kv_heads * 2 * sizes.head_dim, dtype=sizes.dtype, device=device)
     buffer, copied = torch.empty_like(pool), list[int]()
@@ -128,7 +128,7 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
         begun = begin(k, v, None, ring.number, NO_LAYER)
         final, lse, _ = ring_forward(q, k, v, None, begun, ring.number, NO_LAYER)
         calls: list[tuple[torch.Tensor, torch.Tensor, Segments]] = [(k, v, call.segments) for call in ring.schedule.local]
-        for call in (call for stage in ring.schedule.stages for call in stage.calls):
+        for call in (call for round_ in ring.schedule.rounds for call in round_.calls):
             keys = pool[: sum(s.k_stop - s.k_start for s in call.segments)].unflatten(1, (2 * sizes.kv_heads, sizes.head_dim))
             calls.append((keys[:, : sizes.kv_heads], keys[:, sizes.kv_heads :], call.segments))
         row["forward_calls"] = seconds(lambda: [kernel.forward(q, *part, scale) for part in calls])
@@ -142,7 +142,7 @@ def measure_cell(cell: dict[str, Any], sizes: Sizes, device: torch.device) -> di
         row["forward_single"] = seconds(lambda: kernel.forward(q, k, v, single, scale))
         final, lse = kernel.forward(q, k, v, single, scale)
         row["backward_single"] = seconds(lambda: kernel.backward(dout, q, k, v, final, lse, single, scale))
-    row |= {"stages": stages, "calls": len(calls), "flop_a_pair": 4 * sizes.heads * sizes.head_dim}  # of forward
+    row |= {"rounds": rounds, "calls": len(calls), "flop_a_pair": 4 * sizes.heads * sizes.head_dim}  # of forward
     row["pairs"] = sum(pairs(segment) for *_, segments in calls for segment in segments)
     row["single_pairs"] = sum(map(pairs, single))
     for kind in KINDS:

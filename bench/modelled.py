@@ -7,7 +7,7 @@ tiny, so that its own arithmetic costs next to nothing. Instead of it
 
 - the MLP and the projection of queries of every block sleep for the linear work of a rank's tokens, a third of it forward;
 - every kernel call sleeps for its share, by visible pairs of query and key, of the attention that the cost model gives to the
-  rank's documents at their lengths and degrees, 1 / 3.5 of it forward, and of the price of exchange stages; its results are
+  rank's documents at their lengths and degrees, 1 / 3.5 of it forward, and of the price of exchange rounds; its results are
   zeros, so losses do not depend on plans;
 - the first block sleeps for the fixed cost of a micro-batch, and the optimizer for that of a step;
 - every block has `ballast`, a weight that nothing uses, so that FSDP gathers and reduces as many bytes as the links' rates ask.
@@ -52,7 +52,7 @@ from longctx.planning.cost.model import NANOSECONDS, attention_ns
 from longctx.planning.plan import Plan
 from longctx.planning.planners.by_mode import MODES
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.stages import PRICE
+from longctx.planning.rounds import PRICE
 from longctx.training import data, optimizer
 from longctx.training.trainer import Trainer
 
@@ -183,7 +183,7 @@ def _watch_passes(device: Device) -> None:
             shards = schedule.layout.shards
             lengths, degrees = (np.array([getattr(shard, name) for shard in shards]) for name in ("length", "degree"))
             seconds = attention_ns(device.profile, lengths, degrees).sum() / NANOSECONDS if len(shards) else 0.0
-            rows = sum((shard.stages - 1) * shard.tokens for shard in shards)
+            rows = sum((shard.rounds - 1) * shard.tokens for shard in shards)
             seconds += PRICE * device.profile.linear_s_per_token * rows
             device.s_per_pair = seconds / device.layers / max(1.0, sum(pairs(part.segments) for part in schedule.calls))
 

@@ -34,7 +34,7 @@ from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 from longctx.training.utilisation import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
@@ -67,7 +67,7 @@ them](planning.md#how-far-to-trust-the-model), and [what the search does](parall
 Each row is the fastest split of the GPUs for a step of {documents} documents per GPU, at most {most:,}, with lengths of
 {mix}; one step, of seed 0. Fixed static trains the same documents at one degree, packed in the order drawn, on the split
 of its own that is fastest for it. *Exposed exchange*: share of the step that the slowest ranks wait for K and V, and that the
-stages of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
+rounds of their exchange cost. *Bubble*: share in which a pipeline fills and drains, 0 where no pipeline is best.
 
 {table}
 
@@ -202,11 +202,11 @@ def _static(machine: Machine, spec: ModelSpec, gpus: int, lengths: Integers) -> 
             break
         assignment = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
         plain = score(profile, lengths, assignment, split.domain, split.pipeline)
-        if plain.makespan_ns >= best:  # and with stages it takes no less
+        if plain.makespan_ns >= best:  # and with rounds it takes no less
             continue
         if memory_of(machine, spec, split, longest, assignment.micro_batches).total > machine.memory_bytes:
             continue
-        _, timed = staged(profile, lengths, assignment, plain, split.max_remote_tokens)
+        _, timed = choose_rounds(profile, lengths, assignment, plain, split.max_remote_tokens)
         if timed.makespan_ns < best:
             best, found = timed.makespan_ns, (split, degree)
     assert found is not None  # mode auto found a split

@@ -12,16 +12,16 @@ from longctx.attention.exchange import Exchange
 from longctx.planning.layout import Layout, Placement
 
 
-def in_stages(placements: Sequence[Placement], stages: int | tuple[int, ...]) -> list[Placement]:
-    """Returns the placements with these exchange stages, one number for all documents or one for each."""
-    return [replace(p, stages=stages if isinstance(stages, int) else stages[p.document]) for p in placements]
+def in_rounds(placements: Sequence[Placement], rounds: int | tuple[int, ...]) -> list[Placement]:
+    """Returns the placements with these exchange rounds, one number for all documents or one for each."""
+    return [replace(p, rounds=rounds if isinstance(rounds, int) else rounds[p.document]) for p in placements]
 
 
 @dataclass(frozen=True)
 class Case:
     """One micro-batch: documents with their rings, head sizes, and padding rows per rank.
 
-    `exchange_stages` is for all documents, or one number for each.
+    `exchange_rounds` is for all documents, or one number for each.
     """
 
     ranks: int
@@ -30,7 +30,7 @@ class Case:
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 8
-    exchange_stages: int | tuple[int, ...] = 1
+    exchange_rounds: int | tuple[int, ...] = 1
     padding: int = 0
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -45,7 +45,7 @@ class Case:
     across: Any = None
 
     def layout(self, rank: int) -> Layout:
-        return Layout.of(in_stages(self.placements, self.exchange_stages), self.lengths, 0, rank)
+        return Layout.of(in_rounds(self.placements, self.exchange_rounds), self.lengths, 0, rank)
 
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q, k, v and dout of all documents, concatenated, in `dtype`."""

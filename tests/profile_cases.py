@@ -54,7 +54,7 @@ def nodes_of_rings(local_ranks: list[int], settings: list[str]) -> tuple[set[int
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             given.add(options["ranks_per_node"])
-            hops.update(len(stage.hops) for stage in self.schedule.stages)
+            hops.update(len(round_.hops) for round_ in self.schedule.rounds)
 
     with mock.patch("longctx.attention.ulysses.RingAttention", Watched):
         content, _ = measure_profile(local_ranks, settings)

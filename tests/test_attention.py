@@ -1,4 +1,4 @@
-"""Ring attention equals dense float64 attention for any lengths, degrees, rings, GQA ratios and stages, with gradients."""
+"""Ring attention equals dense float64 attention for any lengths, degrees, rings, GQA ratios and rounds, with gradients."""
 
 import os
 import time
@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn, max_ranks: int = 6) -> Case:
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([4, 8, 16])),
-        exchange_stages=tuple(draw(st.integers(1, 6)) for _ in lengths),
+        exchange_rounds=tuple(draw(st.integers(1, 6)) for _ in lengths),
         padding=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -163,10 +163,10 @@ def test_reference_kernel_gives_the_same(workers: Workers, case: Case) -> None:
         torch.testing.assert_close(part, reference, rtol=1e-10, atol=1e-12)
 
 
-LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_stages=5)
+LONG_RING = Case(6, (700,), (Placement(0, 0, 6),), exchange_rounds=5)
 WAYS: dict[str, dict[str, Any]] = {
     "causal": {},
-    "rounds": {"exchange_stages": 3},
+    "rounds": {"exchange_rounds": 3},
     "window": {"mask": Mask(window=90)},
     "window and sinks": {"mask": Mask(window=40, sinks=10), "sink_logits": True},
     "dense": {"mask": Mask(causal=False)},
@@ -244,9 +244,9 @@ PREFIX = Case(6, (700,), (Placement(0, 0, 6),), 4, 2, 32, dtype=torch.bfloat16, 
 
 
 def test_parts_of_a_gradient_are_rounded_once(workers: Workers) -> None:
-    """Several calls of a stage add to the same rows: 1.34 times the error of one device, 1.5 if every part is rounded."""
+    """Several calls of a round add to the same rows: 1.34 times the error of one device, 1.5 if every part is rounded."""
     schedules = [Schedule.build(PREFIX.layout(rank), mask=PREFIX.mask) for rank in range(PREFIX.ranks)]
-    assert any(call.again for schedule in schedules for call in schedule.stages[0].calls)
+    assert any(call.again for schedule in schedules for call in schedule.rounds[0].calls)
     exact = dense(PREFIX)
     ring = relative_errors(gather(PREFIX, workers.run(run_case, PREFIX.ranks, PREFIX)), exact)
     for ring_error, single_error in zip(ring[2:], relative_errors(single_device(PREFIX), exact)[2:], strict=True):
@@ -292,7 +292,7 @@ def test_partial_results_are_merged_in_float32() -> None:
 
 def test_two_runs_are_bit_identical(workers: Workers) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        case = replace(MIXED, dtype=dtype, exchange_stages=2)
+        case = replace(MIXED, dtype=dtype, exchange_rounds=2)
         first, second = (gather(case, workers.run(run_case, case.ranks, case)) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -315,30 +315,30 @@ def test_documents_do_not_see_each_other(workers: Workers, perturbed: int) -> No
 @given(
     length=st.integers(1, 5000),
     degree=st.integers(1, 64),
-    stages=st.integers(1, 70),
+    rounds=st.integers(1, 70),
     reverse=st.booleans(),
     start=st.integers(0, 3),
 )
 @settings(max_examples=examples(40), deadline=None)
-def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, stages: int, reverse: bool, start: int) -> None:
-    """Sends match receives in the same stage, and every chunk reaches exactly the ranks with queries that see it."""
-    case = Case(start + degree, (length,), (Placement(0, start, degree, reverse),), exchange_stages=stages)
+def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, rounds: int, reverse: bool, start: int) -> None:
+    """Sends match receives in the same round, and every chunk reaches exactly the ranks with queries that see it."""
+    case = Case(start + degree, (length,), (Placement(0, start, degree, reverse),), exchange_rounds=rounds)
     schedules = [Schedule.build(case.layout(rank)) for rank in range(case.ranks)]
-    most = max(len(schedule.stages) for schedule in schedules)
-    assert most <= max(degree - 1, 0) and most <= stages
+    most = max(len(schedule.rounds) for schedule in schedules)
+    assert most <= max(degree - 1, 0) and most <= rounds
     received = [0] * case.ranks
-    for stage in range(most):
+    for round_ in range(most):
         sent = {
             (rank, peer): len(rows)
             for rank, schedule in enumerate(schedules)
-            if stage < len(schedule.stages)
-            for peer, rows in schedule.stages[stage].hops[0].sends
+            if round_ < len(schedule.rounds)
+            for peer, rows in schedule.rounds[round_].hops[0].sends
         }
         awaited = {
             (peer, rank): rows
             for rank, schedule in enumerate(schedules)
-            if stage < len(schedule.stages)
-            for peer, rows in schedule.stages[stage].hops[0].receives
+            if round_ < len(schedule.rounds)
+            for peer, rows in schedule.rounds[round_].hops[0].receives
         }
         assert sent == awaited
         for (_, rank), rows in awaited.items():
@@ -351,11 +351,11 @@ def test_messages_match_and_carry_only_what_is_needed(length: int, degree: int, 
         assert received[rank] == end - held
 
 
-@given(data=st.data(), length=st.integers(1, 150), degree=st.integers(2, 12), stages=st.integers(1, 12))
+@given(data=st.data(), length=st.integers(1, 150), degree=st.integers(2, 12), rounds=st.integers(1, 12))
 @settings(max_examples=examples(60), deadline=None)
-def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degree: int, stages: int) -> None:
+def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degree: int, rounds: int) -> None:
     """A rank receives exactly the remote keys that one of its queries sees, and none outside the window."""
-    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
+    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_rounds=rounds)
     mask = data.draw(masks(case.lengths))
     for rank in range(degree):
         mine = torch.zeros(length, dtype=torch.bool)
@@ -365,24 +365,24 @@ def test_messages_carry_what_a_mask_shows(data: st.DataObject, length: int, degr
 
 
 def test_causal_calls_are_few() -> None:
-    """Local keys need one causal segment per document, and a stage at most two calls with dense segments."""
+    """Local keys need one causal segment per document, and a round at most two calls with dense segments."""
     for rank in range(MIXED.ranks):
-        for stages in (1, 2, 3):
-            schedule = Schedule.build(replace(MIXED, exchange_stages=stages).layout(rank))
+        for rounds in (1, 2, 3):
+            schedule = Schedule.build(replace(MIXED, exchange_rounds=rounds).layout(rank))
             (local,) = schedule.local
             assert len(local.segments) == len(schedule.layout.shards) and all(segment.causal for segment in local.segments)
-            assert all(len(stage.calls) <= 2 for stage in schedule.stages)
-            assert all(segment.dense for stage in schedule.stages for call in stage.calls for segment in call.segments)
+            assert all(len(round_.calls) <= 2 for round_ in schedule.rounds)
+            assert all(segment.dense for round_ in schedule.rounds for call in round_.calls for segment in call.segments)
 
 
-@given(length=st.integers(1, 100), degree=st.integers(1, 12), stages=st.integers(1, 3))
-def test_causal_calls_are_few_for_short_documents_too(length: int, degree: int, stages: int) -> None:
+@given(length=st.integers(1, 100), degree=st.integers(1, 12), rounds=st.integers(1, 3))
+def test_causal_calls_are_few_for_short_documents_too(length: int, degree: int, rounds: int) -> None:
     """A document with a single token in a chunk does not add a call to the micro-batch."""
-    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_stages=stages)
+    case = Case(degree, (length,), (Placement(0, 0, degree),), exchange_rounds=rounds)
     for rank in range(degree):
         schedule = Schedule.build(case.layout(rank))
         assert len(schedule.local) == bool(schedule.layout.shards)
-        assert all(len(stage.calls) <= 2 for stage in schedule.stages)
+        assert all(len(round_.calls) <= 2 for round_ in schedule.rounds)
 
 
 def test_bytes_sent_equal_the_formula() -> None:
@@ -390,9 +390,9 @@ def test_bytes_sent_equal_the_formula() -> None:
     degree, length = 8, 1024
     case = Case(degree, (length,), (Placement(0, 0, degree),))
     for rank in range(degree):
-        (stage,) = Schedule.build(case.layout(rank)).stages
+        (round_,) = Schedule.build(case.layout(rank)).rounds
         chunk = length // (2 * degree)
-        assert sum(len(rows) for _, rows in stage.hops[0].sends) == chunk * (degree - 1 - rank) + 2 * chunk * rank
+        assert sum(len(rows) for _, rows in round_.hops[0].sends) == chunk * (degree - 1 - rank) + 2 * chunk * rank
 
 
 @given(length=st.integers(1, 400), degree=st.integers(1, 40))
@@ -476,8 +476,8 @@ def test_settings_that_do_not_fit() -> None:
         choose_kernel("cpu", Request("cpu", torch.float32, 8, 4))
     with pytest.raises(KernelError, match="runs on the CPU, not on cuda"):
         choose_kernel("cpu", Request("cuda", torch.float32, 8, 8))
-    with pytest.raises(ValueError, match="stages is 0: must be at least 1"):
-        ring_attention(x, x, x, replace(ALONE, exchange_stages=0).layout(0))
+    with pytest.raises(ValueError, match="rounds is 0: must be at least 1"):
+        ring_attention(x, x, x, replace(ALONE, exchange_rounds=0).layout(0))
     with pytest.raises(AttentionInputError, match="not initialized"):
         RingAttention(MIXED.layout(0))
 
@@ -534,7 +534,7 @@ def run_over_two_groups(case: Case) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_group_for_messages_between_nodes_changes_no_bit(workers: Workers, dtype: torch.dtype) -> None:
-    case = replace(MIXED, ranks_per_node=2, exchange_stages=2, dtype=dtype)
+    case = replace(MIXED, ranks_per_node=2, exchange_rounds=2, dtype=dtype)
     for one, two in zip(workers.run(run_case, 4, case), workers.run(run_over_two_groups, 4, case), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 

@@ -15,7 +15,7 @@ from longctx.comparison.splits.search import memory_of, possible_splits
 from longctx.errors import UserError
 from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanError
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 
 
 def test_a_node_of_eight() -> None:
@@ -47,4 +47,4 @@ def static_times_s(machine: Machine) -> Iterator[float]:
             plan = place_fixed_static(profile, lengths, split.domain, split.tokens_per_rank, degree)
             if memory_of(machine, spec, split, longest, plan.micro_batches).total <= machine.memory_bytes:
                 plain = score(profile, lengths, plan, split.domain, split.pipeline)
-                yield staged(profile, lengths, plan, plain, split.max_remote_tokens)[1].makespan_ns / 1e9
+                yield choose_rounds(profile, lengths, plan, plain, split.max_remote_tokens)[1].makespan_ns / 1e9

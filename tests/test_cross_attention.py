@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from longctx.attention import Mask, RingAttention, Schedule, ring_attention
 from longctx.attention.inputs import AttentionInputError
 from longctx.planning.layout import CrossLayout, Layout, Placement
-from tests.attention_cases import in_stages
+from tests.attention_cases import in_rounds
 from tests.marks import examples
 from tests.test_attention import relative_errors
 from tests.workers import Workers
@@ -31,7 +31,7 @@ class Case:
     targets: tuple[Placement, ...]
     source_lengths: tuple[int, ...]
     sources: tuple[Placement, ...]
-    exchange_stages: int | tuple[int, ...] = 1
+    exchange_rounds: int | tuple[int, ...] = 1
     heads: int = 4
     kv_heads: int = 2
     padding: int = 2
@@ -43,7 +43,7 @@ class Case:
     seed: int = 0
 
     def layout(self, rank: int) -> CrossLayout:
-        targets, sources = (in_stages(rings, self.exchange_stages) for rings in (self.targets, self.sources))
+        targets, sources = (in_rounds(rings, self.exchange_rounds) for rings in (self.targets, self.sources))
         return CrossLayout.of(targets, self.target_lengths, sources, self.source_lengths, 0, rank)
 
     def inputs(self) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ def cases(draw: st.DrawFn) -> Case:
         targets,
         tuple(draw(st.lists(length, min_size=count, max_size=count))),
         targets if draw(st.booleans()) else placed(),
-        exchange_stages=tuple(draw(st.integers(1, 5)) for _ in range(count)),
+        exchange_rounds=tuple(draw(st.integers(1, 5)) for _ in range(count)),
         padding=draw(st.integers(0, 2)),
         keep_kv=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 1.5])),
@@ -180,9 +180,9 @@ def test_source_and_target_have_their_own_degree(workers: Workers) -> None:
     """A long source on four ranks, and a short target on the last one, and the other way round, without a rank in common."""
     targets = Placement(0, 3, 1), Placement(1, 0, 4), Placement(2, 0, 1)
     sources = Placement(2, 2, 2, True), Placement(1, 1, 1), Placement(0, 0, 4)
-    case = Case(4, (5, 90, 20), targets, (120, 3, 20), sources, exchange_stages=2)
+    case = Case(4, (5, 90, 20), targets, (120, 3, 20), sources, exchange_rounds=2)
     check(case, workers.run(run_case, 4, case))
-    sent = [sum(hop.sent_rows for stage in Schedule.build(case.layout(rank)).stages for hop in stage.hops) for rank in range(4)]
+    sent = [sum(hop.sent_rows for each in Schedule.build(case.layout(rank)).rounds for hop in each.hops) for rank in range(4)]
     assert sum(sent) == 120 * 3 // 4 + 3 * 3 + 20  # every key goes once to every other rank with queries
 
 

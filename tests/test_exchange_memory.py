@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from longctx.attention import Mask, RingAttention, exchange
 from longctx.attention.exchange import Exchange, Pending
 from longctx.planning.layout import CrossLayout, Placement
-from tests.attention_cases import Case, in_stages
+from tests.attention_cases import Case, in_rounds
 from tests.test_exchange_order import Batches
 
 
@@ -85,13 +85,13 @@ def run(case: Case) -> None:
 
 
 @pytest.mark.parametrize("per_node", [None, 2, 3, 4])
-@pytest.mark.parametrize("stages", [1, 2, 3])
-def test_rings_of_all_places(per_node: int | None, stages: int) -> None:
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_rings_of_all_places(per_node: int | None, rounds: int) -> None:
     """Also of those of which a node holds one rank alone, that passes on rows without need of them."""
     OnGpu.passes = 0
     for degree, first in product(range(2, 8), range(per_node or 1)):
         ring = (Placement(0, first, degree),)
-        run(Case(first + degree, (4 * degree,), ring, exchange_stages=stages, ranks_per_node=per_node, dtype=torch.bfloat16))
+        run(Case(first + degree, (4 * degree,), ring, exchange_rounds=rounds, ranks_per_node=per_node, dtype=torch.bfloat16))
     assert OnGpu.passes
 
 
@@ -110,7 +110,7 @@ def test_swapped_heads() -> None:
 def test_cross_attention() -> None:
     """A target and its source on other ranks of two nodes."""
     for targets, sources in (((0, 5), (2, 3)), ((3, 2), (0, 5)), ((0, 1), (1, 4))):
-        rings = [in_stages([Placement(0, *ring)], 1) for ring in (targets, sources)]
+        rings = [in_rounds([Placement(0, *ring)], 1) for ring in (targets, sources)]
         for rank in range(5):
             with pytest.MonkeyPatch.context() as patch:
                 Batches(patch, rank, 5)

@@ -191,7 +191,7 @@ def test_rounds_meet(data: st.DataObject, case: Case) -> None:
 @pytest.mark.parametrize("ranks", [16, 24])
 def test_messages_between_nodes_do_not_wait_for_those_inside(ranks: int) -> None:
     """They have a communicator of their own, and the first ones are posted before anything is waited for."""
-    case = Case(ranks, (160 * ranks,), (Placement(0, 0, ranks),), ranks_per_node=8, across=ACROSS, exchange_stages=2)
+    case = Case(ranks, (160 * ranks,), (Placement(0, 0, ranks),), ranks_per_node=8, across=ACROSS, exchange_rounds=2)
     for rank, posted in enumerate(batches(case)):
         for batch in posted:
             crosses = {sender // 8 != receiver // 8 for _, sender, receiver, _ in batch.messages}
@@ -204,7 +204,7 @@ def test_messages_between_nodes_do_not_wait_for_those_inside(ranks: int) -> None
 
 def test_a_ring_of_64_ranks_has_two_rounds() -> None:
     """In one level a rank has 126 messages at once: two batches in forward, the same in backward, and for the gradients."""
-    case = Case(64, (1280,), (Placement(0, 0, 64),), exchange_stages=1)
+    case = Case(64, (1280,), (Placement(0, 0, 64),), exchange_rounds=1)
     with pytest.MonkeyPatch.context() as patch:
         recorded = Batches(patch, 5, case.ranks)
         q, k, v, dout = (tensor[case.rows(5)].requires_grad_() for tensor in case.inputs())
@@ -235,20 +235,20 @@ def test_both_ends_of_a_message_have_the_same_round(monkeypatch: pytest.MonkeyPa
     first=st.integers(0, 5),
     reverse=st.booleans(),
     per_node=st.integers(2, 8),
-    stages=st.integers(1, 4),
+    rounds=st.integers(1, 4),
 )
 @settings(max_examples=examples(60), deadline=None)
 def test_rows_cross_the_network_once_a_node(
-    data: st.DataObject, length: int, degree: int, first: int, reverse: bool, per_node: int, stages: int
+    data: st.DataObject, length: int, degree: int, first: int, reverse: bool, per_node: int, rounds: int
 ) -> None:
     """A node receives each remote key that its queries see exactly once."""
     placement = Placement(0, first, degree, reverse)
-    case = Case(first + degree, (length,), (placement,), exchange_stages=stages, mask=data.draw(masks((length,))))
+    case = Case(first + degree, (length,), (placement,), exchange_rounds=rounds, mask=data.draw(masks((length,))))
     rows = [case.rows(rank) for rank in range(case.ranks)]
     crossing: dict[int, int] = defaultdict(int)
     for rank in range(case.ranks):
         schedule = Schedule.build(case.layout(rank), mask=case.mask, ranks_per_node=per_node)
-        for hop in (hop for stage in schedule.stages for hop in stage.hops):
+        for hop in (hop for round_ in schedule.rounds for hop in round_.hops):
             crossing[rank // per_node] += sum(count for peer, count in hop.receives if peer // per_node != rank // per_node)
     for node in range(-(-case.ranks // per_node)):
         mine = torch.zeros(length, dtype=torch.bool)
@@ -266,8 +266,8 @@ def test_two_levels_move_a_fraction_over_the_network() -> None:
         return sum(
             count
             for rank, schedule in enumerate(schedules)
-            for stage in schedule.stages
-            for hop in stage.hops
+            for round_ in schedule.rounds
+            for hop in round_.hops
             for peer, count in hop.receives
             if peer // 8 != rank // 8
         )

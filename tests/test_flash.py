@@ -219,15 +219,15 @@ def calls_made(segments: list[Segment] | tuple[Segment, ...]) -> list[tuple[int 
 
 
 def test_one_call_for_each_call_of_a_ring() -> None:
-    """For any degrees: local calls with documents of one token and more, the stages' calls, and a window that is longer than
+    """For any degrees: local calls with documents of one token and more, the rounds' calls, and a window that is longer than
     some documents and shorter than others."""
     assert calls_made([Segment(a, b, a, b, hi=0) for a, b in pairwise((0, 1, 6, 7, 307))]) == [(None, 0)]
     lengths = (1, 40, 60, 90)
     placements = (Placement(0, 1, 1), Placement(1, 0, 2), Placement(2, 1, 3), Placement(3, 0, 4))
-    case = Case(4, lengths, placements, exchange_stages=2)
+    case = Case(4, lengths, placements, exchange_rounds=2)
     for rank in range(4):
         schedule = Schedule.build(case.layout(rank))
-        for call in (*schedule.local, *(call for stage in schedule.stages for call in stage.calls)):
+        for call in (*schedule.local, *(call for round_ in schedule.rounds for call in round_.calls)):
             assert len(calls_made(call.segments)) == 1
             plan = flash._plans(call.segments, 1000, 1000, torch.device("cpu"), None)[0]
             assert plan.k_rows is None, "nothing is gathered"
@@ -489,7 +489,7 @@ def test_all_variants_of_a_ring_are_compiled(lengths: list[int], short: int, deg
     """A GPU has one size of each block."""
     rings = [Placement(i, 0, degree) for i in range(len(lengths))]
     rings += [Placement(len(lengths) + i, i % 2 % degree, 1) for i in range(short)]
-    case = Case(degree, (*lengths, *[2] * short), tuple(rings), exchange_stages=2)
+    case = Case(degree, (*lengths, *[2] * short), tuple(rings), exchange_rounds=2)
     known = compiled(window is not None)
     for rank in range(degree):
         schedule = Schedule.build(case.layout(rank), mask=Mask(window=window))

@@ -44,15 +44,15 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
         swapped = 0 if attention.swap is None else len(attention.swap.rows)
     else:
         schedules = [(attention.schedule, 1.0)]
-    stages = [0.0] * max(len(schedule.stages) for schedule, _ in schedules)
+    rounds = [0.0] * max(len(schedule.rounds) for schedule, _ in schedules)
     sent = 0.0
     for schedule, width in schedules:
-        for number, stage in enumerate(schedule.stages):
-            stages[number] += stage.received_rows * width
-            sent += sum(hop.sent_rows for hop in stage.hops) * width
+        for number, round_ in enumerate(schedule.rounds):
+            rounds[number] += round_.received_rows * width
+            sent += sum(hop.sent_rows for hop in round_.hops) * width
     at_once = 3 if per_node else 2
-    held = max((sum(stages[first : first + at_once]) for first in range(len(stages))), default=0)
-    return Rows(layout.tokens, sum(stages), held, max(stages, default=0), swapped, sent)
+    held = max((sum(rounds[first : first + at_once]) for first in range(len(rounds))), default=0)
+    return Rows(layout.tokens, sum(rounds), held, max(rounds, default=0), swapped, sent)
 
 
 @given(
@@ -61,18 +61,18 @@ def scheduled(plan: Plan, micro_batch: int, rank: int, ulysses_degree: int, per_
     per_node=st.sampled_from([2, 3, 4]),
     ulysses_degree=st.sampled_from([1, 2]),
     two_levels=st.booleans(),
-    stages=st.lists(st.integers(1, 5), min_size=6, max_size=6),
+    rounds=st.lists(st.integers(1, 5), min_size=6, max_size=6),
     mode=st.sampled_from(["auto", "static"]),
 )
 @settings(max_examples=examples(30), deadline=None)
 def test_loads_are_those_of_the_schedules(
-    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, stages: list[int], mode: str
+    lengths: list[int], ranks: int, per_node: int, ulysses_degree: int, two_levels: bool, rounds: list[int], mode: str
 ) -> None:
-    """With any number of stages of every document."""
+    """With any number of rounds of every document."""
     profile = replace(H100, ranks_per_node=per_node)
     plan = make_plan(lengths, ranks=ranks, tokens_per_rank=16384, profile=profile, mode=mode)
-    staged = (tuple(replace(p, stages=stages[p.document]) for p in placements) for placements in plan.micro_batches)
-    plan = replace(plan, micro_batches=tuple(staged))
+    with_rounds = (tuple(replace(p, rounds=rounds[p.document]) for p in placements) for placements in plan.micro_batches)
+    plan = replace(plan, micro_batches=tuple(with_rounds))
     config = load(None, [f"context.ulysses_degree={ulysses_degree}", f"context.two_level_exchange={str(two_levels).lower()}"])
     cut = len(lengths) * ranks  # chunks are whole tokens: up to one token of difference per rank
     for micro_batch in range(len(plan.micro_batches)):
@@ -84,7 +84,7 @@ def test_loads_are_those_of_the_schedules(
 
 
 def test_two_levels_hold_the_own_node_at_once() -> None:
-    """With a million tokens on 64 ranks in nodes of 8, planned in 63 stages, the rows of the own node are one more stage."""
+    """With a million tokens on 64 ranks in nodes of 8, planned in 63 rounds, the rows of the own node are one more round."""
     long = ["batch.tokens_per_rank=16384", "context.max_remote_tokens=16384", "context.profile=h100-nvlink-ib"]
     held = {
         value: max(found.held for found in full_loads(load(None, [*long, f"context.two_level_exchange={value}"]), 64))
@@ -105,8 +105,8 @@ def test_automatic_head_exchange_is_counted_as_it_is_chosen() -> None:
     assert auto.remote < plain.remote / 2
 
 
-def stages_at_once() -> int:
-    """Returns the number of buffers of received rows that are alive at once in a forward pass of five stages."""
+def rounds_at_once() -> int:
+    """Returns the number of buffers of received rows that are alive at once in a forward pass of five rounds."""
     case = replace(RING, ranks_per_node=1)
     rank = dist.get_rank()
     Watching.buffers, Watching.most = [], 0
@@ -114,5 +114,5 @@ def stages_at_once() -> int:
     return Watching.most
 
 
-def test_two_levels_have_three_stages_under_way(workers: Workers) -> None:
-    assert max(workers.run(stages_at_once, 6)) == 3
+def test_two_levels_have_three_rounds_under_way(workers: Workers) -> None:
+    assert max(workers.run(rounds_at_once, 6)) == 3

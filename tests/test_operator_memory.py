@@ -17,7 +17,7 @@ from longctx.planning.layout import Placement
 from tests.attention_cases import Case
 from tests.workers import Workers
 
-RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_stages=5, head_dim=16)
+RING = Case(6, (600,), (Placement(0, 0, 6),), exchange_rounds=5, head_dim=16)
 
 
 class Watching(Exchange):
@@ -45,8 +45,8 @@ def run_watched() -> tuple[int, int]:
     return forward, Watching.most
 
 
-def test_few_stages_are_held_at_once(workers: Workers) -> None:
-    """Holds keys of the current and the next stage; in backward also gradients of two stages in flight."""
+def test_few_rounds_are_held_at_once(workers: Workers) -> None:
+    """Holds keys of the current and the next round; in backward also gradients of two rounds in flight."""
     results = workers.run(run_watched, 6)
     assert all(forward <= 2 and backward <= 4 for forward, backward in results), results
 
@@ -81,10 +81,10 @@ def run_with_modes(deterministic: bool, keep_kv: bool) -> tuple[list[Mode], list
 
 @pytest.mark.parametrize(("deterministic", "keep_kv"), [(False, False), (True, True)])
 def test_kernels_are_told_how_to_run(workers: Workers, deterministic: bool, keep_kv: bool) -> None:
-    """Each call is told whether messages are in flight: of the next stage's keys, or in backward of gradients."""
+    """Each call is told whether messages are in flight: of the next round's keys, or in backward of gradients."""
     for rank, modes in enumerate(workers.run(run_with_modes, 6, deterministic, keep_kv)):
         schedule = Schedule.build(RING.layout(rank))
-        calls = [len(schedule.local), *(len(stage.calls) for stage in schedule.stages)]
+        calls = [len(schedule.local), *(len(round_.calls) for round_ in schedule.rounds)]
         fetching = [True] * (len(calls) - 1) + [False]
         returning = [False, False] + [True] * (len(calls) - 2)
         backward = returning if keep_kv else [a or b for a, b in zip(fetching, returning, strict=True)]

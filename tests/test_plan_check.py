@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longctx.planning.check import check_plan
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.validation import check_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 
@@ -48,8 +48,8 @@ def test_a_sound_plan_passes(plan: Plan) -> None:
         ([[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 1)]], "rank 2 holds 150 tokens in micro-batch 1"),
         ([[Placement(0, 0, 4), Placement(1, 0, 1)], []], "micro-batch 1 has no document"),
         (
-            [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2, stages=0)]],
-            "document 2 in micro-batch 1 has 0 exchange stages",
+            [[Placement(0, 0, 4), Placement(1, 0, 1)], [Placement(2, 2, 2, rounds=0)]],
+            "document 2 in micro-batch 1 has 0 exchange rounds",
         ),
     ],
 )

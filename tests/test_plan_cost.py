@@ -187,7 +187,7 @@ def test_the_tight_bound_counts_the_tokens_beside_the_longest_document() -> None
     plan = make_plan(lengths.tolist(), ranks=64, tokens_per_rank=8192, profile=slow)
     tight = tight_bound_ns(slow, lengths, 64, 8192) / 1e9
     assert lower_bound_ns(slow, lengths, 64, 8192) / 1e9 < fixed + alone / 1e9 < tight - 0.4
-    assert tight <= plan.makespan_s < 1.02 * tight  # which counts neither waits nor the price of stages
+    assert tight <= plan.makespan_s < 1.02 * tight  # which counts neither waits nor the price of rounds
 
 
 def test_the_tight_bound_of_one_document_is_nearly_its_best_degree() -> None:

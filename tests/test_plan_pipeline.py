@@ -14,7 +14,7 @@ from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, SCHEDULES, Pipeline
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 from longctx.plots.timeline import timeline
 from tests.marks import examples
 

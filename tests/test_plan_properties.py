@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longctx.planning.assignment import largest_shards, least_degrees
+from longctx.planning.check import check_plan
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Placement, largest_shard
@@ -17,8 +18,7 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
 from longctx.planning.planners.step import Step
-from longctx.planning.stages import plan_score
-from longctx.planning.validation import check_plan
+from longctx.planning.rounds import plan_score
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
@@ -142,16 +142,16 @@ def test_plans_are_pure_and_survive_json(request: dict[str, object], max_remote_
 
 @settings(max_examples=examples(60), deadline=None)
 @given(requests(), st.integers(1, 4000))
-def test_stages_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
+def test_rounds_bound_the_remote_tokens(request: dict[str, object], most: int) -> None:
     plan = plan_or_none(**request, profile=H100, max_remote_tokens=most)
     if plan is None:
         return
     for k, micro_batch in enumerate(plan.micro_batches):
         layouts = [plan.layout(k, rank) for rank in range(plan.ranks)]
         remote = max(sum(s.length - s.tokens for s in layout.shards if s.degree > 1) for layout in layouts)
-        for p in micro_batch:  # a ring in one level has at most degree - 1 stages
-            assert p.stages <= max(1, p.degree - 1)
-            assert p.stages * most >= remote or p.stages == max(1, p.degree - 1)
+        for p in micro_batch:  # a ring in one level has at most degree - 1 rounds
+            assert p.rounds <= max(1, p.degree - 1)
+            assert p.rounds * most >= remote or p.rounds == max(1, p.degree - 1)
 
 
 @settings(max_examples=examples(300), deadline=None)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 
 from longctx.planning.plan import Plan
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 from longctx.plots.colours import by_class, class_name, degree_class
 from longctx.plots.timeline import timeline
 from tests.marks import examples

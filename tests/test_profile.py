@@ -158,10 +158,10 @@ def test_neighbours_and_counterparts(per_node: int, count: int) -> None:
 @given(st.integers(1, 6), st.integers(1, 500), st.integers(0, 3), st.data())
 def test_layouts_are_those_of_a_plan(degree: int, length: int, first: int, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, degree - 1))
-    placements = tuple(Placement(document, first, degree, stages=3) for document in range(2))
+    placements = tuple(Placement(document, first, degree, rounds=3) for document in range(2))
     plan = make_plan([length] * 2, ranks=first + degree, tokens_per_rank=2 * length, profile=H100)
     expected = replace(plan, micro_batches=(placements,)).layout(0, first + index)
-    ours = layout_of(first + index, 2, length, degree=degree, ring_index=index, stages=3)
+    ours = layout_of(first + index, 2, length, degree=degree, ring_index=index, rounds=3)
     assert [shard for shard in ours.shards if shard.tokens] == list(expected.shards)
 
 

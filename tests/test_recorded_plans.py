@@ -53,7 +53,7 @@ def draw(case: int) -> dict[str, Any]:
 
 
 def outcome(case: int) -> list[Any]:
-    """Returns the result of a case: winner, digest of placements and stages, makespan and bounds, or a digest of the error."""
+    """Returns the result of a case: winner, digest of placements and rounds, makespan and bounds, or a digest of the error."""
     try:
         plan: Plan = make_plan(**draw(case))
     except PlanError as error:

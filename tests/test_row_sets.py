@@ -46,9 +46,9 @@ def test_reading_writing_and_adding(sizes: list[tuple[int, int]], order: Random,
 def copied_rows(schedules: list[Schedule]) -> Counter[str]:
     """Returns the rows that ranks send and give to kernel calls, and how many of them are copied for it."""
     counts: Counter[str] = Counter()
-    for stage in (stage for schedule in schedules for stage in schedule.stages):
-        sent = [rows for hop in stage.hops for _, rows in hop.sends]
-        called = [call.rows for call in stage.calls if call.rows is not None]
+    for round_ in (round_ for schedule in schedules for round_ in schedule.rounds):
+        sent = [rows for hop in round_.hops for _, rows in hop.sends]
+        called = [call.rows for call in round_.calls if call.rows is not None]
         for name, sets in (("sent", sent), ("called", called)):
             counts[name] += sum(map(len, sets))
             counts[f"{name}, copied"] += sum(len(rows) for rows in sets if isinstance(rows.index, torch.Tensor))

@@ -4,7 +4,7 @@ Based on flash-attn 3 (the operators of hopper/flash_api.cpp, identical in the 2
 the operators of torch 2.13; `flash_4` has flash-attn 4.
 
 All hold dQ in float32 for backward. With GQA, flash-attn 2 and torch also hold dK and dV per query head (heads / kv_heads times
-their size), and flash-attn 3 and 4 hold them in float32; use more exchange stages to bound the keys per call. The deterministic
+their size), and flash-attn 3 and 4 hold them in float32; use more exchange rounds to bound the keys per call. The deterministic
 backward is slower: flash-attn 3 and 4 add in an order enforced by semaphores, and flash-attn 2 and torch hold dQ once per split
 of the keys.
 

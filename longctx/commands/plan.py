@@ -67,10 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from longctx.planning.check import check_settings
     from longctx.planning.cost.bounds import tight_bound_s
     from longctx.planning.planner import make_plan
     from longctx.planning.planners.bins import derived_bins
-    from longctx.planning.validation import check_settings
     from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     from longctx.comparison.splits.cost import Machine
     from longctx.comparison.splits.search import BUDGETS, search
     from longctx.comparison.splits.table import counts, print_splits, row
-    from longctx.planning.validation import check_settings
+    from longctx.planning.check import check_settings
 
     gpus, profile, budget = arguments.gpus, arguments.profile, arguments.tokens_per_rank
     _refuse(gpus, arguments.overrides)
@@ -105,8 +105,8 @@ def _refuse(gpus: int, overrides: list[str]) -> None:
 def _steps(arguments: argparse.Namespace, budget: int) -> tuple[list[tuple[int, ...]], str]:
     """Returns the document lengths of every step, split to fit, and their source in words."""
     from longctx.comparison.steps import fit
+    from longctx.planning.check import MOST_TOKENS
     from longctx.planning.layout import longest_document
-    from longctx.planning.validation import MOST_TOKENS
 
     gpus = arguments.gpus
     few = 1 if gpus >= MANY_GPUS else DEFAULT_STEPS

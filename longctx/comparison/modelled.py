@@ -21,7 +21,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planner import make_plan
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 
 TITLES = {"auto": "auto", "bins": "bins", "fixed-static": "fixed static", "static": "best static"} | {
     name: b.title for name, b in BASELINES.items()
@@ -71,7 +71,7 @@ class PlannerRow:
         fixed_share: launches of micro-batches, and the optimizer.
         padding_share: unused token budget, as a share of micro-batches × ranks × tokens per rank. Nothing is padded.
         most_tokens: maximum tokens per rank in a micro-batch.
-        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange stage.
+        remote_tokens: maximum number of remote tokens per rank whose K and V are in memory, with one exchange round.
     """
 
     seed: int

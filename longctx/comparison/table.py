@@ -82,8 +82,8 @@ def captions(rows: Sequence[PlannerRow]) -> list[str]:
         "waits, idle: shares of all ranks' time spent waiting for the exchange (not hidden by computation), and for "
         "the slowest rank of the micro-batch; unused budget: share of micro-batches × ranks × tokens per rank without a token; "
         "nothing is padded",
-        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one stage; "
-        "more stages need less memory",
+        "local, remote tokens: maximum per rank in a micro-batch, of its own and of other ranks if gathered in one round; "
+        "more rounds need less memory",
     ]
     if (free := over_fixed_without_barriers(rows)) is not None:
         lines.append(
@@ -121,7 +121,7 @@ def print_comparison(rows: Sequence[PlannerRow], ranks: int, source: str, consol
     step = detailed[0]
     words = f"{step.documents:,} documents, {step.tokens:,} tokens, longest document {step.longest:,}"
     _print(f"{ranks:,} ranks: {words}", plans_table(detailed), console)
-    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange stage", memory_table(detailed), console)
+    _print(f"{ranks:,} ranks: maximum tokens per rank, with one exchange round", memory_table(detailed), console)
     for line in [*missing(rows), "", *captions(detailed)]:
         console.print(line, style="dim", highlight=False, markup=False)
 

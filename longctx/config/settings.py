@@ -9,7 +9,7 @@ from longctx.config.problems import ConfigError, Problem
 from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.planning.validation import MOST_RANKS, MOST_TOKENS
+from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
@@ -225,9 +225,9 @@ class ContextSection(Section):
         None,
         ge=1,
         le=LARGEST,
-        description="split the exchange of K and V into stages of at most about this many remote tokens; fewer tokens need "
-        "less memory and more stages (null: as many stages as hide the exchange best). Two stages are in memory at a time, "
-        "three with two_level_exchange; a rank receives all tokens of its own node in one stage",
+        description="split the exchange of K and V into rounds of at most about this many remote tokens; fewer tokens need "
+        "less memory and more rounds (null: as many rounds as hide the exchange best). Two rounds are in memory at a time, "
+        "three with two_level_exchange; a rank receives all tokens of its own node in one round",
     )
     keep_kv: bool | None = Field(
         None,

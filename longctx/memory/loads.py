@@ -1,4 +1,4 @@
-"""Loads: the rows that plans place on every rank and move between ranks, using the exchange stages of the real schedules."""
+"""Loads: the rows that plans place on every rank and move between ranks, using the exchange rounds of the real schedules."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from longctx.attention.ring_schedule import stage_of, stages_between
+from longctx.attention.ring_schedule import round_of, rounds_between
 from longctx.config import Config
 from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
@@ -39,14 +39,14 @@ def full_loads(config: Config, ranks: int, profile: HardwareProfile | None = Non
     if degree is None:
         degree = int(least_degrees(np.array([config.max_length(ranks)]), domain, budget)[0])
     remote, most = (degree - 1) * budget, context.max_remote_tokens
-    stages = 1 if most is None else max(1, min(degree - 1, -(-remote // most)))
+    rounds = 1 if most is None else max(1, min(degree - 1, -(-remote // most)))
     plan = Plan(
         mode="static",
         winner="static",
         ranks=domain,
         tokens_per_rank=budget,
         lengths=(longest_document(degree, budget),),
-        micro_batches=((Placement(0, 0, degree, stages=stages),),),
+        micro_batches=((Placement(0, 0, degree, rounds=rounds),),),
         profile=profile or run_profile(config, ranks).profile,
     )
     count = max(1, config.batch.global_tokens // (budget * domain))
@@ -59,7 +59,7 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
     per_node = plan.profile.ranks_per_node if config.context.two_level_exchange else None
     swapping = ulysses_degree(config, config.model_source().spec, plan, number)
     tokens, swapped = np.zeros((2, plan.ranks), dtype=np.int64)
-    most = max(placement.stages for placement in plan.micro_batches[number])
+    most = max(placement.rounds for placement in plan.micro_batches[number])
     sent, received = np.zeros(plan.ranks), np.zeros((plan.ranks, most + 1))
     for placement in plan.micro_batches[number]:
         length, degree = plan.lengths[placement.document], placement.degree
@@ -71,10 +71,10 @@ def micro_batch_loads(plan: Plan, number: int, config: Config) -> Iterator[Load]
             swapped[here] += largest_shard(length, degree)
         for first in range(rings if degree > rings else 0):
             members = np.array(placement.ring)[first::rings][:: -1 if placement.reversed else 1]
-            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.stages)
-            received[members, : placement.stages + 1] += chunks[0] * length / (2 * degree)
+            chunks = _exchanged_chunks(len(members), _nodes(members, per_node), placement.rounds)
+            received[members, : placement.rounds + 1] += chunks[0] * length / (2 * degree)
             sent[members] += chunks[1] * length / (2 * degree)
-    # One stage is computed while the next one is in flight; with two levels, so is the first hop of the stage after that.
+    # One round is computed while the next one is in flight; with two levels, so is the first hop of the round after that.
     at_once = min(3 if per_node else 2, received.shape[1])
     held = sliding_window_view(received, at_once, axis=1).sum(axis=-1).max(axis=1)
     for rank in range(plan.ranks):
@@ -100,8 +100,8 @@ def _nodes(members: np.ndarray[Any, np.dtype[np.int64]], per_node: int | None) -
 
 
 @lru_cache(maxsize=64)
-def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple[Floats, Floats]:
-    """Returns the chunks that each ring index receives in each stage [degree, stages + 1] and sends in total [degree].
+def _exchanged_chunks(degree: int, nodes: tuple[int, ...], rounds: int) -> tuple[Floats, Floats]:
+    """Returns the chunks that each ring index receives in each round [degree, rounds + 1] and sends in total [degree].
 
     Follows `longctx.attention.ring_schedule` with a causal mask. Relayed rows count as sent by their owner, which gives the
     same sum over a ring.
@@ -110,12 +110,12 @@ def _exchanged_chunks(degree: int, nodes: tuple[int, ...], stages: int) -> tuple
     chunks = np.where(source < target, 1.0, 2.0) * (source != target)
     if nodes:
         node = np.repeat(np.arange(len(nodes)), nodes)
-        later = [stages_between(distance, len(nodes), stages) for distance in range(1, len(nodes))]
-        stages_of_parts = np.array([[0] * len(later[0]), *later])[(node[target] - node[source]) % len(nodes)]
+        later = [rounds_between(distance, len(nodes), rounds) for distance in range(1, len(nodes))]
+        rounds_of_parts = np.array([[0] * len(later[0]), *later])[(node[target] - node[source]) % len(nodes)]
     else:
-        later = [[stage_of(distance, degree, stages)] for distance in range(1, degree)]
-        stages_of_parts = np.array([[0], *later])[(target - source) % degree]
-    received = np.zeros((degree, stages + 1))
-    parts = stages_of_parts.shape[-1]
-    np.add.at(received, (target[..., None], stages_of_parts), chunks[..., None] / parts)
+        later = [[round_of(distance, degree, rounds)] for distance in range(1, degree)]
+        rounds_of_parts = np.array([[0], *later])[(target - source) % degree]
+    received = np.zeros((degree, rounds + 1))
+    parts = rounds_of_parts.shape[-1]
+    np.add.at(received, (target[..., None], rounds_of_parts), chunks[..., None] / parts)
     return received, chunks.sum(axis=0)

@@ -24,10 +24,10 @@ class Load:
 
     Attributes:
         tokens: rows that the rank holds.
-        remote: rows of K and V received from other ranks, over all exchange stages.
+        remote: rows of K and V received from other ranks, over all exchange rounds.
         sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
-        held: maximum remote rows of consecutive exchange stages that are in memory at once.
-        fullest: remote rows of the largest stage, which is the most that a kernel works on at a time.
+        held: maximum remote rows of consecutive exchange rounds that are in memory at once.
+        fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
         micro_batches: number of micro-batches of the step.
         swapped: rows of documents whose heads are swapped for tokens (Ulysses).
         first: whether this is the first micro-batch of the step, before which there are no gradients.
@@ -380,7 +380,7 @@ class _Step:
         at_once = self.load.held / self.load.remote
         received, sent = self.kv_row * self.load.remote, self.kv_row * self.load.sent
         fetched = 0 if self.config.context.keep_kv else received
-        # Backward also has gradients of the rows in flight, and a kernel's input and output for one stage.
+        # Backward also has gradients of the rows in flight, and a kernel's input and output for one round.
         under_way, computed = (fetched + received + sent) * at_once, 2 * self.kv_row * self.load.fullest
         return round((fetched + sent) * at_once) + self.keys, round(under_way + computed) + self.keys
 

@@ -52,11 +52,11 @@ class Assignment:
         table = np.array(sorted(rows), dtype=np.int64).reshape(-1, 5)
         return cls(table[:, 1], table[:, 2], table[:, 3], table[:, 4].astype(bool))
 
-    def placements(self, stages: Integers) -> tuple[tuple[Placement, ...], ...]:
-        """Returns the placements of each micro-batch, by ascending first rank, then document; stages [documents]."""
+    def placements(self, rounds: Integers) -> tuple[tuple[Placement, ...], ...]:
+        """Returns the placements of each micro-batch, by ascending first rank, then document; rounds [documents]."""
         result: list[list[Placement]] = [[] for _ in range(self.micro_batches)]
         order = np.lexsort((self.first_rank, self.micro_batch))
-        columns = self.micro_batch, self.first_rank, self.degree, self.reversed, stages
+        columns = self.micro_batch, self.first_rank, self.degree, self.reversed, rounds
         for document, micro_batch, *place in zip(order.tolist(), *(column[order].tolist() for column in columns), strict=True):
             result[micro_batch].append(Placement(document, *place))
         return tuple(map(tuple, result))

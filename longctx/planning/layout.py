@@ -23,14 +23,14 @@ class Placement:
 
     Attributes:
         reversed: whether ring indices are numbered from the last rank.
-        stages: number of exchange stages, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
+        rounds: number of exchange rounds, ≥ 1; those that its ring cannot have are left out (see `ring_schedule`).
     """
 
     document: int
     first_rank: int
     degree: int
     reversed: bool = False
-    stages: int = 1
+    rounds: int = 1
 
     @property
     def ring(self) -> range:
@@ -90,8 +90,8 @@ class Shard:
     head: Span
     tail: Span
     offset: int
-    stages: int = 1
-    """Number of exchange stages; see `Placement`."""
+    rounds: int = 1
+    """Number of exchange rounds; see `Placement`."""
     stride: int = 1
     """Distance between neighbouring ranks of the ring."""
 
@@ -247,4 +247,4 @@ def _shard(placement: Placement, length: int, rank: int, offset: int) -> Shard:
     p = placement
     index = p.ring_index(rank)
     head, tail = ((span(length, p.degree, index) if rank in p.ring else (0, 0)) for span in (head_span, tail_span))
-    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.stages)
+    return Shard(p.document, length, p.degree, p.first_rank, p.reversed, index, head, tail, offset, p.rounds)

@@ -16,7 +16,7 @@ from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.layout import Layout, Placement
 
-VERSION = 2
+VERSION = 3
 
 
 class PlanError(UserError):

@@ -14,6 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import least_degrees
+from longctx.planning.check import check_lengths, check_plan, check_settings
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score
@@ -23,7 +24,6 @@ from longctx.planning.plan import Plan, PlanError
 from longctx.planning.planners.auto.search import finer_and_finer
 from longctx.planning.planners.by_mode import MODES, or_by_other_modes
 from longctx.planning.planners.step import Candidate, Step, fastest
-from longctx.planning.validation import check_lengths, check_plan, check_settings
 
 CLOSE = 1.1
 """Budgets of a pipeline are searched on if the first plan is at most so many times slower with them than with the best."""
@@ -52,8 +52,8 @@ def make_plan(
         degree: degree for mode static; None chooses the best one.
         bins: table {longest document of the bin: degree} for mode bins; None derives it from the profile. Mode auto also
             considers this table, unless a document does not fit it.
-        max_remote_tokens: about how many remote tokens a stage of the exchange has at most. A rank holds K and V of two stages
-            at once. None: as many stages as hide the exchange (see `stages`).
+        max_remote_tokens: about how many remote tokens a round of the exchange has at most. A rank holds K and V of two rounds
+            at once. None: as many rounds as hide the exchange (see `rounds`).
         pipeline: pipeline that runs the micro-batches; smaller micro-batches than the budget allows are tried as well.
 
     Returns:
@@ -145,4 +145,4 @@ def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placemen
     turn = np.empty(len(used), dtype=np.int64)
     turn[order] = np.arange(len(used))
     timed = replace(best.timed, time=best.timed.time[used[order]], exposed=best.timed.exposed[used[order]])
-    return replace(best.assignment, micro_batch=turn[row]).placements(best.stages), timed
+    return replace(best.assignment, micro_batch=turn[row]).placements(best.rounds), timed

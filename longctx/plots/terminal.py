@@ -33,7 +33,7 @@ def draw_plan(plan: Plan, console: Console, source: str = "", baseline: Plan | N
 
 def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) -> None:
     tokens, tight_s = sum(plan.lengths), tight_bound_s(plan)
-    stages = [p.stages for placements in plan.micro_batches for p in placements if p.degree > 1] or [1]
+    rounds = [p.rounds for placements in plan.micro_batches for p in placements if p.degree > 1] or [1]
     lines = [
         f"[bold]{plan.mode} → {escape(plan.winner)}[/bold]   {plan.ranks:,} ranks × {plan.tokens_per_rank:,} tokens",
         f"{len(plan.lengths):,} documents, {tokens:,} tokens, longest {max(plan.lengths):,}"
@@ -42,7 +42,7 @@ def _header(plan: Plan, console: Console, source: str, baseline: Plan | None) ->
         f"gap [bold]{plan.gap:.1%}[/bold]   exposed exchange {plan.exposed_share:.1%}   idle {plan.idle_share:.1%}",
         f"no plan takes less than {tight_s:.4g} s: {unavoidable_gap(tight_s, plan.lower_bound_s):.1%} of gap is unavoidable",
         f"{len(plan.micro_batches)} micro-batch{'es' * (len(plan.micro_batches) > 1)}   "
-        f"exchange stages {'–'.join(map(str, sorted({min(stages), max(stages)})))}   planned in {plan.planning_ms:.0f} ms",
+        f"exchange rounds {'–'.join(map(str, sorted({min(rounds), max(rounds)})))}   planned in {plan.planning_ms:.0f} ms",
     ]
     if baseline is not None:
         lines.insert(

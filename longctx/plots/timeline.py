@@ -12,7 +12,7 @@ from longctx.planning.assignment import Assignment
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns
 from longctx.planning.layout import shard_tokens
 from longctx.planning.plan import Plan
-from longctx.planning.stages import plan_score
+from longctx.planning.rounds import plan_score
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
 
     Uses rings inside nodes and rings across nodes, where both exist. Lengths are those at which the exchange takes at least a
     quarter of the attention time, by the constants measured so far; if there are none, the shortest lengths. The number of
-    exchange stages follows from `context.max_remote_tokens`, as in training.
+    exchange rounds follows from `context.max_remote_tokens`, as in training.
     """
     rank = profiled.mesh.rank
     tried, times = [], []
@@ -120,8 +120,8 @@ def measure_overlap(profiled: ProfiledRun, nodes: Nodes, profile: HardwareProfil
         in_ring = place < among // degree * degree  # left-over ranks hold no document
         for rows in _rows(profiled, profile, degree) if degree > 1 else ():
             remote = profiled.config.context.max_remote_tokens
-            stages = degree - 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
-            layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, stages=stages)
+            rounds = degree - 1 if remote is None else min(degree - 1, -(-(degree - 1) * rows // remote))
+            layout = layout_of(rank, int(in_ring), rows * degree, degree=degree, ring_index=place % degree, rounds=rounds)
             works = (
                 attention_passes(profiled, layout, Silent),
                 _all_messages(profiled, layout),
@@ -157,16 +157,16 @@ def _all_messages(profiled: ProfiledRun, layout: Layout) -> Callable[[], None]:
     schedule = profiled.attention(layout).schedule
     exchange = Exchange(profiled.mesh.exchange, "longctx profile")
     rows = profiled.kv_rows
-    stages = []
-    for hop in (hop for stage in schedule.stages for hop in stage.hops):
+    rounds = []
+    for hop in (hop for round_ in schedule.rounds for hop in round_.hops):
         outgoing = [(peer, rows(len(index))) for peer, index in hop.sends]
         taken = [(peer, rows(count)) for peer, count in hop.receives]
         back = [(peer, len(tensor)) for peer, tensor in outgoing]
-        stages.append((outgoing, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
+        rounds.append((outgoing, rows(hop.received_rows), hop.receives, taken, rows(hop.sent_rows), back))
 
     def run() -> None:
         for number in range(profiled.fetches):
-            for outgoing, incoming, receives, taken, returned, back in stages:
+            for outgoing, incoming, receives, taken, returned, back in rounds:
                 exchange.start(outgoing, incoming, receives).wait()
                 if number == profiled.fetches - 1:
                     exchange.start(taken, returned, back).wait()

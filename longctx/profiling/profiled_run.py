@@ -124,7 +124,7 @@ def no_documents(rank: int) -> Layout:
     return Layout(0, rank, ())
 
 
-def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, stages: int = 1) -> Layout:
+def layout_of(rank: int, documents: int, length: int, *, degree: int = 1, ring_index: int = 0, rounds: int = 1) -> Layout:
     """Returns a layout that holds `ring_index` of several documents of one length, all on the same ring."""
-    placements = [Placement(document, rank - ring_index, degree, stages=stages) for document in range(documents)]
+    placements = [Placement(document, rank - ring_index, degree, rounds=rounds) for document in range(documents)]
     return Layout.of(placements, [length] * documents, 0, rank)

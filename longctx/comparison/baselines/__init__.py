@@ -14,12 +14,12 @@ from longctx.comparison.baselines.fixed_static import check_fixed_degree, place_
 from longctx.comparison.baselines.megatron_main_branch import MissingBaseline, load_scheduler, place_megatron_main
 from longctx.comparison.baselines.plain_static import place_plain_static
 from longctx.planning.assignment import Assignment, Integers
+from longctx.planning.check import check_lengths, check_plan, check_settings
 from longctx.planning.cost.bounds import plan_cost
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.plan import Plan
-from longctx.planning.stages import staged
-from longctx.planning.validation import check_lengths, check_plan, check_settings
+from longctx.planning.rounds import choose_rounds
 
 __all__ = ["BASELINES", "Baseline", "MissingBaseline", "plan_baseline", "plan_fixed_static"]
 
@@ -96,14 +96,14 @@ def _plan(
     began = time.perf_counter()
     assignment = place(profile, sizes, ranks, tokens_per_rank)
     planning_ms = (time.perf_counter() - began) * 1e3
-    stages, timed = staged(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
+    rounds, timed = choose_rounds(profile, sizes, assignment, score(profile, sizes, assignment, ranks))
     plan = Plan(
         mode=mode,
         winner=winner,
         ranks=ranks,
         tokens_per_rank=tokens_per_rank,
         lengths=tuple(sizes.tolist()),
-        micro_batches=assignment.placements(stages),
+        micro_batches=assignment.placements(rounds),
         profile=profile,
         cost=plan_cost(timed, profile, sizes, tokens_per_rank),
         planning_ms=planning_ms,

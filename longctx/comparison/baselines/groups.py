@@ -9,7 +9,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
 from longctx.planning.plan import PlanError
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 
 
 @dataclass(slots=True)
@@ -40,7 +40,9 @@ def stand_in_rows(rows: Sequence[Sequence[RankGroup]], lengths: Integers) -> Ass
 
 def fastest(profile: HardwareProfile, lengths: Integers, plans: Sequence[Assignment], ranks: int) -> Assignment:
     """Returns the assignment with the smallest predicted makespan, the first of equals."""
-    return min(plans, key=lambda plan: staged(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns)
+    return min(
+        plans, key=lambda plan: choose_rounds(profile, lengths, plan, score(profile, lengths, plan, ranks))[1].makespan_ns
+    )
 
 
 def shards_by_degree(system: str, lengths: Integers, degrees: list[int], tokens_per_rank: int) -> Integers:

@@ -105,7 +105,7 @@ class Split:
 
     @property
     def max_remote_tokens(self) -> int:
-        """Remote tokens of an exchange stage: small beside the weights, but large enough that stages cost little."""
+        """Remote tokens of an exchange round: small beside the weights, but large enough that rounds cost little."""
         return 4 * self.tokens_per_rank
 
     @property

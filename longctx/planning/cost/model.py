@@ -96,12 +96,12 @@ def alone_ns(
     degrees: Integers,
     offset: Integers | None = None,
     *,
-    stage_price: float = 0.0,
+    round_price: float = 0.0,
 ) -> Integers:
     """Returns the time of a ring's busiest rank if the ranks hold no other document.
 
     The ring starts at rank `offset` of a node, by default where its worst rank has the most peers in its own node. A rank with
-    several documents takes at most the sum of their times. `stage_price`: see `exposed_ns`.
+    several documents takes at most the sum of their times. `round_price`: see `exposed_ns`.
     """
     attention = attention_ns(profile, lengths, degrees)
     fewest, most = node_parts(degrees, profile.ranks_per_node, offset)
@@ -110,7 +110,7 @@ def alone_ns(
     _, across = gather_ns(profile, degrees, fewest, intra, inter)
     exchange = nanoseconds(profile.latency_s) + np.maximum(inside, across)
     linear = linear_ns(profile, largest_shards(lengths, degrees))
-    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange, stage_price=stage_price), 0)
+    exposed = np.where(degrees > 1, exposed_ns(profile, attention, linear, exchange, round_price=round_price), 0)
     result: Integers = linear + attention + exposed
     return result
 
@@ -141,7 +141,7 @@ def node_parts(degrees: Integers, node: int, offset: Integers | None) -> tuple[I
 
 
 def exposed_ns(
-    profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers, *, stage_price: float = 0.0
+    profile: HardwareProfile, attention: Integers, linear: Integers, exchange: Integers, *, round_price: float = 0.0
 ) -> Integers:
     """Returns the part of a rank's exchange that its attention and its queries do not hide, all in nanoseconds.
 
@@ -149,16 +149,16 @@ def exposed_ns(
     of it hides the fetch in between, so queries hide at most two of the three passes. Neither attention nor linear work hides
     more than it takes: with more of either, a rank is never faster.
 
-    An exchange in few stages leaves more: the queries' backward alone, two thirds of their time, hides the gradients that the
-    last of n stages returns, a third of the exchange / n. Where a stage costs a share `stage_price` of the linear time, what is
-    left of that third without stages and the price of n - 1 stages are at least 2·√(price · left) - price. `stages` has the
+    An exchange in few rounds leaves more: the queries' backward alone, two thirds of their time, hides the gradients that the
+    last of n rounds returns, a third of the exchange / n. Where a round costs a share `round_price` of the linear time, what is
+    left of that third without rounds and the price of n - 1 rounds are at least 2·√(price · left) - price. `rounds` has the
     waits; this is their estimate for searches.
     """
     queries = np.floor(profile.overlap * profile.query_share * linear).astype(np.int64)
     hidden = np.floor(profile.overlap * attention).astype(np.int64) + np.minimum(queries, 2 * exchange // 3)
     result: Integers = np.maximum(0, exchange - hidden)
-    if stage_price:
-        price, left = stage_price * linear, np.maximum(0, exchange / 3 - 2 * queries / 3)
+    if round_price:
+        price, left = round_price * linear, np.maximum(0, exchange / 3 - 2 * queries / 3)
         least = np.where(left > price, 2 * np.sqrt(price * left) - price, left)
         result = np.maximum(result, least.astype(np.int64))
     return result
@@ -170,7 +170,7 @@ class Score:
 
     Attributes:
         time: time of every rank in every micro-batch: linear, attention and exposed exchange.
-        exposed: part of `time` that the exchange costs: waits for K and V, and the price of its stages.
+        exposed: part of `time` that the exchange costs: waits for K and V, and the price of its rounds.
         launch_ns, step_ns: fixed cost per micro-batch and per step.
         pipeline: the pipeline that runs the micro-batches.
     """
@@ -217,16 +217,16 @@ def score(
     ranks: int,
     pipeline: Pipeline = NO_PIPELINE,
     *,
-    stage_price: float = 0.0,
+    round_price: float = 0.0,
 ) -> Score:
-    """Returns the modelled times of an assignment of documents of `lengths`. `stage_price`: see `exposed_ns`."""
+    """Returns the modelled times of an assignment of documents of `lengths`. `round_price`: see `exposed_ns`."""
     a = assignment
     shape = (a.micro_batches, ranks)
     stop = a.first_rank + a.degree
     attention = spread(attention_ns(profile, lengths, a.degree), a.micro_batch, a.first_rank, stop, shape)
     linear = linear_ns(profile, tokens_on_ranks(lengths, a, shape))
     exchange = exchange_ns(profile, lengths, a, shape)
-    exposed = exposed_ns(profile, attention, linear, exchange, stage_price=stage_price)
+    exposed = exposed_ns(profile, attention, linear, exchange, round_price=round_price)
     launch_ns, step_ns = nanoseconds(profile.launch_s), nanoseconds(profile.step_s)
     return Score(linear + attention + exposed, exposed, launch_ns, step_ns, pipeline)
 

@@ -11,7 +11,7 @@ from longctx.planning.assignment import Assignment, Integers, largest_shards
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score, alone_ns, score
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.stages import staged
+from longctx.planning.rounds import choose_rounds
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
     Attributes:
         ranks: number of places for a document of degree 1.
         max_remote_tokens: see `make_plan`.
-        stage_price: what `score` and `alone_ns` count for a stage of the exchange; see `cost.model.exposed_ns`.
+        round_price: what `score` and `alone_ns` count for a round of the exchange; see `cost.model.exposed_ns`.
         block: ranks of a place. In blocks of 4, 16 places are 64 ranks, and a document of degree 3 is on 12 of them.
     """
 
@@ -32,7 +32,7 @@ class Step:
     degree: int | None = None
     bins: Mapping[int, int] | None = None
     max_remote_tokens: int | None = None
-    stage_price: float = 0.0
+    round_price: float = 0.0
     block: int = 1
     pipeline: Pipeline = NO_PIPELINE
 
@@ -54,7 +54,7 @@ class Step:
     def alone_ns(self, lengths: Integers, degrees: Integers, first_rank: Integers | None = None) -> Integers:
         """Returns the time of documents alone on their ring; see `cost.model.alone_ns`."""
         offset = None if first_rank is None else first_rank * self.block % self.profile.ranks_per_node
-        return alone_ns(self.profile, lengths, degrees * self.block, offset, stage_price=self.stage_price)
+        return alone_ns(self.profile, lengths, degrees * self.block, offset, round_price=self.round_price)
 
     def shards(self, lengths: Integers, degrees: Integers) -> Integers:
         """Returns the tokens on the fullest rank of each ring."""
@@ -62,11 +62,11 @@ class Step:
 
     def score(self, assignment: Assignment) -> Score:
         """Returns the times of an assignment to ranks by `cost.model.score`."""
-        ranks, price = self.ranks * self.block, self.stage_price
-        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, stage_price=price)
+        ranks, price = self.ranks * self.block, self.round_price
+        return score(self.profile, self.lengths, assignment, ranks, self.pipeline, round_price=price)
 
     def candidate(self, winner: str, assignment: Assignment) -> "Candidate":
-        """Returns an assignment to ranks with its exchange stages and predicted times."""
+        """Returns an assignment to ranks with its exchange rounds and predicted times."""
         return self._candidate(winner, assignment, self.score(assignment))
 
     def candidate_below(self, limit: int, winner: str, assignment: Assignment) -> "Candidate | None":
@@ -75,8 +75,8 @@ class Step:
         return None if timed.makespan_ns >= limit else self._candidate(winner, assignment, timed)
 
     def _candidate(self, winner: str, assignment: Assignment, scored: Score) -> "Candidate":
-        stages, timed = staged(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
-        return Candidate(timed.makespan_ns, winner, assignment, stages, timed)
+        rounds, timed = choose_rounds(self.profile, self.lengths, assignment, scored, self.max_remote_tokens)
+        return Candidate(timed.makespan_ns, winner, assignment, rounds, timed)
 
     def on_ranks(self, places: Assignment) -> Assignment:
         """Returns the assignment to ranks of an assignment to places."""
@@ -108,12 +108,12 @@ class Degrees:
 
 
 class Candidate(NamedTuple):
-    """A possible plan, with the exchange stages of every document; `winner` becomes `Plan.winner` if it is chosen."""
+    """A possible plan, with the exchange rounds of every document; `winner` becomes `Plan.winner` if it is chosen."""
 
     makespan_ns: int
     winner: str
     assignment: Assignment
-    stages: Integers
+    rounds: Integers
     timed: Score
 
 

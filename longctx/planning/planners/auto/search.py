@@ -30,7 +30,7 @@ from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
 from longctx.planning.planners.auto.shared_rings import grouped_rings
 from longctx.planning.planners.auto.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
-from longctx.planning.stages import PRICE
+from longctx.planning.rounds import PRICE
 
 Filled = tuple[Rings, Assignment]
 """A layout of rings, and its assignment of all documents."""
@@ -44,11 +44,11 @@ def search(step: Step, settings: SearchSettings = DEFAULT) -> Candidate:
 def finer_and_finer(step: Step, settings: SearchSettings = DEFAULT) -> Iterator[Candidate]:
     """Yields the best plan so far: the first is found in a fraction of the time, the last is that of `search`.
 
-    Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the stages of their exchange. Skips blocks so
+    Plans in blocks of neighbouring ranks, coarse to fine, and compares them with the rounds of their exchange. Skips blocks so
     coarse that splitting every document costs too much, and stops once the plan is good or finer blocks take too long. Prefers
     finer blocks where times hardly differ.
     """
-    priced = replace(step, stage_price=PRICE)
+    priced = replace(step, round_price=PRICE)
     best: Candidate | None = None
     quickest = NEVER
     bound = lower_bound_ns(step.profile, step.lengths, step.ranks, step.tokens_per_rank, step.pipeline)

@@ -130,8 +130,8 @@ def _check_documents(plan: Plan) -> None:
                 raise PlanError(
                     f"{where} is malformed: degree {p.degree!r}, first rank {p.first_rank!r}, reversed {p.reversed!r}"
                 )
-            if not _is_whole(p.stages):
-                raise PlanError(f"{where} has {p.stages!r} exchange stages: must be a whole number ≥ 1")
+            if not _is_whole(p.rounds):
+                raise PlanError(f"{where} has {p.rounds!r} exchange rounds: must be a whole number ≥ 1")
             if p.first_rank + p.degree > plan.ranks:
                 raise PlanError(
                     f"{where} is on ranks {p.first_rank} to {p.first_rank + p.degree - 1}, but the domain has {plan.ranks}"

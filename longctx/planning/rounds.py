@@ -1,0 +1,168 @@
+"""Exchange rounds: into how many rounds every document splits its exchange of K and V, and what the exchange then costs.
+
+Messages of a round travel during attention to the rows of the round before. With one round, attention to the rank's own rows is
+the only work that overlaps the fetch. With two exchange levels it overlaps the hop to a relay in the node, and attention to the
+rows of the node overlaps the hop from there. Only the backward of queries overlaps the gradients of the last round. More rounds
+hide more, but each reads and writes the outputs and the gradients of queries once more, and calls more kernels.
+
+`choose_rounds` compares numbers of rounds by the waits of a rank in closed form. The search uses the coarser estimate in
+`cost.model.score`, and compares and reports the plans that it finds by `choose_rounds`.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
+from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.cost.model import Floats, Score, attention_ns, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.plan import Plan
+
+PRICE = 0.02
+"""Price of a round as a share of the linear time of a rank's tokens in rings. For an 8B model on an H100: about 135 kB for each
+token and layer, with outputs added up in float32, at 2.4 of 3.35 TB/s."""
+CHOICES = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of rounds that are compared."""
+FORWARD_ATTENTION, FORWARD_LINEAR, PASSES = 2 / 7, 1 / 3, 3
+"""Shares of the forward pass, and passes of rows: forward, again in backward, and their gradients."""
+
+
+def choose_rounds(
+    profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score, max_remote_tokens: int | None = None
+) -> tuple[Integers, Score]:
+    """Returns the number of exchange rounds of every document, and the times of the assignment with them.
+
+    `timed` is its score by `cost.model.score`. Rounds are enough that none has more than about `max_remote_tokens` remote
+    tokens on any rank (at most the largest degree - 1), and more where that makes the micro-batch faster: of its rings across
+    nodes, or of all its rings.
+    """
+    rounds = np.ones_like(lengths)
+    if not (a.degree > 1).any():
+        return rounds, timed
+    fewest = np.ones(len(timed.time), dtype=np.int64)
+    if max_remote_tokens is not None:
+        np.maximum.at(fewest, a.micro_batch, a.degree - 1)
+        remote = remote_tokens(lengths, a, timed.time.shape).max(axis=1)
+        fewest = np.clip(-(-remote // max_remote_tokens), 1, fewest)
+    exchange = _Exchange(profile, lengths, a, timed)
+    least = exchange.possible(fewest[exchange.row])
+    chosen, time = least, exchange.time(least)
+    for count in CHOICES:
+        more = np.maximum(least, exchange.possible(count))
+        for candidate in (np.where(exchange.in_a_node, least, more), more):
+            if (candidate != chosen).any():
+                its_time = exchange.time(candidate)
+                faster = its_time.max(axis=1) < time.max(axis=1)
+                chosen, time = np.where(faster[exchange.row], candidate, chosen), np.where(faster[:, None], its_time, time)
+    rounds[exchange.rings] = chosen
+    return rounds, exchange.score(timed, time)
+
+
+def plan_score(plan: Plan) -> Score:
+    """Returns the predicted times of a plan."""
+    lengths, a = np.array(plan.lengths, dtype=np.int64), Assignment.of(plan)
+    timed = score(plan.profile, lengths, a, plan.ranks, plan.pipeline)
+    exchange = _Exchange(plan.profile, lengths, a, timed)
+    rounds = np.ones_like(lengths)
+    for p in (p for placements in plan.micro_batches for p in placements):
+        rounds[p.document] = p.rounds
+    return exchange.score(timed, exchange.time(exchange.possible(rounds[exchange.rings])))
+
+
+class _Exchange:
+    """The exchange of an assignment; arrays [micro-batches, ranks] in nanoseconds, others by ring.
+
+    Attributes:
+        rings, row: documents of degree > 1, and the micro-batch of each.
+        in_a_node, two_levels: whether a ring is inside one node, and whether it is exchanged in two levels.
+        busy, exposed: time without the exchange, and what is not hidden in `cost.model.score`.
+        attention, remote, node: attention that hides messages: to all rows, to rows of other ranks, and to rows of the own node
+            in rings that are exchanged in two levels.
+        queries: computation of queries that hides messages.
+        whole: inside the node, from relays, and across nodes: messages of a pass in one round.
+    """
+
+    def __init__(self, profile: HardwareProfile, lengths: Integers, a: Assignment, timed: Score) -> None:
+        self.profile, self.shape = profile, timed.time.shape
+        self.busy, self.exposed = timed.time - timed.exposed, timed.exposed
+        self.rings = rings = np.flatnonzero(a.degree > 1)
+        self.row, self.first, self.degree = a.micro_batch[rings], a.first_rank[rings], a.degree[rings]
+        self.tokens = -(-lengths[rings] // self.degree)
+        nodes = (self.first + self.degree - 1) // profile.ranks_per_node - self.first // profile.ranks_per_node + 1
+        self.in_a_node = nodes == 1
+        self.two_levels = (nodes > 1) & (nodes < self.degree) & (profile.exchange_levels == 2)
+        self.parts, self.mate_ns = ring_parts(profile, a, rings), mate_ns(profile, lengths[rings], self.degree)
+        attention, hides = attention_ns(profile, lengths, a.degree), profile.overlap
+        self.attention = hides * spread(attention, a.micro_batch, a.first_rank, a.first_rank + a.degree, self.shape)
+        self.queries: Floats = profile.query_share * (hides * self.busy - self.attention)
+        self.ring_work = attention[rings] * (self.degree - 1) // self.degree
+        self.remote = hides * self._on_ring(self.ring_work)
+        self.node: Floats = np.zeros(self.shape)
+        for start, stop, here in self.parts:
+            work = np.where(self.two_levels, attention[rings] * (here - 1) // self.degree, 0)
+            self.node += hides * spread(work, self.row, start, stop, self.shape)
+        self.whole = self.messages(np.ones_like(self.degree))
+
+    def possible(self, rounds: Integers | int) -> Integers:
+        """Returns the rounds of every ring if so many are wanted; rings in two levels have as many between nodes."""
+        result: Integers = np.where(self.two_levels, rounds, np.minimum(rounds, self.degree - 1))
+        return result
+
+    def score(self, timed: Score, time: Integers) -> Score:
+        """Returns a score with other times."""
+        return replace(timed, time=time, exposed=time - self.busy)
+
+    def time(self, rounds: Integers) -> Integers:
+        """Returns the times with so many rounds of every ring. They are never below those of `cost.model.score`."""
+        price = PRICE * linear_ns(self.profile, self._on_ring(self.tokens * (rounds - 1)))
+        result: Integers = self.busy + np.rint(np.maximum(self.exposed, self.waits(rounds)) + price).astype(np.int64)
+        return result
+
+    def messages(self, rounds: Integers) -> tuple[Floats, Floats, Floats]:
+        """Returns the time of the first round's messages of a pass: inside the node, across nodes, and inside from relays."""
+        sums = np.zeros((3, *self.shape), dtype=np.int64)
+        intra_ns, inter_ns = self.mate_ns
+        for start, stop, here in self.parts:
+            elsewhere = self.degree - here
+            inside = (here - 1) * intra_ns // np.where(self.two_levels, 1, rounds)  # in two levels: all in the first round
+            across = elsewhere * inter_ns // np.where(self.two_levels, here * rounds, rounds)
+            relayed = np.where(self.two_levels, (here - 1) * elsewhere * intra_ns // (here * rounds), 0)
+            for total, values in zip(sums, (inside, across, relayed), strict=True):
+                total += spread(values, self.row, start, stop, self.shape)
+        inside, across, relayed = sums / PASSES
+        return inside, across, relayed
+
+    def waits(self, rounds: Integers) -> Floats:
+        """Returns the time that every rank waits for messages, of all passes, with so many rounds of every ring.
+
+        A pass waits for its first messages unless attention to own rows hides them. Then it waits for the second ones (in two
+        levels also from relays) unless the attention before them does, or for all further ones where links are slower than
+        attention. Backward ends with the gradients of the last round, beside the queries' own backward.
+        """
+        inside, across, relayed = self.messages(rounds)
+        all_inside, all_across, all_relayed = self.whole
+        first = np.maximum(inside, across)
+        further = np.maximum(all_inside + all_relayed, all_across) - first
+        two_levels = self._on_ring(self.two_levels.astype(np.int64)) > 0
+        second = np.where(two_levels, np.maximum(relayed, np.minimum(across, all_across - across)), 0)
+        # Attention to the rows of all rounds, and of the last one, of rings that have more than one.
+        every, last = (
+            self.profile.overlap * self._on_ring(np.where(rounds > 1, self.ring_work // parts, 0)) for parts in (1, rounds)
+        )
+        own, before_second = self.attention - self.remote, np.where(relayed > 0, self.node, last)
+
+        share, queries = FORWARD_ATTENTION, FORWARD_LINEAR * self.queries
+        more = np.maximum(second - share * before_second, further - share * (every - last))
+        forward = np.maximum(0, first - share * own - queries) + np.maximum(0, more)
+
+        share, queries = 1 - FORWARD_ATTENTION, (1 - FORWARD_LINEAR) * self.queries
+        # Links are idle between the second fetch and the first gradients, and before the last gradients.
+        idle = np.where(two_levels, 0, np.maximum(0, share * last - first))
+        more = np.maximum(second - share * before_second, 2 * (further + idle) - second - share * every)
+        backward = np.maximum(0, first - share * own) + np.maximum(0, more) + np.maximum(0, first + second - queries)
+        result: Floats = forward + backward
+        return result
+
+    def _on_ring(self, values: Integers) -> Integers:
+        """Adds the values of all rings on each of their ranks."""
+        return spread(values, self.row, self.first, self.first + self.degree, self.shape)
