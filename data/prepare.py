@@ -6,15 +6,8 @@ and a second call with the same request skips the documents of those parts inste
 content of the source and all settings; if the store at OUT already matches it, nothing is done.
 """
 
-import fcntl
-import hashlib
-import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -24,31 +17,25 @@ import numpy as np
 
 from longctx import tokenizer_files
 from longctx.checksums import checksums
-from longctx.data.chat import CHATML, TEMPLATE_FILE, TRAIN_ON, ChatError, ChatML
+from longctx.data.chat import CHATML, TEMPLATE_FILE
 from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, Found, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING
-from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, VERSION, Manifest, StoreError, is_store
-from longctx.data.markup import Markup
+from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
 from longctx.data.readers import CorpusError
-from longctx.data.template import Template, marks_generation
+from longctx.data.request import Request
+from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
 from longctx.data.tokenizer import ANOTHER_TOKENIZER, Tokenizer, TokenizerError
 from longctx.data.writer import (
-    JOURNAL,
     Part,
     Progress,
-    finished_parts,
     write_dataset_files,
     write_parts,
 )
-from longctx.errors import UserError
 
 TRAINING_BYTES = 64 << 20  # a larger source is sampled to train the tokenizer
 COVERED_CHARACTERS = 100_000  # characters of the source on which a given tokenizer is tried
-REQUEST = "request"
-LAYOUT = 4  # version of the files in an unfinished store; other versions cannot be resumed
-NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
 SKIPPED_NAMES = 10  # maximum number of names of skipped files in a manifest
 
 
@@ -104,80 +91,93 @@ def prepare(
     corpus, out = corpus if isinstance(corpus, Corpus) else open_corpus(str(corpus)), Path(out)
     if corpus.kind != STANDARD_LIBRARY and Path(corpus.source).is_dir() and out.resolve().is_relative_to(corpus.root.resolve()):
         raise StoreError(f"out {out} is inside the source {corpus.root}, so the source would contain it: choose another --out")
-    if train_on not in TRAIN_ON:
-        raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
-    if max_length is not None and max_length < 2:
-        raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
-    given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
-    templates = _with_variables(_templates(checkpoint, chat_template), template_variables or {})
     progress("reading the source", 0)
-    source = corpus.fingerprint()
-    choice = ["bpe", vocab_size] if given is None else [given.fingerprint, given.end_of_document]
-    # Defaults of newer settings are left out, so that stores made before these settings existed still match.
-    settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
-    if max_length is not None:
-        settings["max_length"] = max_length
-    if checkpoint is not None:
-        settings["begin"] = checkpoint.begin.tolist()
-        files = [(checkpoint.folder / file).read_bytes() for file in checkpoint.files]
-        settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
-    if checkpoint is not None and templates is not None:
-        settings["template"] = [[key, text] for key, text in templates.items()], dict(checkpoint.variables), checkpoint.ends
-    markup = template = None
-    if checkpoint is not None and templates is not None:
-        markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
-        template = Template(templates, checkpoint.variables, markup, checkpoint.ends, train_on)
-    late_end = template.ends_no_turn if template is not None else given is None or ChatML(given).ends_as_text
-    ends = {"end": True} if late_end and train_on != "all" else {}  # earlier versions trained no end of such conversations
-    request = {"version": VERSION, "source": source, "tokenizer": choice, **settings}
-    requests = {False: _digest(request), True: _digest({**request, **ends})}
+    request = Request.of(
+        corpus, tokenizer, end_of_document, vocab_size, chat_template, template_variables or {}, train_on, max_length
+    )
     progress("reading the source", 1)
-    if (present := _present(out, requests, corpus, overwrite)) is not None:
-        return Prepared(present, made=False)
-    with _partial_folder(out, requests[True]) as folder:
-        used = _tokenizer(folder, corpus, given, vocab_size, progress)
-        if given is not None and not used.is_bytes:
-            _check_covered(used, corpus)
-        if checkpoint is not None:
-            _copy_files(folder / TOKENIZER_FILES, checkpoint, templates)
-        begin = np.zeros(0, used.dtype) if checkpoint is None else checkpoint.begin
-        encoder = Encoder(
-            used, begin, markup=markup, template=template, train_on=train_on, max_length=max_length, workers=workers
-        )
-        found = Found()
-        parts = write_parts(folder, corpus, encoder, found, progress=progress)
-        _check_targets(corpus, found, parts, max_length)
-        conversations = bool(set(found.formats) - {"text"})
-        if checkpoint is not None and templates is None and conversations:
-            (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
-        content = {"source": source, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document, **settings}
-        if PAIRS in found.formats:  # earlier versions may have read other documents from these records
-            content["pairs"] = True
-        if conversations:
-            content |= ends
-        if found.read_anew:
-            content["reading"] = READING
-        fingerprint = _digest({"version": VERSION, **content})
-        write_dataset_files(folder, used, parts, fingerprint)
-        manifest = _manifest(
-            folder,
-            corpus,
-            used,
-            parts,
-            found,
-            request=requests[conversations],
-            fingerprint=fingerprint,
-            template=_in_words(tokenizer, chat_template, templates, train_on, used) if conversations else "",
-            train_on=train_on,
-            max_length=max_length,
-        )
-        if 2 * manifest.lost_characters > manifest.characters:
-            raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
+    if (manifest := present(out, request.digests, corpus, overwrite)) is not None:
+        return Prepared(manifest, made=False)
+    with partial_folder(out, request.digests[True]) as folder:
+        manifest = _write(request, folder, workers, progress)
         manifest.save(folder)
-        _put_in_place(folder, out)
+        put_in_place(folder, out)
         for name in NOTES:
             (out / name).unlink()
     return Prepared(manifest, made=True)
+
+
+def _write(request: Request, folder: Path, workers: int | None, progress: Progress) -> Manifest:
+    """Writes the files of the store into a folder. Returns its manifest, which is not written yet."""
+    tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
+    if request.given is not None and not tokenizer.is_bytes:
+        _check_covered(tokenizer, request.corpus)
+    checkpoint, template = request.checkpoint, request.template
+    if checkpoint is not None:
+        _copy_files(folder / TOKENIZER_FILES, checkpoint, request.templates)
+    encoder = Encoder(
+        tokenizer,
+        np.zeros(0, tokenizer.dtype) if checkpoint is None else checkpoint.begin,
+        markup=None if template is None else template.markup,
+        template=template,
+        train_on=request.train_on,
+        max_length=request.max_length,
+        workers=workers,
+    )
+    found = Found()
+    parts = write_parts(folder, request.corpus, encoder, found, progress=progress)
+    _check_targets(request.corpus, found, parts, request.max_length)
+    conversations = bool(set(found.formats) - {"text"})
+    if checkpoint is not None and request.templates is None and conversations:
+        (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
+    fingerprint = request.fingerprint(tokenizer, found, conversations)
+    write_dataset_files(folder, tokenizer, parts, fingerprint)
+    manifest = _manifest(
+        folder,
+        request.corpus,
+        tokenizer,
+        parts,
+        found,
+        request=request.digests[conversations],
+        fingerprint=fingerprint,
+        template=request.template_in_words(tokenizer) if conversations else "",
+        train_on=request.train_on,
+        max_length=request.max_length,
+    )
+    if 2 * manifest.lost_characters > manifest.characters:
+        raise TokenizerError(f"{manifest.loss}; more than half of the text must be kept: {ANOTHER_TOKENIZER}")
+    return manifest
+
+
+def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
+    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved in `folder`."""
+    file = folder / TOKENIZER
+    if given is None and file.is_file():
+        return Tokenizer.load(file)
+    tokenizer = given or Tokenizer.train(_training_texts(corpus, progress), vocab_size)
+    unfinished = folder / (TOKENIZER + ".unfinished")
+    tokenizer.save(unfinished)
+    unfinished.rename(file)
+    return tokenizer
+
+
+def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
+    """Yields the texts of every document, or of every n-th document of a large source."""
+    every = max(1, -(-corpus.bytes // TRAINING_BYTES))
+    read = 0.0
+    for document in islice(corpus.documents(), 0, None, every):
+        progress("training the tokenizer", min(1.0, read / corpus.bytes))
+        yield from document.texts
+        read += document.source_bytes * every
+    progress("training the tokenizer", 1)
+
+
+def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
+    """Copies the checkpoint's files, and writes the template if it is not the checkpoint's."""
+    tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
+    if templates is not None and templates != checkpoint.templates:
+        folder.mkdir(exist_ok=True)
+        (folder / TEMPLATE_FILE).write_text(templates[False], "utf-8", newline="")
 
 
 def _check_covered(tokenizer: Tokenizer, corpus: Corpus) -> None:
@@ -270,186 +270,3 @@ def _manifest(
         lightest=min(part.lightest for part in parts),
         heaviest=max(part.heaviest for part in parts),
     )
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# --- the store at `out`, and the folder beside it in which it is built
-
-
-def _present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: bool) -> Manifest | None:
-    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError.
-
-    `requests` are that of stores without (False) and with conversations (True).
-    """
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return None
-    if not is_store(out):
-        raise StoreError(f"{out} exists and is not a store, so it is not replaced: choose another --out, or remove it yourself")
-    try:
-        manifest = Manifest.load(out)
-    except StoreError:
-        if overwrite:
-            return None
-        raise
-    matches = manifest.request == requests[manifest.conversations]
-    if matches and (manifest.reading == READING or not _read_anew(corpus, manifest)):
-        return manifest
-    if overwrite or matches:  # made by an earlier version, which read these records differently
-        return None
-    raise StoreError(
-        f"{out} holds a store of another source, other settings or an earlier version ({manifest.source}, "
-        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with "
-        "--overwrite"
-    )
-
-
-def _read_anew(corpus: Corpus, manifest: Manifest) -> bool:
-    """Returns whether the version that made a store may have read the records differently."""
-    found = Found()
-    return manifest.conversations and (any(found.read_anew for _ in corpus.documents(found)) or found.read_anew)
-
-
-@contextmanager
-def _partial_folder(out: Path, request: str) -> Iterator[Path]:
-    """Yields OUT.partial, locked against other processes, with the files of an interrupted preparation of the same request."""
-    folder = Path(f"{out.resolve()}.partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends, however it ends
-            locked = folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())  # not just renamed by its owner
-        except BlockingIOError:
-            locked = False
-        if not locked:
-            raise StoreError(f"another process is preparing {out}: wait until it has finished")
-        _tidy(folder, request)
-        try:
-            yield folder
-        except UserError:  # the input must change, so nothing here can be reused
-            shutil.rmtree(folder)
-            raise
-    finally:
-        os.close(lock)
-
-
-def _tidy(folder: Path, request: str) -> None:
-    """Removes unfinished files, and all files of an interrupted preparation of another request."""
-    note = folder / REQUEST
-    request = f"{request} {LAYOUT}"
-    found = list(folder.iterdir())
-    if found and not note.is_file():
-        raise StoreError(
-            f"{folder} was not made by `longctx prepare`, but the store must be built there: move it, or choose another --out"
-        )
-    kept: set[str] = set()
-    if found and note.read_text("utf-8") == request:
-        kept = {REQUEST, TOKENIZER, JOURNAL, *(part.file for part in finished_parts(folder))}
-    for file in found:
-        if file.is_dir():
-            shutil.rmtree(file)
-        elif file.name not in kept and file != note:
-            file.unlink()
-    note.write_text(request, "utf-8")  # written last, so that kept files always match it
-
-
-def _put_in_place(folder: Path, out: Path) -> None:
-    if not out.exists() or not any(out.iterdir()):
-        folder.rename(out)
-        return
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.old-") as old:
-        out.rename(Path(old, "store"))
-        folder.rename(out)
-
-
-# --- tokens
-
-
-def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Checkpoint | None]:
-    """Returns the tokenizer (None: it must be trained) and its checkpoint, if it comes from one."""
-    if tokenizer == "bpe":
-        return None, None
-    if tokenizer == "bytes":
-        return Tokenizer.bytes(), None
-    if tokenizer.endswith(".json") or Path(tokenizer).is_file():
-        return Tokenizer.load(Path(tokenizer), end_of_document), None
-    checkpoint = Checkpoint.load(tokenizer, end_of_document)
-    return checkpoint.tokenizer, checkpoint
-
-
-def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[bool, str] | None:
-    """Returns the Jinja templates without (False) and with tools (True); None: ChatML."""
-    if chat_template == "chatml" or (chat_template == "auto" and checkpoint is None):
-        return None
-    if checkpoint is None:
-        raise TokenizerError(
-            f"--chat-template {chat_template} needs the special tokens of a checkpoint: give its folder as --tokenizer"
-        )
-    if chat_template == "auto":
-        return checkpoint.templates
-    try:
-        text = Path(chat_template).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(
-            f"chat template {chat_template!r} cannot be read: {error}; give auto, chatml, or the path of a Jinja template"
-        ) from error
-    return {False: text, True: text}
-
-
-def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str, Any]) -> Mapping[bool, str] | None:
-    """Returns the templates with default values of variables, set in their first lines."""
-    if not variables:
-        return templates
-    if not isinstance(variables, Mapping) or not all(map(str.isidentifier, variables)):
-        raise TokenizerError("--template-variables must be a JSON object of variables: '{\"enable_thinking\": false}'")
-    if templates is None or templates[False] != templates[True]:
-        raise TokenizerError("--template-variables needs one chat template, for all conversations: give --chat-template FILE")
-    first = "".join(f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in variables.items())
-    return {tools: first + text for tools, text in templates.items()}
-
-
-def _in_words(tokenizer: str, chat_template: str, templates: Mapping[bool, str] | None, train_on: str, used: Tokenizer) -> str:
-    """Describes the chat template, and how the tokens to train on were found."""
-    if templates is None:
-        why = "" if chat_template == "chatml" else ", as the tokenizer has no chat template"
-        differs = "" if ChatML(used).matches_rendering else "; transformers encodes its markers differently with this tokenizer"
-        return f"ChatML{why}{differs}"
-    name = f"from {tokenizer}" if chat_template == "auto" else chat_template
-    if train_on == "all":
-        return name
-    marked = all(map(marks_generation, templates.values()))
-    return f"{name}; turns to train on are found by {'its generation marks' if marked else 'rendering with and without them'}"
-
-
-def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
-    """Copies the checkpoint's files, and writes the template if it is not the checkpoint's."""
-    tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
-    if templates is not None and templates != checkpoint.templates:
-        folder.mkdir(exist_ok=True)
-        (folder / TEMPLATE_FILE).write_text(templates[False], "utf-8", newline="")
-
-
-def _tokenizer(folder: Path, corpus: Corpus, given: Tokenizer | None, vocab_size: int, progress: Progress) -> Tokenizer:
-    """Returns the given tokenizer, one trained by an interrupted preparation, or a new one; saved in `folder`."""
-    file = folder / TOKENIZER
-    if given is None and file.is_file():
-        return Tokenizer.load(file)
-    tokenizer = given or Tokenizer.train(_training_texts(corpus, progress), vocab_size)
-    unfinished = folder / (TOKENIZER + ".unfinished")
-    tokenizer.save(unfinished)
-    unfinished.rename(file)
-    return tokenizer
-
-
-def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
-    """Yields the texts of every document, or of every n-th document of a large source."""
-    every = max(1, -(-corpus.bytes // TRAINING_BYTES))
-    read = 0.0
-    for document in islice(corpus.documents(), 0, None, every):
-        progress("training the tokenizer", min(1.0, read / corpus.bytes))
-        yield from document.texts
-        read += document.source_bytes * every
-    progress("training the tokenizer", 1)

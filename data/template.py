@@ -74,7 +74,7 @@ class Template:
     ) -> None:
         self._texts = texts
         self._variables = dict(variables)
-        self._markup = markup
+        self.markup = markup
         self._ends = ends
         self._train_on = train_on
         self._takes_text: dict[bool, bool] = {}
@@ -105,7 +105,7 @@ class Template:
         if not marks:
             spans = self._turns(text, messages, tools, turns)
             start, stop = spans[-1]
-            ended = text[stop:].strip() or self._markup.spells_special_tokens(self._markup.pieces(text.rstrip())[-1])
+            ended = text[stop:].strip() or self.markup.spells_special_tokens(self.markup.pieces(text.rstrip())[-1])
             if ended or not self.ends_no_turn:
                 return Rendered(text, spans, missing)
             return Rendered(text, [*spans[:-1], (start, len(text))], missing, unended=True)
@@ -286,10 +286,10 @@ class Template:
         if mark not in owners:
             raise ChatError("the chat template omits messages")
         text = _MARK.split(rendered)[len(owners) - owners[::-1].index(mark)]
-        return [part for piece in self._markup.pieces(text) for part in self._parts(piece)]
+        return [part for piece in self.markup.pieces(text) for part in self._parts(piece)]
 
     def _parts(self, piece: str) -> Sequence[str]:
-        return [piece] if self._markup.spells_special_tokens(piece) else piece
+        return [piece] if self.markup.spells_special_tokens(piece) else piece
 
     def _between_prefixes(self, whole: str, messages: Sequence[Message], tools: list[Any] | None, turn: int) -> tuple[int, int]:
         """Returns the span of a turn by the renderings of the messages before it and up to its end.
@@ -315,7 +315,7 @@ class Template:
                 f"{where} differently when more messages follow: {WAY_OUT}"
             )
         text = full.rstrip()  # white space after the end-of-turn token is not generated
-        ends = len(text) > len(prompt) and self._markup.spells_special_tokens(self._markup.pieces(text)[-1])
+        ends = len(text) > len(prompt) and self.markup.spells_special_tokens(self.markup.pieces(text)[-1])
         return len(prompt), len(text) if ends else len(full)
 
 

@@ -8,7 +8,8 @@ import transformers
 
 from longctx.data.corpus import open_corpus
 from longctx.data.manifest import VERSION
-from longctx.data.prepare import _digest, prepare
+from longctx.data.prepare import prepare
+from longctx.data.request import digest
 from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import CheckpointFiles
@@ -67,9 +68,9 @@ def test_only_stores_whose_targets_changed_are_other_ones(tmp_path: Path) -> Non
         store = prepare(corpus, tmp_path / str(number), **given).manifest
         before = {"version": VERSION, "source": corpus.fingerprint(), "tokenizer": [used.fingerprint, used.end_of_document]}
         before |= {} if train_on == "assistant" else {"train_on": train_on}
-        assert (store.request != _digest(before)) == changed
+        assert (store.request != digest(before)) == changed
         content = {**before, "tokenizer": used.fingerprint, "end_of_document": used.end_of_document}
-        assert (store.fingerprint != _digest(content)) == changed
+        assert (store.fingerprint != digest(content)) == changed
         assert not prepare(corpus, tmp_path / str(number), **given).made
 
 

@@ -1,0 +1,179 @@
+"""Request: the store that a preparation is asked for, checked before the source is read, and its digests."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from longctx.data.chat import TRAIN_ON, ChatError, ChatML
+from longctx.data.checkpoint import Checkpoint
+from longctx.data.corpus import Corpus, Found
+from longctx.data.formats import PAIRS, READING
+from longctx.data.manifest import VERSION
+from longctx.data.markup import Markup
+from longctx.data.template import Template, marks_generation
+from longctx.data.tokenizer import Tokenizer, TokenizerError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A store that is asked for, checked as far as possible before the source is read.
+
+    Attributes:
+        corpus: source.
+        tokenizer: name as given.
+        given: tokenizer; None: one is trained.
+        checkpoint: checkpoint that the tokenizer comes from, if any.
+        templates: Jinja templates without (False) and with tools (True); None: ChatML.
+        template: the templates, ready to render; None: ChatML.
+        vocab_size, chat_template, train_on, max_length: as in `prepare`.
+        source: fingerprint of the source.
+        settings: settings in the fingerprints of request and store. Defaults of newer settings are left out, so that stores of
+            earlier versions still match.
+        ends: setting of stores with conversations whose ends are trained, which earlier versions did not.
+    """
+
+    corpus: Corpus
+    tokenizer: str
+    given: Tokenizer | None
+    checkpoint: Checkpoint | None
+    templates: Mapping[bool, str] | None
+    template: Template | None
+    vocab_size: int
+    chat_template: str
+    train_on: str
+    max_length: int | None
+    source: str
+    settings: Mapping[str, Any]
+    ends: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        corpus: Corpus,
+        tokenizer: str,
+        end_of_document: str | None,
+        vocab_size: int,
+        chat_template: str,
+        variables: Mapping[str, Any],
+        train_on: str,
+        max_length: int | None,
+    ) -> "Request":
+        """Checks the settings and reads the fingerprint of the source. Raises as `prepare` does."""
+        if train_on not in TRAIN_ON:
+            raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
+        if max_length is not None and max_length < 2:
+            raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
+        given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
+        templates = _with_variables(_templates(checkpoint, chat_template), variables)
+        settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
+        if max_length is not None:
+            settings["max_length"] = max_length
+        template = None
+        if checkpoint is not None:
+            settings["begin"] = checkpoint.begin.tolist()
+            files = [(checkpoint.folder / file).read_bytes() for file in checkpoint.files]
+            settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
+        if checkpoint is not None and templates is not None:
+            settings["template"] = [[*item] for item in templates.items()], dict(checkpoint.variables), checkpoint.ends
+            markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
+            template = Template(templates, checkpoint.variables, markup, checkpoint.ends, train_on)
+        late_end = template.ends_no_turn if template is not None else given is None or ChatML(given).ends_as_text
+        ends = {"end": True} if late_end and train_on != "all" else {}
+        return cls(
+            corpus,
+            tokenizer,
+            given,
+            checkpoint,
+            templates,
+            template,
+            vocab_size,
+            chat_template,
+            train_on,
+            max_length,
+            corpus.fingerprint(),
+            settings,
+            ends,
+        )
+
+    @property
+    def digests(self) -> dict[bool, str]:
+        """Digests of the request if the source has no conversations (False), and if it has (True)."""
+        choice = ["bpe", self.vocab_size] if self.given is None else [self.given.fingerprint, self.given.end_of_document]
+        request = {"version": VERSION, "source": self.source, "tokenizer": choice, **self.settings}
+        return {False: digest(request), True: digest({**request, **self.ends})}
+
+    def fingerprint(self, tokenizer: Tokenizer, found: Found, conversations: bool) -> str:
+        """Returns the fingerprint of the store that was made."""
+        content = {"source": self.source, "tokenizer": tokenizer.fingerprint, "end_of_document": tokenizer.end_of_document}
+        content |= self.settings
+        if PAIRS in found.formats:  # earlier versions may have read other documents from these records
+            content["pairs"] = True
+        if conversations:
+            content |= self.ends
+        if found.read_anew:
+            content["reading"] = READING
+        return digest({"version": VERSION, **content})
+
+    def template_in_words(self, tokenizer: Tokenizer) -> str:
+        """Describes the chat template, and how the tokens to train on were found."""
+        if self.templates is None:
+            reason = "" if self.chat_template == "chatml" else ", as the tokenizer has no chat template"
+            if ChatML(tokenizer).matches_rendering:
+                return f"ChatML{reason}"
+            return f"ChatML{reason}; transformers encodes its markers differently with this tokenizer"
+        name = f"from {self.tokenizer}" if self.chat_template == "auto" else self.chat_template
+        if self.train_on == "all":
+            return name
+        marked = all(map(marks_generation, self.templates.values()))
+        way = "its generation marks" if marked else "rendering with and without them"
+        return f"{name}; turns to train on are found by {way}"
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Checkpoint | None]:
+    """Returns the tokenizer (None: it must be trained) and its checkpoint, if it comes from one."""
+    if tokenizer == "bpe":
+        return None, None
+    if tokenizer == "bytes":
+        return Tokenizer.bytes(), None
+    if tokenizer.endswith(".json") or Path(tokenizer).is_file():
+        return Tokenizer.load(Path(tokenizer), end_of_document), None
+    checkpoint = Checkpoint.load(tokenizer, end_of_document)
+    return checkpoint.tokenizer, checkpoint
+
+
+def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[bool, str] | None:
+    """Returns the Jinja templates without (False) and with tools (True); None: ChatML."""
+    if chat_template == "chatml" or (chat_template == "auto" and checkpoint is None):
+        return None
+    if checkpoint is None:
+        raise TokenizerError(
+            f"--chat-template {chat_template} needs the special tokens of a checkpoint: give its folder as --tokenizer"
+        )
+    if chat_template == "auto":
+        return checkpoint.templates
+    try:
+        text = Path(chat_template).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(
+            f"chat template {chat_template!r} cannot be read: {error}; give auto, chatml, or the path of a Jinja template"
+        ) from error
+    return {False: text, True: text}
+
+
+def _with_variables(templates: Mapping[bool, str] | None, variables: Mapping[str, Any]) -> Mapping[bool, str] | None:
+    """Returns the templates with default values of variables, set in their first lines."""
+    if not variables:
+        return templates
+    if not isinstance(variables, Mapping) or not all(map(str.isidentifier, variables)):
+        raise TokenizerError("--template-variables must be a JSON object of variables: '{\"enable_thinking\": false}'")
+    if templates is None or templates[False] != templates[True]:
+        raise TokenizerError("--template-variables needs one chat template, for all conversations: give --chat-template FILE")
+    first = "".join(f"{{%- set {name} = {name} if {name} is defined else {value!r} %}}\n" for name, value in variables.items())
+    return {tools: first + text for tools, text in templates.items()}

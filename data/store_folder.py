@@ -1,0 +1,108 @@
+"""The folder of a store: what is there already, and the folder beside it in which a store is built, all or nothing."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from longctx.data.corpus import Corpus, Found
+from longctx.data.formats import READING
+from longctx.data.manifest import TOKENIZER, Manifest, StoreError, is_store
+from longctx.data.writer import (
+    JOURNAL,
+    finished_parts,
+)
+from longctx.errors import UserError
+
+REQUEST = "request"
+LAYOUT = 4  # version of the files in an unfinished store; other versions cannot be resumed
+NOTES = (REQUEST, JOURNAL)  # files for resuming, removed from a finished store
+
+
+def present(out: Path, requests: Mapping[bool, str], corpus: Corpus, overwrite: bool) -> Manifest | None:
+    """Returns the manifest at `out` if it matches the request; None if a store may be made there; else raises StoreError.
+
+    `requests` are that of stores without (False) and with conversations (True).
+    """
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return None
+    if not is_store(out):
+        raise StoreError(f"{out} exists and is not a store, so it is not replaced: choose another --out, or remove it yourself")
+    try:
+        manifest = Manifest.load(out)
+    except StoreError:
+        if overwrite:
+            return None
+        raise
+    matches = manifest.request == requests[manifest.conversations]
+    if matches and (manifest.reading == READING or not _read_anew(corpus, manifest)):
+        return manifest
+    if overwrite or matches:  # made by an earlier version, which read these records differently
+        return None
+    raise StoreError(
+        f"{out} holds a store of another source, other settings or an earlier version ({manifest.source}, "
+        f"{manifest.documents:,} documents, vocabulary of {manifest.vocab_size:,}): choose another --out, or replace it with "
+        "--overwrite"
+    )
+
+
+def _read_anew(corpus: Corpus, manifest: Manifest) -> bool:
+    """Returns whether the version that made a store may have read the records differently."""
+    found = Found()
+    return manifest.conversations and (any(found.read_anew for _ in corpus.documents(found)) or found.read_anew)
+
+
+@contextmanager
+def partial_folder(out: Path, request: str) -> Iterator[Path]:
+    """Yields OUT.partial, locked against other processes, with the files of an interrupted preparation of the same request."""
+    folder = Path(f"{out.resolve()}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by the system when this process ends, however it ends
+            locked = folder.is_dir() and os.path.samestat(os.fstat(lock), folder.stat())  # not just renamed by its owner
+        except BlockingIOError:
+            locked = False
+        if not locked:
+            raise StoreError(f"another process is preparing {out}: wait until it has finished")
+        _tidy(folder, request)
+        try:
+            yield folder
+        except UserError:  # the input must change, so nothing here can be reused
+            shutil.rmtree(folder)
+            raise
+    finally:
+        os.close(lock)
+
+
+def _tidy(folder: Path, request: str) -> None:
+    """Removes unfinished files, and all files of an interrupted preparation of another request."""
+    note = folder / REQUEST
+    request = f"{request} {LAYOUT}"
+    found = list(folder.iterdir())
+    if found and not note.is_file():
+        raise StoreError(
+            f"{folder} was not made by `longctx prepare`, but the store must be built there: move it, or choose another --out"
+        )
+    kept: set[str] = set()
+    if found and note.read_text("utf-8") == request:
+        kept = {REQUEST, TOKENIZER, JOURNAL, *(part.file for part in finished_parts(folder))}
+    for file in found:
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.name not in kept and file != note:
+            file.unlink()
+    note.write_text(request, "utf-8")  # written last, so that kept files always match it
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        folder.rename(out)
+        return
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.old-") as old:
+        out.rename(Path(old, "store"))
+        folder.rename(out)
