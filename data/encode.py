@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from longctx.data.chat import TOOLS_WAY_OUT, ChatError, ChatML, trained_turns
-from longctx.data.formats import PAIRS, Document, leaves
+from longctx.data.formats import PAIRS, Document
 from longctx.data.left_out import left_out
 from longctx.data.markup import Marked, Markup
+from longctx.data.messages import leaves
 from longctx.data.template import Rendered, Template
 from longctx.data.tokenizer import Encoded, TokenArray, Tokenizer
 

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from longctx.data.chat import ChatError, Message
-from longctx.data.formats import NUMBER, leaves
+from longctx.data.messages import NUMBER, leaves
 
 SHORT = 16  # maximum characters of a text that is looked for after the others
 CONTENTS = ("content of user messages", "content of assistant messages")

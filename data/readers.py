@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import ChatError
-from longctx.data.formats import Document, FormatError, columns_of, parse_json, parse_record, without_nulls
+from longctx.data.formats import Document, columns_of, parse_record
+from longctx.data.messages import FormatError, parse_json, without_nulls
 from longctx.errors import UserError, brief
 
 LISTS = ("messages", "conversations", "chosen", "rejected", "prompt", "completion", "response", "history")

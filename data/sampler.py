@@ -91,6 +91,54 @@ def first_lengths(steps: Steps, count: int) -> list[list[int]]:
     return found
 
 
+def _check_settings(global_tokens: int, seed: int, max_length: int, long_documents: str) -> None:
+    if global_tokens < 1 or max_length < 1:
+        raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
+    if long_documents not in LONG_DOCUMENTS:
+        raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
+
+
+def _check_long(
+    lengths: npt.NDArray[np.int64],
+    taken: npt.NDArray[np.bool_],
+    count: int,
+    max_length: int,
+    long_documents: str,
+    name: Callable[[int], str],
+    pairs: bool,
+) -> None:
+    """Raises SamplerError if `count` documents are too long and may not be."""
+    if pairs and long_documents == "split":
+        raise SamplerError(
+            f"{count} documents of preference pairs have more than the {max_length:,} tokens that fit, and pairs are "
+            "never split: set data.long_documents to drop, which drops whole pairs, raise data.max_length, or use more "
+            "ranks or more batch.tokens_per_rank"
+        )
+    if long_documents == "error":
+        longest = int(np.where(taken, lengths, 0).argmax())
+        raise SamplerError(
+            f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {count} of {int(taken.sum())} documents "
+            f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
+            "or use more ranks or more batch.tokens_per_rank"
+        )
+
+
+def _check_step(global_tokens: int, tokens: int, pieces: int) -> None:
+    """Raises SamplerError if a step has too many tokens for `pieces` pieces of `tokens` tokens."""
+    if global_tokens > MOST_EPOCHS * tokens:
+        raise SamplerError(
+            f"global_tokens is {global_tokens:,}: a step would read all {tokens:,} tokens of the store more than "
+            f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
+        )
+    if global_tokens > MOST_PIECES * (tokens / pieces):
+        raise SamplerError(
+            f"global_tokens is {global_tokens:,}: with {tokens / pieces:,.0f} tokens per document, a step would have "
+            f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise data.max_length"
+        )
+
+
 class Sampler:
     """Steps over documents of the given lengths.
 
@@ -131,30 +179,14 @@ class Sampler:
         has_targets: Callable[[Numbers, Numbers, Numbers], npt.NDArray[np.bool_]] | None = None,
         stream: Sequence[int] = (),
     ) -> None:
-        if global_tokens < 1 or max_length < 1:
-            raise SamplerError(f"global_tokens is {global_tokens} and max_length {max_length}: both must be at least 1")
-        if not 0 <= seed <= LARGEST_SEED:
-            raise SamplerError(f"seed is {seed}: it must be from 0 to {LARGEST_SEED}")
-        if long_documents not in LONG_DOCUMENTS:
-            raise SamplerError(f"long_documents is {long_documents!r}: it must be one of {', '.join(LONG_DOCUMENTS)}")
+        _check_settings(global_tokens, seed, max_length, long_documents)
         taken = np.ones(len(lengths), np.bool_) if left_out is None else ~left_out
         is_long = taken & (lengths > max_length)
         self.long = int(is_long.sum())
-        if pairs and self.long and long_documents == "split":
-            raise SamplerError(
-                f"{self.long} documents of preference pairs have more than the {max_length:,} tokens that fit, and pairs are "
-                "never split: set data.long_documents to drop, which drops whole pairs, raise data.max_length, or use more "
-                "ranks or more batch.tokens_per_rank"
-            )
+        if self.long:
+            _check_long(lengths, taken, self.long, max_length, long_documents, name, pairs)
         if pairs:
             is_long = np.repeat(is_long.reshape(-1, 2).any(axis=1), 2)
-        if self.long and long_documents == "error":
-            longest = int(np.where(taken, lengths, 0).argmax())
-            raise SamplerError(
-                f"document {name(longest)!r} has {lengths[longest]:,} tokens, and {self.long} of {int(taken.sum())} documents "
-                f"have more than the {max_length:,} that fit: set data.long_documents to split or drop, raise data.max_length, "
-                "or use more ranks or more batch.tokens_per_rank"
-            )
         documents = np.flatnonzero(taken & ~is_long if long_documents == "drop" else taken)
         self.dropped = int(taken.sum()) - len(documents)
         self.dropped_tokens = int(lengths[taken].sum() - lengths[documents].sum())
@@ -173,31 +205,24 @@ class Sampler:
         self._together = 2 if pairs else 1
         self.without_targets: int | None = None
         if has_targets is not None:
-            kept = has_targets(self._document, self._start, self._stop)
-            kept = np.repeat(kept.reshape(-1, self._together).any(axis=1), self._together)
-            self.without_targets = int((~kept).sum())
-            if not kept.any():
-                raise SamplerError(
-                    f"none of the {len(kept):,} documents has a token to train on: give a store with other documents"
-                )
-            self._document, self._start, self._stop = self._document[kept], self._start[kept], self._stop[kept]
+            self._keep(has_targets(self._document, self._start, self._stop))
         self.pieces = len(self._document)
         self.tokens = int((self._stop - self._start).sum())
-        if global_tokens > MOST_EPOCHS * self.tokens:
-            raise SamplerError(
-                f"global_tokens is {global_tokens:,}: a step would read all {self.tokens:,} tokens of the store more than "
-                f"{MOST_EPOCHS} times; lower batch.global_tokens, or prepare more text"
-            )
+        _check_step(global_tokens, self.tokens, self.pieces)
         self._seed, self._stream = seed, stream
         self._global_tokens = global_tokens
-        if global_tokens > MOST_PIECES * (self.tokens / self.pieces):
-            mean = self.tokens / self.pieces
-            raise SamplerError(
-                f"global_tokens is {global_tokens:,}: with {mean:,.0f} tokens per document, a step would have "
-                f"more than {MOST_PIECES:,} of them; lower batch.global_tokens, or raise data.max_length"
-            )
         self.longest = int((self._stop - self._start).max())
         self._order: tuple[int, npt.NDArray[np.int64]] = (0, self._permutation(0))
+
+    def _keep(self, has_target: npt.NDArray[np.bool_]) -> None:
+        """Leaves out the pieces without a target; of pairs, those of which neither has one."""
+        kept = np.repeat(has_target.reshape(-1, self._together).any(axis=1), self._together)
+        self.without_targets = int((~kept).sum())
+        if not kept.any():
+            raise SamplerError(
+                f"none of the {len(kept):,} documents has a token to train on: give a store with other documents"
+            )
+        self._document, self._start, self._stop = self._document[kept], self._start[kept], self._stop[kept]
 
     def step(self, cursor: int) -> tuple[tuple[Piece, ...], int]:
         """Returns the pieces of the step that begins at `cursor`, and the cursor of the next step."""

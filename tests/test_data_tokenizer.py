@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as TokenizerJson
 from tokenizers import models, normalizers, pre_tokenizers
 
 from longctx.data.chat import ChatML
-from longctx.data.formats import parse_messages
+from longctx.data.messages import parse_messages
 from longctx.data.prepare import prepare
 from longctx.data.tokenizer import END_OF_DOCUMENT, Tokenizer, TokenizerError, fingerprint, same_tokens
 from tests.data_cases import CONVERSATION, text_of

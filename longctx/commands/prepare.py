@@ -88,7 +88,7 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.commands.prepare_picture import examples, histogram
     from longctx.data.corpus import open_corpus
-    from longctx.data.formats import json_in
+    from longctx.data.messages import json_in
     from longctx.data.prepare import prepare
     from longctx.data.store import Store
     from longctx.data.tokenizer import ANOTHER_TOKENIZER

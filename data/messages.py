@@ -1,0 +1,171 @@
+"""Messages of conversations in the forms that data sets have: checked, with the usual roles, texts and tool calls."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from longctx.data.chat import ROLES, ChatError, Message
+from longctx.errors import UserError
+
+CALLS = ("function_call", "tool_call")
+"""Roles of messages that are a tool call in JSON."""
+SPEAKERS = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLS), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
+    "system": "system",
+    "developer": "developer",
+}
+"""Role of each speaker, in lower case."""
+NUMBER = "\U0010fff0"
+"""Private-use character around numbers that are texts, see `parse_json`."""
+_NUMBER = f"{NUMBER}([-+.0-9eE]+){NUMBER}"
+
+
+class FormatError(UserError):
+    """A record that contains no document, or is malformed."""
+
+
+class DigitsError(ChatError):
+    """A number that a template writes in another way than JSON."""
+
+
+def parse_messages(value: Any, key: str = "messages") -> list[Message]:
+    """Checks a list of messages and normalizes it for templates: roles to the usual names, contents to text.
+
+    Raises ChatError naming the message (from 0) and the rule.
+    """
+    if isinstance(value, str):
+        value = json_in(f"`{key}`", value)
+    if not isinstance(value, list) or not value:
+        raise ChatError(f"`{key}` must be a list with at least one message")
+    return [_message(index, item) for index, item in enumerate(value)]
+
+
+def sharegpt(value: Any) -> list[Message]:
+    value = json_in("`conversations`", value) if isinstance(value, str) else value
+    if not isinstance(value, list) or not value:
+        raise ChatError("`conversations` must be a list with at least one message")
+    messages: list[Message] = []
+    for index, item in enumerate(value):
+        if isinstance(item, dict) and "role" in item:
+            messages.append(_message(index, item))
+            continue
+        speaker, text = (item.get("from"), item.get("value")) if isinstance(item, dict) else (None, None)
+        if not isinstance(speaker, str) or speaker.lower() not in SPEAKERS:
+            raise ChatError(f"message {index} is from {speaker!r}: it must be one of {', '.join(SPEAKERS)}")
+        if not isinstance(text, str):
+            raise ChatError(f"message {index} has a value of type {type(text).__name__}: it must be text")
+        others = {key: part for key, part in item.items() if key not in ("from", "value")}
+        messages.append(_message(index, {**others, "role": speaker, "content": text}, "value"))
+    return messages
+
+
+def _message(index: int, item: Any, content_key: str = "content") -> Message:
+    role = item.get("role") if isinstance(item, dict) else None
+    if not isinstance(role, str) or not role:
+        raise ChatError(f"message {index} has role {role!r}: it must be a text, such as {', '.join(ROLES)}")
+    message = {key: value for key, value in item.items() if value is not None}
+    message["role"] = SPEAKERS.get(role.lower(), role)
+    content = message.get("content")
+    if isinstance(content, list):
+        content = message["content"] = _joined(index, content)
+    if role.lower() in CALLS and isinstance(content, str):
+        calls = json_in(f"`{content_key}` of message {index}", message.pop("content"), exact=True)
+        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+    elif message.get("function_call") and not message.get("tool_calls"):
+        message["tool_calls"] = [message.pop("function_call")]
+    calls = message.get("tool_calls")
+    if calls:
+        if message["role"] != "assistant" or not isinstance(calls, list):
+            raise ChatError(f"message {index} has `tool_calls`: they must be a list, in a message of the assistant")
+        message["tool_calls"] = [_call(f"message {index}, tool call {number}", call) for number, call in enumerate(calls)]
+    else:
+        message.pop("tool_calls", None)
+    if not isinstance(message.get("content", None if not calls else ""), str):
+        raise ChatError(f"message {index} has content of type {type(content).__name__}: it must be text")
+    return message
+
+
+def _joined(index: int, parts: list[Any]) -> str:
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ChatError(f"message {index} has a part of type {kind!r} in its content: only text is supported")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(where: str, call: Any) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ChatError(f'{where} must be an object such as {{"function": {{"name": .., "arguments": {{..}}}}}}')
+    arguments = function.get("arguments", {})
+    parsed = parse_arguments(where, arguments)
+    if not isinstance(parsed, dict):
+        raise ChatError(f"{where} has arguments of type {type(parsed).__name__}: they must be an object, or its JSON")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else {"type": "function", "function": function}
+
+
+def parse_arguments(where: str, arguments: Any) -> Any:
+    """Returns the arguments of a tool call as an object, with exact numbers (see `parse_json`); no text means no arguments."""
+    if not isinstance(arguments, str):
+        return arguments
+    return json_in(f"`arguments` of {where}", arguments, exact=True) if arguments.strip() else {}
+
+
+def leaves(value: Any) -> Iterator[str]:
+    """Yields every text in a JSON value, keys of objects excluded."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from leaves(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from leaves(part)
+
+
+def without_nulls(value: Any) -> Any:
+    """Returns a value of an Arrow table without null members, which Arrow adds for keys that other records have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def json_in(what: str, text: str, exact: bool = False) -> Any:
+    """Returns the value of a JSON text called `what`. Raises ChatError."""
+    try:
+        return parse_json(text, exact)
+    except FormatError as error:
+        raise ChatError(f"{what} is {error}") from error
+
+
+def parse_json(text: str, exact: bool = False) -> Any:
+    """Returns the value of JSON. Raises FormatError, which begins with "not JSON", for whatever is wrong with it.
+
+    If `exact`, numbers that Python writes in another way (1e5) become texts, of which `as_written` makes numbers again.
+    """
+    try:
+        return json.loads(text, parse_float=_exact if exact else None)
+    except json.JSONDecodeError as error:
+        raise FormatError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except RecursionError as error:
+        raise FormatError("not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # Python's limit on digits
+        raise FormatError("not JSON that can be read: a number has thousands of digits") from error
+
+
+def _exact(number: str) -> Any:
+    return float(number) if repr(float(number)) == number else f"{NUMBER}{number}{NUMBER}"
+
+
+def as_written(text: str) -> str:
+    """Returns a text with JSON in which numbers of `parse_json` are as they were. Raises DigitsError if one is not in JSON."""
+    if NUMBER not in text:
+        return text
+    text = re.sub(f'"{_NUMBER}"', r"\1", text)
+    if number := re.search(_NUMBER, text):
+        raise DigitsError(f"the chat template does not write the number {number[1]} in JSON: write it as {float(number[1])!r}")
+    return text
