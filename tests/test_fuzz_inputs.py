@@ -7,7 +7,7 @@ import pytest
 from tools.fuzz_inputs import FULL, Fuzzer
 
 SHORT = {
-    "configs": 200,
+    "configs": 100,
     "YAML texts": 60,
     "overrides": 40,
     "lengths files": 30,

@@ -84,7 +84,6 @@ QUICK = {
     ("Qwen 3", "sharded over 3"),
     ("Gemma 3", "tensor 2 × domain 2"),
     ("GPT-2", "sharded over 3"),
-    ("GPT-2", "tensor 2 × domain 2"),
     ("GPT-2", "pipeline 2"),
 }
 
