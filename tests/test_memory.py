@@ -28,7 +28,7 @@ from longctx.memory.advisor import (
 from longctx.memory.loads import loads
 from longctx.memory.model import Load, Memory, _moments, estimate
 from longctx.model.presets import ModelShape
-from longctx.training.first_steps import plan_steps
+from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.memory_cases import MODEL, peak_of_step_2
 from tests.training_cases import SMALL
