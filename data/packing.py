@@ -47,8 +47,8 @@ class MicroBatch:
         positions: int64 `[T]`; position in the document, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
             for multi-token prediction; 0 and -100 behind its end and in padding.
-        source: what an encoder-decoder's encoder reads; None for other models. All others are then of the targets: tokens are
-            the start token and all tokens of the target but the last, labels the target.
+        source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
+            tokens are the start token and target[:-1], labels are the target.
     """
 
     index: int

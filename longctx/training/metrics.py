@@ -66,7 +66,7 @@ class StepMetrics:
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
         skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
-        spikes: names of loss, grad_norm or time that are far above those of the steps before; time over its prediction.
+        spikes: which of loss, grad_norm and time/predicted time are far above recent steps.
         mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
