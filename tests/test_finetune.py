@@ -24,8 +24,8 @@ from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
-from longctx.training.checkpoint import steps
 from longctx.training.checks import check_model
+from longctx.training.saved.checkpoint import steps
 from tests import launched
 from tests.evaluation_cases import save_checkpoint
 from tests.huggingface_cases import build_model

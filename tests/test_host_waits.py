@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.training.loss import greedy_choices, rows_with_labels
+from longctx.training.objectives.loss import greedy_choices, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
 

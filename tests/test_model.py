@@ -19,7 +19,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
 from longctx.model.source import NewDecoder
 from longctx.training.checks import check_model
-from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
+from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.optimizer import learning_rate, make_optimizer
 from tests.training_cases import make_store
 

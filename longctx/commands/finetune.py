@@ -119,7 +119,7 @@ def _out(arguments: argparse.Namespace) -> Path:
 def _given(arguments: argparse.Namespace, out: Path) -> Config:
     """Returns the given settings, after checks of model, adapters and folder, because reading the data takes long."""
     from longctx.model.checkpoint_files import check_name
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     check_name(arguments.model)
     first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
@@ -153,7 +153,7 @@ def _prepare(arguments: argparse.Namespace, out: Path) -> None:
 def _train(config: Config, settings: Path, ranks: int) -> int:
     """Starts the processes, and prints the next command when they end. Returns their exit status."""
     from longctx.parallel.launch import launch
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     status = launch(ranks, ["train", str(settings), "--resume-if-any"])
     if status == 0 and config.checkpoint.export is not None:
@@ -167,7 +167,7 @@ def _train(config: Config, settings: Path, ranks: int) -> int:
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Raises UserError if the data of a run that has been trained already would be replaced."""
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(

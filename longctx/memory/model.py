@@ -14,7 +14,7 @@ from longctx.config import Config
 from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.model.spec import ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
-from longctx.training.loss import tokens_at_once
+from longctx.training.objectives.loss import tokens_at_once
 from longctx.training.run_profile import ELEMENT_BYTES
 
 

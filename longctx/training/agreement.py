@@ -18,7 +18,7 @@ from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import gather_objects
-from longctx.training.checkpoint import Checkpoint
+from longctx.training.saved.checkpoint import Checkpoint
 from longctx.units import format_ranks
 
 EVERY = 100

@@ -11,9 +11,9 @@ from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import RunData, make_masking
-from longctx.training.export import check_place
+from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.export import check_place
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:

@@ -19,8 +19,8 @@ from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.run_profile import run_profile
+from longctx.training.saved.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
