@@ -85,4 +85,4 @@ def in_one_buffer(
     later = extra.later(batch, head, max(1, targets), torch.device("cpu"))
     attention = packed_attention(batch.layout, 1, kernel="reference")
     loss = made(batch.tokens, batch.positions, attention, head, None, later)
-    return loss, extra.end_step()
+    return loss, {"mtp_loss": extra.end_step()}
