@@ -14,7 +14,7 @@ from longctx.memory.model import estimate
 from longctx.model import experts
 from longctx.model.balance import Documents
 from longctx.model.presets import PRESETS
-from longctx.model.router_names import ROUTERS, WITH_BIAS
+from longctx.model.source import ROUTERS, WITH_BIAS
 from tests.expert_cases import (
     TINY_MOE,
     balanced_step,
