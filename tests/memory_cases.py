@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from longctx.memory.block import Block
+from longctx.units import format_bytes
 from tests.training_cases import start
 
 MODEL = [
@@ -37,3 +39,12 @@ def peak_of_step_2(store: Path, run: Path, settings: list[str]) -> int:
             held += event.nbytes()
             peak = max(peak, held if event.start_ns() >= began else 0)
     return peak
+
+
+def ledger(block: Block, mode: str) -> str:
+    """Formats the tensors of a block, with a star at those that a mode of recomputation keeps."""
+    rows = [
+        f"{'*' if mode in each.kept_by else ' '} {format_bytes(each.size):>10} {each.part}: {each.name}"
+        for each in block.entries
+    ]
+    return "\n".join([*rows, f"* {format_bytes(block.kept(mode)):>10} of every block"])

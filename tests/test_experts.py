@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longctx.config import ConfigError, load
-from longctx.memory.model import Load, estimate
+from longctx.memory.loads import Load
+from longctx.memory.model import estimate
 from longctx.model import experts
 from longctx.model.balance import Documents
 from longctx.model.presets import PRESETS
-from longctx.model.router_names import ROUTERS, WITH_BIAS
+from longctx.model.source import ROUTERS, WITH_BIAS
 from tests.expert_cases import (
     TINY_MOE,
     balanced_step,

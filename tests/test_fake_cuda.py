@@ -14,7 +14,7 @@ import torch
 from longctx.attention import merge
 from longctx.config import Config, load
 from longctx.memory.loads import micro_batch_loads
-from longctx.memory.model import _Step
+from longctx.memory.model import RankMemory
 from longctx.planning.plan import Plan
 from longctx.training.objectives.objective import StepWeights
 from tests.fake_cuda import fake_cuda
@@ -53,7 +53,7 @@ def loss_moment(config: Config, plan: Plan, rank: int) -> int:
     """Returns the estimated bytes of `rank` in the loss of the first micro-batch of a run, before there is optimizer state."""
     place, domain = rank // config.parallel.tensor_parallel_size, config.domain(RANKS)
     load = list(micro_batch_loads(plan, 0, config))[place % domain]
-    step = _Step(config.model_source(VOCABULARY).spec, config, RANKS, load, True, place // domain)
+    step = RankMemory(config.model_source(VOCABULARY).spec, config, RANKS, load, True, place // domain)
     (loss,) = (moment for moment in step.moments() if moment.moment == "loss")
     return replace(loss, optimizer=0, pipeline=0).total - step.earlier_gradients
 

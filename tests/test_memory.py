@@ -14,11 +14,11 @@ from longctx import start
 from longctx.attention.kernels import Request
 from longctx.cli import main
 from longctx.config import Config, check, load
+from longctx.config.rules import broken_rules
 from longctx.data.store import Store
 from longctx.memory import kernels
 from longctx.memory.advisor import (
     DoesNotFit,
-    allowed,
     as_override,
     cheapest_change,
     choices,
@@ -26,12 +26,12 @@ from longctx.memory.advisor import (
     refuse_too_large,
     savings,
 )
-from longctx.memory.loads import loads
-from longctx.memory.model import Load, Memory, _moments, estimate
+from longctx.memory.loads import Load, loads
+from longctx.memory.model import Memory, RankMemory, _moments, estimate
 from longctx.model.presets import ModelShape
 from longctx.training.data import plan_steps
 from longctx.units import format_bytes
-from tests.memory_cases import MODEL, peak_of_step_2
+from tests.memory_cases import MODEL, ledger, peak_of_step_2
 from tests.training_cases import SMALL
 from tests.workers import Workers
 
@@ -136,7 +136,8 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
     opened = Store.open(store)
     second = plan_steps(config, opened, ranks, 2)[1].plan
     spec = config.model.shape(opened.tokenizer.vocab_size).spec
-    memory = estimate(spec, config, ranks, list(loads([second], config)), fused=False)
+    placed = list(loads([second], config))
+    memory = estimate(spec, config, ranks, placed, fused=False)
     within = WITHIN.get(name, 0.1)
     measured = math.inf
     # The lowest of up to four runs: on a loaded machine, buffers of messages to slower ranks live longer.
@@ -144,7 +145,10 @@ def test_the_estimate_is_within_10_percent_of_the_allocators_peak(
         measured = min(measured, max(workers.run(peak_of_step_2, ranks, store, tmp_path / run, settings)))
         if measured <= memory.total / (1 - within):
             break
-    assert memory.total == pytest.approx(measured, rel=within), f"{memory}, measured {measured}"
+    print(f"{name}: measured {format_bytes(int(measured))}, estimate {format_bytes(memory.total)}: {memory}")
+    fullest = max(placed, key=lambda load: load.tokens)
+    print(ledger(RankMemory(spec, config, ranks, fullest, False, 0).block, config.train.recompute))
+    assert memory.total == pytest.approx(measured, rel=within)
 
 
 CONFIG = load(None, ["model.preset=8b", "batch.tokens_per_rank=16384", "train.dtype=bfloat16"])
@@ -253,7 +257,7 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
     config = load(None, [*BASE, *settings], world_size=ranks)
     sets = sorted(every_set(config, ranks), key=lambda one: one[1])
     before = next(size for change, size in sets if not change)
-    least = next(size for change, size in sets if allowed(config.changed(change), ranks))
+    least = next(size for change, size in sets if not broken_rules(config.changed(change), ranks))
     assert cheapest_change(SPEC, config, None, ranks, least - 1, fused=True) is None
     for available in (least, (before + 3 * least) // 4, (before + least) // 2, before - 1):
         change = cheapest_change(SPEC, config, None, ranks, available, fused=True)
@@ -265,7 +269,7 @@ def test_a_change_is_named_if_there_is_one_and_it_is_the_cheapest(name: str) -> 
             cheaper = order[: order.index(change)]
         else:
             cheaper = order + [other for other in enough if other.items() < change.items()]
-        assert not [other for other in cheaper if other in enough and allowed(config.changed(other), ranks)]
+        assert not [other for other in cheaper if other in enough and not broken_rules(config.changed(other), ranks)]
 
 
 @pytest.mark.parametrize(

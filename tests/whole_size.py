@@ -27,7 +27,7 @@ from longctx.attention.kernels import KERNELS, Request, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.memory.loads import micro_batch_loads
-from longctx.memory.model import Memory, _Step
+from longctx.memory.model import Memory, RankMemory
 from longctx.model.spec import ModelSpec
 from longctx.parallel import mesh as mesh_module
 from longctx.parallel.mesh import Mesh, make_groups
@@ -204,7 +204,7 @@ def fullest(config: Config, ranks: int, spec: ModelSpec, plan: Plan) -> tuple[in
     for stage in range(config.parallel.pipeline_parallel_size):
         for number in range(len(plan.micro_batches)):
             for place, load in enumerate(micro_batch_loads(plan, number, config)):
-                for memory in _Step(spec, config, ranks, load, True, stage).moments():
+                for memory in RankMemory(spec, config, ranks, load, True, stage).moments():
                     found.append((memory.total, (stage * domain + place) * tensor, memory))
     _, rank, memory = max(found, key=lambda one: one[0])
     return rank, memory

@@ -6,9 +6,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from longctx.config.problems import ConfigError, Problem
-from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
+from longctx.model.source import Lora
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]

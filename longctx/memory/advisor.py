@@ -14,8 +14,8 @@ from longctx.config.problems import yaml_text
 from longctx.config.rules import broken_rules
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.memory.loads import full_loads, loads
-from longctx.memory.model import Load, Memory, estimate, fits
+from longctx.memory.loads import Load, full_loads, loads
+from longctx.memory.model import Memory, estimate, fits
 from longctx.model.spec import ModelSpec
 from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.recompute import MODES
@@ -109,15 +109,10 @@ def changes_between(before: Config, after: Config) -> str:
     return f"train.fit_memory: {' '.join(changes)}" if changes else ""
 
 
-def allowed(config: Config, ranks: int) -> bool:
-    """Returns whether the configuration rules allow these settings on `ranks` processes."""
-    return not broken_rules(config, ranks)
-
-
 def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterable[int], *, fused: bool) -> Iterator[Choice]:
     """Yields every valid combination of recomputation, kept K and V, resharding and number of ranks, with its peak memory."""
     for ranks in worlds:
-        if not allowed(config, ranks):
+        if broken_rules(config, ranks):
             continue
         for recompute in MODES:
             for keep_kv in (False, True):
@@ -126,7 +121,7 @@ def choices(spec: ModelSpec, config: Config, store: Store | None, worlds: Iterab
                 for reshard_after in ("block", "micro_batch", "step"):
                     values = {**times, "parallel.reshard_after": reshard_after}
                     tried = config.changed(values)
-                    if allowed(tried, ranks):
+                    if not broken_rules(tried, ranks):
                         yield {**values, "ranks": ranks}, estimate(spec, tried, ranks, candidates, fused=fused)
 
 
@@ -148,7 +143,7 @@ def cheapest_change(
         key = context.max_remote_tokens, context.two_level_exchange, context.keep_kv, tried.train.recompute
         if key not in planned:
             planned[key] = heaviest(tried, store, ranks)
-        if fits(spec, tried, ranks, planned[key], available, fused=fused) and allowed(tried, ranks):
+        if fits(spec, tried, ranks, planned[key], available, fused=fused) and not broken_rules(tried, ranks):
             return change
     return None
 

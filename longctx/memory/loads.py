@@ -1,7 +1,7 @@
 """Loads: the rows that plans place on every rank and move between ranks, using the exchange rounds of the real schedules."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -10,7 +10,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from longctx.attention.ring_schedule import round_of, rounds_between
 from longctx.config import Config
-from longctx.memory.model import Load
 from longctx.planning.assignment import least_degrees
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.ulysses import swaps_heads
@@ -20,6 +19,31 @@ from longctx.training.build import ulysses_degree
 from longctx.training.run_profile import run_profile
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Rows (tokens) that a rank holds, receives and sends in a micro-batch.
+
+    Attributes:
+        tokens: rows that the rank holds.
+        remote: rows of K and V received from other ranks, over all exchange rounds.
+        sent: rows of K and V sent to other ranks; a row sent to two ranks counts twice.
+        held: maximum remote rows of consecutive exchange rounds that are in memory at once.
+        fullest: remote rows of the largest round, which is the most that a kernel works on at a time.
+        micro_batches: number of micro-batches of the step.
+        swapped: rows of documents whose heads are swapped for tokens (Ulysses).
+        first: whether this is the first micro-batch of the step, before which there are no gradients.
+    """
+
+    tokens: int
+    remote: int
+    sent: int
+    held: int
+    fullest: int
+    micro_batches: int
+    swapped: int = 0
+    first: bool = False
 
 
 def loads(plans: Iterable[Plan], config: Config) -> set[Load]:

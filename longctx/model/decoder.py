@@ -18,7 +18,7 @@ from longctx.model.balance import Documents, RouterWatch
 from longctx.model.experts import Router, SparseMLP
 from longctx.model.families import expressed
 from longctx.model.family import Family
-from longctx.model.mlp import MLP, PlainMLP
+from longctx.model.mlp import MLP
 from longctx.model.presets import ModelShape
 from longctx.model.protocol import Attention, AttentionByLayer, Head, Later, StagedModel, generator_of
 from longctx.model.rope import Rope, rotate
@@ -87,7 +87,7 @@ class Block(nn.Module):
         if shape.has_experts(layer):
             self.moe = SparseMLP(shape)
         else:
-            self.mlp = MLP(shape, shape.intermediate_size) if shape.mlp == "gated" else PlainMLP(shape)
+            self.mlp = MLP(shape, shape.intermediate_size)
         self.mlp_output_norm = _norm(shape, shape.hidden_size) if shape.output_norms else nn.Identity()
 
     def forward(

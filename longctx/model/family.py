@@ -19,8 +19,7 @@ from pydantic import ValidationError
 
 from longctx.errors import UserError
 from longctx.model.context_extension import ROPE_FIELDS, ntk_theta
-from longctx.model.presets import ModelShape
-from longctx.model.router_names import EXPERT_OPTIONS
+from longctx.model.presets import EXPERT_OPTIONS, ModelShape
 
 SIZES = (
     "vocab_size",

@@ -28,7 +28,7 @@ from longctx.model.conversion import Conversion, groups
 from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.experts import leaves_gradients
 from longctx.model.protocol import Head, MakeAttention, Model
-from longctx.model.router_names import ROUTERS
+from longctx.model.source import ROUTERS
 from longctx.model.spec import LayerSpec, ModelSpec
 
 OURS = "hf."

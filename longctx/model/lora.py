@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from longctx.model.adapters import ALL_LINEAR, Lora, LoraError
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
 from longctx.model.protocol import Model, generator_of
+from longctx.model.source import ALL_LINEAR, Lora, LoraError
 from longctx.model.spec import ModelSpec
 
 ADAPTER = "default"

@@ -1,4 +1,4 @@
-"""MLPs: gated, and plain."""
+"""The MLP of blocks: gated, or plain as in GPT-2."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,32 +13,20 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu
 
 
 class MLP(nn.Module):
-    """A gated MLP: SwiGLU, or GeGLU (Shazeer, 2020), `width` wide."""
+    """An MLP, `width` wide: SwiGLU or GeGLU (Shazeer, 2020), or plain as in GPT-2: two matrices around an activation."""
 
     def __init__(self, shape: ModelShape, width: int) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[shape.hidden_act]
-        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=shape.linear_bias)
+        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=shape.linear_bias) if shape.mlp == "gated" else None
         self.up_proj = nn.Linear(shape.hidden_size, width, bias=shape.linear_bias)
         self.down_proj = nn.Linear(width, shape.hidden_size, bias=shape.linear_bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        up = self.up_proj(x)
+        inner = self.activation(up) if self.gate_proj is None else self.gated(self.gate_proj(x), up)
+        out: torch.Tensor = self.down_proj(inner)
         return out
 
     def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return self.activation(gate) * up
-
-
-class PlainMLP(nn.Module):
-    """An MLP without gate, as in GPT-2: two matrices with an activation between them."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        self.activation = ACTIVATIONS[shape.hidden_act]
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=shape.linear_bias)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=shape.linear_bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.activation(self.up_proj(x)))
-        return out

@@ -6,14 +6,42 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from longctx.errors import install
-from longctx.model.adapters import Lora, LoraError
+from longctx.errors import UserError, install
 from longctx.model.presets import ModelShape
 from longctx.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles
     from longctx.model.protocol import Model
+
+
+ROUTERS = {
+    "mixtral": "MixtralTopKRouter",
+    "qwen3_moe": "Qwen3MoeTopKRouter",
+    "olmoe": "OlmoeTopKRouter",
+    "gpt_oss": "GptOssTopKRouter",
+    "deepseek_v3": "DeepseekV3TopkRouter",
+}
+"""Model types, and classes of their routers, which return logits, weights and chosen experts."""
+WITH_BIAS = ("deepseek_v3",)
+"""Model types whose routers have a bias that only chooses experts."""
+ALL_LINEAR = "all-linear"
+
+
+class LoraError(UserError):
+    """Adapters that a model does not support."""
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Trained matrices of rank `rank` beside frozen linear layers, scaled by alpha / rank.
+
+    `target_modules` is "all-linear", or the names of layers.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
 
 
 class ModelSource(Protocol):

@@ -16,7 +16,6 @@ import torch
 from longctx import tokenizer_files
 from longctx.data.manifest import is_store
 from longctx.errors import UserError, brief, shortened
-from longctx.model.adapters import Lora
 from longctx.model.checkpoint_files import DESCRIBED, ENDS, MASKED_CLASS, CheckpointFiles, PretrainedError
 from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
@@ -27,6 +26,7 @@ from longctx.model.lora import ADAPTERS, AdaptedModel, write_adapter
 from longctx.model.presets import ModelShape
 from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
+from longctx.model.source import Lora
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint, SavedWeights

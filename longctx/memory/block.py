@@ -1,0 +1,141 @@
+"""Ledger of a block: the tensors that it keeps from forward to backward, and which modes of recomputation keep each of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from longctx.config import Config
+from longctx.memory.kernels import FLOAT32
+from longctx.memory.loads import Load
+from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.training.run_profile import ELEMENT_BYTES
+
+NONE = ("none",)
+MATRICES = ("norms",)
+AROUND_ATTENTION = (*MATRICES, "mlp")
+OPERATORS = (*AROUND_ATTENTION, "selective")
+INPUT = (*OPERATORS, "full")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger.
+
+    Attributes:
+        part: part of the block that keeps the tensor: attention, its swap of heads for tokens, or MLP.
+        name: what the tensor is.
+        size: its bytes.
+        kept_by: modes of recomputation that keep it from forward to backward (see `longctx.parallel.recompute`).
+        spared: bytes of further tensors that recomputation frees or does not make, because this one is kept.
+    """
+
+    part: str
+    name: str
+    size: int
+    kept_by: tuple[str, ...]
+    spared: int = 0
+
+
+class Block:
+    """Bytes of the tensors of one block on a rank; `entries` is the ledger, without received K and V.
+
+    Attributes:
+        number: bytes of an element in the compute dtype.
+        whole_norms: whether a norm is one operation, which keeps only its input.
+        stream: the residual stream.
+        normed: output of a norm, gathered for tensor-parallel matrices.
+        norm: kept by a norm: its input; if it is composed of simple float32 operations also the normalized input, which the
+            weight gradient needs.
+        queries: Q, and also the output of attention.
+        kv_row, keys: K and V of one token, and of all tokens on the rank.
+        log_sum_exp: of every query.
+        mlp: one intermediate tensor of the MLP.
+        turn: its part that is computed in tiles or turns: not an expert of all tokens.
+        routed: rows into or out of experts.
+        routed_at_once: those of a tile or turn.
+        swapped_share: share of rows whose heads are swapped for tokens (Ulysses).
+    """
+
+    def __init__(self, spec: ModelSpec, config: Config, layer: LayerSpec, load: Load, fused: bool) -> None:
+        self.layer, self.train, self.tokens = layer, config.train, load.tokens
+        self.split, self.number = config.parallel.tensor_parallel_size, ELEMENT_BYTES[config.dtype]
+        self.whole_norms = fused or spec.layer_norm
+        self.stream = self._size(spec.hidden_size)
+        self.normed = self.stream * self.split
+        self.norm_bytes = self.number if self.whole_norms else FLOAT32 if spec.adapted else 2 * FLOAT32
+        self.norm = self._size(spec.hidden_size, self.norm_bytes)
+        self.queries = self._size(layer.num_attention_heads * layer.head_dim)
+        self.kv_row = 2 * layer.num_key_value_heads * layer.head_dim * self.number // self.split
+        self.keys = self.kv_row * load.tokens
+        self.log_sum_exp = self._size(layer.num_attention_heads, FLOAT32)
+        # Experts that are split over ranks may get more tokens than their even share.
+        sends_tokens = layer.experts > 0 and config.parallel.expert_parallel_size * self.split > 1
+        at_once = round(load.tokens * config.parallel.expert_max_load) if sends_tokens else load.tokens
+        at_once = min(self.train.mlp_tile_tokens or at_once, at_once)
+        in_turns = layer.routed_size or layer.intermediate_size
+        self.turn = at_once * in_turns * self.number // self.split
+        self.mlp = self.turn + self._size(layer.intermediate_size - in_turns)
+        self.routed = self._size(layer.experts_per_token * spec.hidden_size)
+        self.routed_at_once = at_once * self.routed // max(1, load.tokens)
+        self.swapped_share = load.swapped / load.tokens if load.tokens else 0.0
+        # The first norm keeps the block's input itself, unless it keeps a copy in float32.
+        spared = self.stream if self.whole_norms or self.number == FLOAT32 else 0
+        offloaded = fused and self.train.offload_activations
+        block_input = Entry("attention", "input of the block", 0 if offloaded else self.stream, INPUT, spared)
+        self.entries = (block_input, *self._attention(), *self._swap(), *self._mlp())
+
+    def _size(self, values: int, element_bytes: int | None = None) -> int:
+        """Returns the bytes of a tensor with `values` values per token on all tensor ranks together."""
+        return self.tokens * values * (element_bytes or self.number) // self.split
+
+    def _attention(self) -> Iterator[Entry]:
+        yield Entry("attention", "input of the norm", self.norm, NONE)
+        yield Entry("attention", "output of the norm", self.normed, NONE)
+        yield Entry("attention", "Q", self.queries, NONE + AROUND_ATTENTION)
+        yield Entry("attention", "K and V", self.keys, NONE + AROUND_ATTENTION)
+        yield Entry("attention", "output of attention", self.queries, NONE + OPERATORS)
+        yield Entry("attention", "log-sum-exp", self.log_sum_exp, NONE + OPERATORS)
+        yield Entry("attention", "output of the output matrix", self.normed, AROUND_ATTENTION)
+        yield Entry("attention", "further norms", self._size(self.layer.attention_norms, self.norm_bytes), NONE)
+        yield Entry("attention", "between adapters", self.tokens * self.layer.adapter_width * self.number, NONE)
+
+    def _swap(self) -> Iterator[Entry]:
+        if not self.swapped_share:
+            return
+        yield Entry("swap", "output for the next matrix", self.queries, NONE + OPERATORS)
+        if self.swapped_share == 1:
+            swapped = self.queries + self.keys
+            yield Entry("swap", "swapped Q, K and V", swapped, OPERATORS, spared=swapped)
+        else:  # attention runs twice
+            second = round(self.swapped_share * (2 * self.queries + self.keys + self.log_sum_exp))
+            yield Entry("swap", "Q, K, V, output and log-sum-exp of the second run", second, NONE + OPERATORS)
+
+    def _mlp(self) -> Iterator[Entry]:
+        tiled = self.train.mlp_tile_tokens is not None
+        outputs = (self.layer.mlp_matrices - 1) * (self.mlp - self.turn if tiled else self.mlp)
+        yield Entry("mlp", "input of the norm", self.norm, NONE)
+        yield Entry("mlp", "output of the norm", self.normed, NONE)
+        yield Entry("mlp", "outputs of the first matrices", outputs, NONE if tiled else NONE + MATRICES)
+        yield Entry("mlp", "activations, and their products with a gate", outputs, NONE)
+        yield Entry("mlp", "further norms", self._size(self.layer.mlp_norms, self.norm_bytes), NONE)
+        yield Entry("mlp", "logits and scores of the router", self._size(3 * self.layer.experts, FLOAT32), NONE)
+        yield Entry("mlp", "outputs of experts, for the gradients of their weights", self.routed, NONE)
+        if not tiled:
+            last = self.routed_at_once or self.normed
+            spared = min(last, (3 - self.layer.mlp_matrices) * self.mlp)
+            yield Entry("mlp", "rows into experts", self.routed_at_once, NONE)
+            yield Entry("mlp", "output of the last matrix", last, MATRICES, spared)
+
+    @property
+    def tile(self) -> int:
+        """Recomputed in backward for one tile of the MLP, if it is tiled."""
+        whole = 2 * (self.layer.mlp_matrices - 1) * self.turn + self.routed_at_once
+        return whole if self.train.mlp_tile_tokens else 0
+
+    def kept(self, mode: str, part: str | None = None) -> int:
+        """Returns the bytes that a mode of recomputation keeps, in all parts or in one."""
+        return sum(entry.size for entry in self.entries if mode in entry.kept_by and part in (None, entry.part))
+
+    def recomputed(self, mode: str) -> int:
+        """Returns the bytes that recomputation in a mode adds to what forward kept."""
+        added = sum(entry.size for entry in self.entries if "none" in entry.kept_by and mode not in entry.kept_by)
+        return added - sum(entry.spared for entry in self.entries if mode in entry.kept_by)
