@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from longctx.config.problems import Problem
 from longctx.config.run import Config
 from longctx.model.router_names import EXPERT_OPTIONS, ROUTERS, WITH_BIAS
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import divisors
 
 

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, fields, replace
 
 from longctx.config import Config
 from longctx.memory.kernels import FLOAT32, kernel_workspace
-from longctx.model.spec import ModelSpec
-from longctx.parallel.pipeline import layers_of_ranks
+from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.cost.work import ELEMENT_BYTES, layers_of_ranks
 from longctx.training.loss import tokens_at_once
-from longctx.training.run_profile import ELEMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
 from longctx.model.protocol import Model, generator_of
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""

@@ -8,7 +8,7 @@ are not counted, so they lower MFU.
 import re
 from collections.abc import Sequence
 
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 FORWARD_AND_BACKWARD = 3
 PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
