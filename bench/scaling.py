@@ -28,10 +28,10 @@ from longctx.comparison.splits.search import memory_of, possible_splits, search
 from longctx.comparison.splits.table import schedule_name
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.rounds import choose_rounds

@@ -49,7 +49,6 @@ ROOMS_OF_PLANNING = {
     "": {"cost", "planners"},
     "cost": {""},
     "planners": {"", "cost"},
-    "calibration": {"", "cost"},
 }
 """The same inside of planning, where "" is its front: plan, layout, assignment, planner, validation."""
 

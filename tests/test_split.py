@@ -16,8 +16,8 @@ from longctx.comparison.splits.search import TOO_LARGE, TOO_LONG, PlannedSplit, 
 from longctx.config import Config, check, load
 from longctx.errors import UserError
 from longctx.model.presets import PRESETS, ModelShape
-from longctx.parallel.pipeline import layers_of_ranks
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.work import layers_of_ranks
 from longctx.planning.planner import make_plan
 from longctx.training.metrics import model_flops
 

@@ -28,11 +28,11 @@ from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import Memory, RankMemory
-from longctx.model.spec import ModelSpec
 from longctx.parallel import mesh as mesh_module
 from longctx.parallel.mesh import Mesh, make_groups
 from longctx.parallel.offload import Offload
 from longctx.parallel.recompute import apply_recompute
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import Plan
 from longctx.training import build
 from longctx.training import trainer as training

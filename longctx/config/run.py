@@ -26,8 +26,8 @@ from longctx.config.settings import (
     TrainSection,
 )
 from longctx.model.source import ModelSource, NewDecoder, adapted, pretrained
-from longctx.model.spec import ModelSpec
 from longctx.planning.cost.pipeline import Pipeline
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import longest_document
 
 FLOAT8_ROWS = 16

@@ -10,6 +10,7 @@ from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import Lora
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
+from longctx.planning.cost.pipeline import Schedule
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
@@ -270,7 +271,7 @@ class ParallelSection(Section):
     pipeline_parallel_size: int = Field(
         1, ge=1, le=MOST_RANKS, description="pipeline parallel size: ranks that the layers are split over"
     )
-    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = Field(
+    pipeline_schedule: Schedule = Field(
         "1f1b",
         description="pipeline schedule; gpipe: all forward passes, then all backward; 1f1b: forward and backward alternate, "
         "with the fewest activations in memory; interleaved: 1f1b with several stages per rank, for a smaller bubble; "

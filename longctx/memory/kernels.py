@@ -11,8 +11,8 @@ from longctx.attention.kernels import KERNELS, Request
 from longctx.attention.kernels.flash import Flash
 from longctx.attention.kernels.flash_libraries import LIBRARIES
 from longctx.config import Config
-from longctx.model.spec import LayerSpec
-from longctx.training.run_profile import ELEMENT_BYTES
+from longctx.planning.cost.spec import LayerSpec
+from longctx.planning.cost.work import ELEMENT_BYTES
 
 FLOAT32 = 4
 

@@ -29,7 +29,7 @@ from longctx.model.encoders import auto_class, check_direction, other_objective
 from longctx.model.experts import leaves_gradients
 from longctx.model.protocol import Head, MakeAttention, Model
 from longctx.model.source import ROUTERS
-from longctx.model.spec import LayerSpec, ModelSpec
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 
 OURS = "hf."
 """Prefix of the parameters of the model of transformers in `TransformersModel`."""

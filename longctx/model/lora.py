@@ -21,7 +21,7 @@ from longctx.model.conversion import Tensors
 from longctx.model.huggingface import OURS, TransformersModel, TransformersSource
 from longctx.model.protocol import Model, generator_of
 from longctx.model.source import ALL_LINEAR, Lora, LoraError
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 ADAPTER = "default"
 """Name that peft gives to an adapter by default."""

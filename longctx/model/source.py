@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from longctx.errors import UserError, install
 from longctx.model.presets import ModelShape
-from longctx.model.spec import ModelSpec
+from longctx.planning.cost.spec import ModelSpec
 
 if TYPE_CHECKING:
     from longctx.model.checkpoint_files import CheckpointFiles

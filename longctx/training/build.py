@@ -16,7 +16,6 @@ from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.protocol import MakeAttention, Model, StagedModel
 from longctx.model.source import ModelSource
-from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.compilation import compile_blocks
 from longctx.parallel.environment import Launch, host_threads, share_compilers
 from longctx.parallel.expert import sparse_layers, split_experts
@@ -24,11 +23,13 @@ from longctx.parallel.float8 import convert_to_float8
 from longctx.parallel.host_memory import returned_when_freed
 from longctx.parallel.mesh import Mesh, join
 from longctx.parallel.offload import Offload
-from longctx.parallel.pipeline import PipelineRun, Stage, split_layers
+from longctx.parallel.pipeline import PipelineRun, Stage
 from longctx.parallel.recompute import apply_recompute
 from longctx.parallel.sharding import initialize_sharded, reshard, shard
 from longctx.parallel.tensor import parallelize
+from longctx.planning.cost.spec import LayerSpec, ModelSpec
 from longctx.planning.cost.ulysses import choose_ulysses_degree
+from longctx.planning.cost.work import split_layers
 from longctx.planning.layout import Layout
 from longctx.planning.plan import Plan
 from longctx.training.clock import StepClock

@@ -21,12 +21,12 @@ from longctx.config import Config
 from longctx.errors import UserError
 from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
-from longctx.model.spec import ModelSpec
 from longctx.planning.assignment import Integers, least_degrees
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
 from longctx.planning.cost.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
+from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.layout import divisors
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
