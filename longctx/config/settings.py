@@ -1,7 +1,7 @@
 """Declares the settings: one class per section, one field per setting, each with type, default, bounds and description."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -14,6 +14,9 @@ from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
 """Upper bound on tokens, steps and other numbers; keeps costs within 64 bits."""
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -212,7 +215,7 @@ class ContextSection(Section):
     degree: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="degree in mode static (null: the best degree of every step)"
     )
-    bins: dict[int, int] | None = Field(
+    bins: dict[Annotated[int, Field(ge=1, le=LARGEST)], Annotated[int, Field(ge=1, le=MOST_RANKS)]] | None = Field(
         None, description="table of mode bins, {maximum length: degree, ...} (null: derived from the profile)"
     )
     profile: str | None = Field(
@@ -416,7 +419,7 @@ class OptimizerSection(Section):
         None, ge=1, le=LARGEST, description="steps of the whole schedule, if another run continues this one (null: train.steps)"
     )
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False, description="decay rates of the two moments, each in [0, 1)")
     eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
     clip_grad_norm: float | None = Field(1.0, gt=0, description="maximum norm of the gradient (null: no clipping)")
 
