@@ -141,6 +141,8 @@ def _save(plan: "Plan", baseline: "Plan | None", source: str, path: Path) -> Non
 
 def parse_bins(text: str) -> dict[int, int]:
     """Parses `8192:1,32768:4` as {8192: 1, 32768: 4}."""
+    from longctx.planning.planners.bins import table_problem
+
     bins: dict[int, int] = {}
     for part in text.split(","):
         length, degree = (whole_number(number.strip()) for number in part.partition(":")[::2])
@@ -149,8 +151,8 @@ def parse_bins(text: str) -> dict[int, int]:
         if length in bins:
             raise argparse.ArgumentTypeError(f"bin {length} is given twice")
         bins[length] = degree
-    if list(bins) != sorted(bins) or list(bins.values()) != sorted(bins.values()):
-        raise argparse.ArgumentTypeError(f"{text!r}: lengths must be ascending, and degrees must not decrease with length")
+    if problem := table_problem(bins):
+        raise argparse.ArgumentTypeError(f"{text!r}: {'; '.join(problem)}")
     return bins
 
 
