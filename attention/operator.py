@@ -91,9 +91,9 @@ def _watched(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 class _Sent(torch.autograd.Function):
-    """Returns x and `begun`. In backward, `begun` has no gradient before x has: `finish` needs it, so it comes later.
+    """Returns x and `begun`. Makes `finish` depend on the gradient of x, so that backward runs it last.
 
-    Autograd alone would run `finish` last, as its node is the oldest, but compilers move what does not depend on each other.
+    Autograd alone would do so too, as the node of `finish` is the oldest, but compilers reorder independent operations.
     """
 
     @staticmethod

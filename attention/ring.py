@@ -57,8 +57,7 @@ def ring_attention(
         sink_logits: [q_heads], learned logits that take part in every softmax but have no value, as in gpt-oss.
         kernel: `auto` or the name of a kernel (`longctx.attention.kernels.KERNELS`).
         keep_kv: keep received K and V until backward instead of fetching them again.
-        deterministic: use the deterministic backward of flash attention libraries, which is slower: two runs are then bitwise
-            identical. The other kernels always are.
+        deterministic: use the slower backward of flash attention libraries of which two runs are bitwise identical.
         ranks_per_node: number of consecutive ranks per node for two-level exchange, in which rows cross the network once per
             node and are then passed on inside it. None: rows go directly to every rank that needs them.
 

@@ -27,7 +27,7 @@ from random import Random
 
 from longctx.data.store import Store
 from longctx.errors import UserError
-from longctx.training import checkpoint
+from longctx.training.saved import checkpoint
 from tests.training_cases import make_store
 from tools.fuzz_inputs import FULL, LIMIT_S, LONGEST_MESSAGE, TINY, Fuzzer
 from tools.fuzz_kills import Killer, Soak

@@ -19,7 +19,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from bench.harness import Table, command, device_facts, facts
 from longctx.parallel.peers import Peers
-from longctx.training.saving import Saver
+from longctx.training.saved.saving import Saver
 
 COLUMNS = ["what", "parameters", "waits_s", "written_s", "share"]
 WIDTH = 2048

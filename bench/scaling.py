@@ -35,7 +35,7 @@ from longctx.planning.cost.model import NANOSECONDS, score
 from longctx.planning.plan import PlanCost, PlanError
 from longctx.planning.planner import make_plan
 from longctx.planning.rounds import choose_rounds
-from longctx.training.utilisation import model_flops
+from longctx.training.metrics import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 PROFILE, MIX = "h100-nvlink-ib", "wlb_128k"

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from harness import Table, command, device_facts, facts, make_store, options
-from longctx.training.utilisation import model_flops
+from longctx.training.metrics import model_flops
 from training_rows import MEMORY_SHARE, Gpu, Option, Run, runs
 
 START_S = 40.0  # generous time until the first step of a run; no row is started with less time left

@@ -18,7 +18,7 @@ from longctx.memory.advisor import as_override, heaviest
 from longctx.memory.model import estimate
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.recompute import MODES
-from longctx.training.utilisation import peak_flops
+from longctx.training.metrics import peak_flops
 
 MODELS, LENGTHS = ("1b", "3b"), (32768, 131072, 524288)
 STACK_LAYERS, STACK_TOKENS = 2, 1_048_576  # few layers of the 8B model, as a step takes minutes per layer

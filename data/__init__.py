@@ -1,4 +1,9 @@
-"""From text to packed micro-batches: corpus, tokenizer, store, sampler, packing, loader."""
+"""From text to packed micro-batches.
+
+The modules stand side by side in the order of that path: `corpus`, `readers`, `formats` and `messages` read; `tokenizer`,
+`pretrained`, `chat`, `template` and `markup` encode; `request`, `prepare`, `store_folder` and `writer` write a store; `store`,
+`sampler`, `mixture`, `masking`, `packing` and `loader` read it for training.
+"""
 
 if __name__ != "longctx.data":
     raise ImportError("import this package as `longctx.data`, not by its folder's bare name `data`")

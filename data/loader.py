@@ -140,8 +140,8 @@ class Loader(Iterator[StepBatch]):
     def continue_from(self, state: dict[str, Any]) -> None:
         """Continues after a saved position of another run, which may have used other documents.
 
-        A store that is cut into the same pieces as before, and is again alone or again in a mix, continues in its order. Any
-        other store that was read before begins its next epoch, so that it does not begin with the same documents again.
+        A store continues where it stopped if its pieces and its role (alone or in a mix) are unchanged. Any other store that
+        was read before begins its next epoch, so that it does not begin with the same documents again.
         Raises LoaderError if the seed or the share of held-out documents differs.
         """
         state = self._checked(state, ("seed", "held_out"))

@@ -47,8 +47,8 @@ class MicroBatch:
         positions: int64 `[T]`; position in the document, from 0; padding is 0.
         later_tokens, later_labels: int64 `[T, ahead]`; tokens and labels of the positions 1, 2, … ahead in the same document,
             for multi-token prediction; 0 and -100 behind its end and in padding.
-        source: what an encoder-decoder's encoder reads; None for other models. All others are then of the targets: tokens are
-            the start token and all tokens of the target but the last, labels the target.
+        source: what an encoder-decoder's encoder reads; None for other models. The other fields then describe the target:
+            tokens are the start token and target[:-1], labels are the target.
     """
 
     index: int
@@ -207,13 +207,30 @@ def pack_seq2seq(
     Raises PackingError if the documents do not match the plan, or have an empty part.
     """
     read, written = ([np.asarray(document, np.int64) for document in part] for part in (sources, targets))
-    wanted = written if labels is None else [np.asarray(label, np.int64) for label in labels]
-    if not len(read) == len(written) == len(wanted) == len(plan.lengths):
+    expected = written if labels is None else [np.asarray(label, np.int64) for label in labels]
+    _check_seq2seq(plan, read, written, expected)
+    inputs = [np.append(start_token, target[:-1]) for target in written]
+
+    def of(documents: Sequence[_Ids], targets: Sequence[_Ids]) -> _Read:
+        return lambda document, start, stop: (documents[document][start:stop], targets[document][start:stop])
+
+    micro_batches = []
+    for index, placements in enumerate(plan.micro_batches):
+        cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
+        encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
+        decoded = _fill(cross.targets, of(inputs, expected), pad_to_multiple_of)
+        micro_batches.append(replace(decoded, source=Source(cross.sources, cross, encoded.tokens, encoded.positions)))
+    return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in expected)
+
+
+def _check_seq2seq(plan: Plan, sources: list[_Ids], targets: list[_Ids], labels: list[_Ids]) -> None:
+    """Raises PackingError if the documents do not match the plan, or have an empty part."""
+    if not len(sources) == len(targets) == len(labels) == len(plan.lengths):
         raise PackingError(
-            f"there are {len(read)} sources, {len(written)} targets and {len(wanted)} labels, but the plan has "
+            f"there are {len(sources)} sources, {len(targets)} targets and {len(labels)} labels, but the plan has "
             f"{len(plan.lengths)} documents: make it from these documents"
         )
-    for document, (source, target, label) in enumerate(zip(read, written, wanted, strict=True)):
+    for document, (source, target, label) in enumerate(zip(sources, targets, labels, strict=True)):
         if source.ndim != 1 or target.ndim != 1 or label.shape != target.shape:
             raise PackingError(
                 f"document {document} has a source of shape {list(source.shape)}, a target of {list(target.shape)} and labels "
@@ -224,18 +241,6 @@ def pack_seq2seq(
                 f"document {document} has {len(source)} source and {len(target)} target tokens, but in the plan "
                 f"{plan.lengths[document]}: give one or more of each, and plan their sum"
             )
-    inputs = [np.append(start_token, target[:-1]) for target in written]
-
-    def of(documents: Sequence[_Ids], targets: Sequence[_Ids]) -> _Read:
-        return lambda document, start, stop: (documents[document][start:stop], targets[document][start:stop])
-
-    micro_batches = []
-    for index, placements in enumerate(plan.micro_batches):
-        cross = CrossLayout.of(placements, list(map(len, written)), placements, list(map(len, read)), index, rank)
-        encoded = _fill(cross.sources, of(read, read), pad_to_multiple_of)
-        decoded = _fill(cross.targets, of(inputs, wanted), pad_to_multiple_of)
-        micro_batches.append(replace(decoded, source=Source(cross.sources, cross, encoded.tokens, encoded.positions)))
-    return micro_batches, sum(int((label != IGNORED_LABEL).sum()) for label in wanted)
 
 
 def _arrays(name: str, documents: Sequence[Tokens], plan: Plan) -> list[_Ids]:

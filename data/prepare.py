@@ -18,11 +18,11 @@ import numpy as np
 from longctx import tokenizer_files
 from longctx.checksums import checksums
 from longctx.data.chat import CHATML, TEMPLATE_FILE
-from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import STANDARD_LIBRARY, Corpus, Found, open_corpus
 from longctx.data.encode import Encoder
 from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import TOKENIZER, TOKENIZER_FILES, Manifest, StoreError
+from longctx.data.pretrained import Pretrained
 from longctx.data.readers import CorpusError
 from longctx.data.request import Request
 from longctx.data.store_folder import NOTES, partial_folder, present, put_in_place
@@ -112,12 +112,12 @@ def _write(request: Request, folder: Path, workers: int | None, progress: Progre
     tokenizer = _tokenizer(folder, request.corpus, request.given, request.vocab_size, progress)
     if request.given is not None and not tokenizer.is_bytes:
         _check_covered(tokenizer, request.corpus)
-    checkpoint, template = request.checkpoint, request.template
-    if checkpoint is not None:
-        _copy_files(folder / TOKENIZER_FILES, checkpoint, request.templates)
+    pretrained, template = request.pretrained, request.template
+    if pretrained is not None:
+        _copy_files(folder / TOKENIZER_FILES, pretrained, request.templates)
     encoder = Encoder(
         tokenizer,
-        np.zeros(0, tokenizer.dtype) if checkpoint is None else checkpoint.begin,
+        np.zeros(0, tokenizer.dtype) if pretrained is None else pretrained.begin,
         markup=None if template is None else template.markup,
         template=template,
         train_on=request.train_on,
@@ -128,7 +128,7 @@ def _write(request: Request, folder: Path, workers: int | None, progress: Progre
     parts = write_parts(folder, request.corpus, encoder, found, progress=progress)
     _check_targets(request.corpus, found, parts, request.max_length)
     conversations = bool(set(found.formats) - {"text"})
-    if checkpoint is not None and request.templates is None and conversations:
+    if pretrained is not None and request.templates is None and conversations:
         (folder / TOKENIZER_FILES / TEMPLATE_FILE).write_text(CHATML, "utf-8", newline="")
     fingerprint = request.fingerprint(tokenizer, found, conversations)
     write_dataset_files(folder, tokenizer, parts, fingerprint)
@@ -172,10 +172,10 @@ def _training_texts(corpus: Corpus, progress: Progress) -> Iterator[str]:
     progress("training the tokenizer", 1)
 
 
-def _copy_files(folder: Path, checkpoint: Checkpoint, templates: Mapping[bool, str] | None) -> None:
-    """Copies the checkpoint's files, and writes the template if it is not the checkpoint's."""
-    tokenizer_files.copy(checkpoint.files, checkpoint.folder, folder)
-    if templates is not None and templates != checkpoint.templates:
+def _copy_files(folder: Path, pretrained: Pretrained, templates: Mapping[bool, str] | None) -> None:
+    """Copies the files of a pretrained model, and writes the template if it is another one."""
+    tokenizer_files.copy(pretrained.files, pretrained.folder, folder)
+    if templates is not None and templates != pretrained.templates:
         folder.mkdir(exist_ok=True)
         (folder / TEMPLATE_FILE).write_text(templates[False], "utf-8", newline="")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from longctx.data.chat import TRAIN_ON, ChatError, ChatML
-from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import Corpus, Found
 from longctx.data.formats import PAIRS, READING
 from longctx.data.manifest import VERSION
 from longctx.data.markup import Markup
+from longctx.data.pretrained import Pretrained
 from longctx.data.template import Template, marks_generation
 from longctx.data.tokenizer import Tokenizer, TokenizerError
 
@@ -25,7 +25,7 @@ class Request:
         corpus: source.
         tokenizer: name as given.
         given: tokenizer; None: one is trained.
-        checkpoint: checkpoint that the tokenizer comes from, if any.
+        pretrained: pretrained model that the tokenizer comes from, if any.
         templates: Jinja templates without (False) and with tools (True); None: ChatML.
         template: the templates, ready to render; None: ChatML.
         vocab_size, chat_template, train_on, max_length: as in `prepare`.
@@ -38,7 +38,7 @@ class Request:
     corpus: Corpus
     tokenizer: str
     given: Tokenizer | None
-    checkpoint: Checkpoint | None
+    pretrained: Pretrained | None
     templates: Mapping[bool, str] | None
     template: Template | None
     vocab_size: int
@@ -66,27 +66,27 @@ class Request:
             raise ChatError(f"train_on is {train_on!r}: it must be one of {', '.join(TRAIN_ON)}")
         if max_length is not None and max_length < 2:
             raise ChatError(f"max_length is {max_length}: it must be at least 2, as the first token is never a target")
-        given, checkpoint = _given_tokenizer(tokenizer, end_of_document)
-        templates = _with_variables(_templates(checkpoint, chat_template), variables)
+        given, pretrained = _given_tokenizer(tokenizer, end_of_document)
+        templates = _with_variables(_templates(pretrained, chat_template), variables)
         settings: dict[str, Any] = {"train_on": train_on} if train_on != "assistant" else {}
         if max_length is not None:
             settings["max_length"] = max_length
         template = None
-        if checkpoint is not None:
-            settings["begin"] = checkpoint.begin.tolist()
-            files = [(checkpoint.folder / file).read_bytes() for file in checkpoint.files]
+        if pretrained is not None:
+            settings["begin"] = pretrained.begin.tolist()
+            files = [(pretrained.folder / file).read_bytes() for file in pretrained.files]
             settings["files"] = [hashlib.sha256(file).hexdigest() for file in files]
-        if checkpoint is not None and templates is not None:
-            settings["template"] = [[*item] for item in templates.items()], dict(checkpoint.variables), checkpoint.ends
-            markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
-            template = Template(templates, checkpoint.variables, markup, checkpoint.ends, train_on)
+        if pretrained is not None and templates is not None:
+            settings["template"] = [[*item] for item in templates.items()], dict(pretrained.variables), pretrained.ends
+            markup = Markup(pretrained.tokenizer.text, pretrained.tokenizer.dtype)
+            template = Template(templates, pretrained.variables, markup, pretrained.ends, train_on)
         late_end = template.ends_no_turn if template is not None else given is None or ChatML(given).ends_as_text
         ends = {"end": True} if late_end and train_on != "all" else {}
         return cls(
             corpus,
             tokenizer,
             given,
-            checkpoint,
+            pretrained,
             templates,
             template,
             vocab_size,
@@ -136,28 +136,28 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Checkpoint | None]:
-    """Returns the tokenizer (None: it must be trained) and its checkpoint, if it comes from one."""
+def _given_tokenizer(tokenizer: str, end_of_document: str | None) -> tuple[Tokenizer | None, Pretrained | None]:
+    """Returns the tokenizer (None: it must be trained) and the pretrained model that it comes from, if any."""
     if tokenizer == "bpe":
         return None, None
     if tokenizer == "bytes":
         return Tokenizer.bytes(), None
     if tokenizer.endswith(".json") or Path(tokenizer).is_file():
         return Tokenizer.load(Path(tokenizer), end_of_document), None
-    checkpoint = Checkpoint.load(tokenizer, end_of_document)
-    return checkpoint.tokenizer, checkpoint
+    pretrained = Pretrained.load(tokenizer, end_of_document)
+    return pretrained.tokenizer, pretrained
 
 
-def _templates(checkpoint: Checkpoint | None, chat_template: str) -> Mapping[bool, str] | None:
+def _templates(pretrained: Pretrained | None, chat_template: str) -> Mapping[bool, str] | None:
     """Returns the Jinja templates without (False) and with tools (True); None: ChatML."""
-    if chat_template == "chatml" or (chat_template == "auto" and checkpoint is None):
+    if chat_template == "chatml" or (chat_template == "auto" and pretrained is None):
         return None
-    if checkpoint is None:
+    if pretrained is None:
         raise TokenizerError(
             f"--chat-template {chat_template} needs the special tokens of a checkpoint: give its folder as --tokenizer"
         )
     if chat_template == "auto":
-        return checkpoint.templates
+        return pretrained.templates
     try:
         text = Path(chat_template).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -5,11 +5,11 @@ from longctx.errors import shell
 from longctx.model.source import lines_on
 from longctx.training.build import computed_by
 from longctx.training.checks import check_family
-from longctx.training.export import export, how_to_load
-from longctx.training.first_steps import mix_lines
+from longctx.training.data import mix_lines
 from longctx.training.metrics import mean_speed
 from longctx.training.run import Run
 from longctx.training.run_profile import run_profile
+from longctx.training.saved.export import export, how_to_load
 from longctx.training.trainer import Trainer
 from longctx.units import format_count
 

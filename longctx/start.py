@@ -21,7 +21,6 @@ from longctx.parallel.float8 import check_float8
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.peers import Peers
 from longctx.report import print_end, print_start
-from longctx.training import checkpoint
 from longctx.training.agreement import RanksDiffer, identity, require_same
 from longctx.training.assembly import assemble
 from longctx.training.build import attention_requests, join_run
@@ -29,9 +28,10 @@ from longctx.training.checks import check_export, check_model, check_pairs, chec
 from longctx.training.health import NonFiniteLoss
 from longctx.training.metrics import check_wandb
 from longctx.training.run import Run
-from longctx.training.run_folder import only_run_in, open_run_folder
 from longctx.training.run_profile import ProfilesDiffer
-from longctx.training.saving import NotWritten
+from longctx.training.saved import checkpoint
+from longctx.training.saved.run_folder import only_run_in, open_run_folder
+from longctx.training.saved.saving import NotWritten
 from longctx.training.stop_signal import StopSignal
 
 ON_EVERY_RANK = (RanksDiffer, DoesNotFit, NonFiniteLoss, ProfilesDiffer, checkpoint.NoCheckpoint, NotWritten)

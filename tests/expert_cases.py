@@ -17,8 +17,8 @@ from longctx.model.experts import Experts, SparseMLP
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel import expert
 from longctx.parallel.mesh import make_groups
-from longctx.training.balance import Balance
 from longctx.training.metrics import StepMetrics
+from longctx.training.objectives.balance import Balance
 from tests.training_cases import start, train
 
 TINY_MOE = [

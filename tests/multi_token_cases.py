@@ -12,8 +12,8 @@ from longctx.data.packing import pack_documents
 from longctx.model.decoder import Decoder, PredictionBlock
 from longctx.model.presets import ModelShape
 from longctx.planning.layout import Placement
-from longctx.training.loss import cross_entropy_sum
-from longctx.training.multi_token import MultiTokenLoss
+from longctx.training.objectives.loss import cross_entropy_sum
+from longctx.training.objectives.multi_token import MultiTokenLoss
 from tests.data_cases import placed_plan
 
 FACTOR = 0.3
@@ -85,4 +85,4 @@ def in_one_buffer(
     later = extra.later(batch, head, max(1, targets), torch.device("cpu"))
     attention = packed_attention(batch.layout, 1, kernel="reference")
     loss = made(batch.tokens, batch.positions, attention, head, None, later)
-    return loss, extra.end_step()
+    return loss, {"mtp_loss": extra.end_step()}

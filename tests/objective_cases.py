@@ -7,7 +7,7 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.training.metrics import StepMetrics
-from longctx.training.objective import Objective, StepWeights, documents_of
+from longctx.training.objectives.objective import Objective, StepWeights, documents_of
 from tests.training_cases import start
 
 

@@ -6,6 +6,7 @@ import json
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -17,8 +18,9 @@ from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
+from longctx.model.checkpoint_files import CheckpointFiles
+from longctx.training.objectives.reference import Reference
 from longctx.training.optimizer import learning_rate
-from longctx.training.reference import Reference
 from tests.data_cases import text_of, write_jsonl
 from tests.lora_cases import ALPHA, RANK, Tensors, weights_of, whole
 from tests.training_cases import SMALL, start
@@ -52,6 +54,17 @@ def make_pairs(folder: Path, lengths: tuple[tuple[int, int, int], ...] = LENGTHS
     source = write_jsonl(folder / "pairs.jsonl", records)
     prepare(open_corpus(str(source)), folder / "store", tokenizer="bytes")
     return folder / "store"
+
+
+def baseless(*arguments: Any) -> dict[str, Any]:
+    """`run` of a version that does not compare the checkpoint that a run began from."""
+    with mock.patch.object(CheckpointFiles, "fingerprint", "the same"):
+        return run(*arguments)
+
+
+def baseless_fails(*arguments: Any) -> str:
+    with mock.patch.object(CheckpointFiles, "fingerprint", "the same"):
+        return run_fails(*arguments)
 
 
 def run(store: Path, folder: Path, settings: list[str], resume: bool = False) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from longctx.model.huggingface import TransformersModel
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import make_groups
 from longctx.training.build import build_model
-from longctx.training.export import export
 from longctx.training.optimizer import make_optimizer
-from longctx.training.saving import Saver
+from longctx.training.saved.export import export
+from longctx.training.saved.saving import Saver
 from tests.workers import Workers
 
 HIDDEN, MLP, LAYERS, VOCABULARY = 1024, 4096, 16, 4096

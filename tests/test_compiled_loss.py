@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from longctx.training import loss
-from longctx.training.loss import cross_entropy_sum
+from longctx.training.objectives import loss
+from longctx.training.objectives.loss import cross_entropy_sum
 
 SIZES = (37, 12, 1, 0, 130, 5)
 """Tokens of the cases; with chunks of 16, also chunks of 5, 10 and 2 rows."""

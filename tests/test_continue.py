@@ -14,11 +14,11 @@ from longctx.cli import main
 from longctx.config import Config, load
 from longctx.data.loader import Loader
 from longctx.parallel.mesh import Mesh, make_groups
-from longctx.training import checkpoint
 from longctx.training.assembly import assemble
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import RunData, build_loader
 from longctx.training.run import Run
+from longctx.training.saved import checkpoint
+from longctx.training.saved.checkpoint import Checkpoint
 from longctx.training.trainer import Trainer
 from tests.data_cases import byte_store
 from tests.training_cases import SMALL

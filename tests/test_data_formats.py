@@ -16,7 +16,7 @@ from longctx.data.loader import Loader
 from longctx.data.packing import StepBatch
 from longctx.data.prepare import prepare
 from longctx.data.store import Store
-from longctx.training.objective import TokenMean
+from longctx.training.objectives.objective import TokenMean
 from tests.data_cases import placed_plan, text_of, write_jsonl
 from tests.template_cases import TOOLS, call
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from longctx.cli import main
 from longctx.data import IGNORED_LABEL
 from longctx.data.chat import ChatError
-from longctx.data.checkpoint import Checkpoint
 from longctx.data.corpus import CorpusError, open_corpus
 from longctx.data.manifest import StoreError
 from longctx.data.markup import Markup
 from longctx.data.prepare import prepare
+from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.template import Template
 from longctx.data.tokenizer import TokenizerError
@@ -164,7 +164,7 @@ def test_a_template_that_does_not_show_its_turns_is_refused(checkpoints: dict[st
 def test_any_contents(checkpoints: dict[str, Path], loaded: dict[str, Any], contents: list[str], name: str) -> None:
     """Also with private-use characters in the source. Where prefixes apply, they give the same spans as the other methods."""
     family, messages = FAMILIES[name], chat(*contents[: len(contents) // 2 * 2])
-    checkpoint = Checkpoint.load(str(checkpoints[name]))
+    checkpoint = Pretrained.load(str(checkpoints[name]))
     assert checkpoint.templates is not None
     markup = Markup(checkpoint.tokenizer.text, checkpoint.tokenizer.dtype)
     template = Template(checkpoint.templates, checkpoint.variables, markup, checkpoint.ends)
@@ -259,7 +259,7 @@ def test_folders_without_a_tokenizer(tmp_path: Path, files: dict[str, str], says
     for name, content in files.items():
         (tmp_path / "checkpoint" / name).write_text(content, "utf-8")
     with pytest.raises(TokenizerError, match=says):
-        Checkpoint.load(str(tmp_path / "checkpoint"))
+        Pretrained.load(str(tmp_path / "checkpoint"))
 
 
 def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints: dict[str, Path]) -> None:
@@ -273,13 +273,13 @@ def test_the_hub_is_asked_for_names(monkeypatch: pytest.MonkeyPatch, checkpoints
         return str(checkpoints["SmolLM2"])
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert Checkpoint.load("us/small").tokenizer.end_of_document_token == "<|im_end|>"
+    assert Pretrained.load("us/small").tokenizer.end_of_document_token == "<|im_end|>"
     with pytest.raises(
         TokenizerError, match=r"'us/away' is not a local file or folder, and cannot be downloaded .*no route to host; give"
     ):
-        Checkpoint.load("us/away")
+        Pretrained.load("us/away")
     with pytest.raises(TokenizerError, match="neither a file, nor a folder, nor a name on the hub"):
-        Checkpoint.load("../no/such/folder")
+        Pretrained.load("../no/such/folder")
     assert asked == ["us/small", "us/away"]
 
 

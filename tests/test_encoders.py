@@ -21,9 +21,9 @@ from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import pretrained
 from longctx.parallel.mesh import make_groups
 from longctx.training.assembly import assemble
+from longctx.training.metrics import model_flops
 from longctx.training.run import Run
 from longctx.training.run_profile import work_of
-from longctx.training.utilisation import model_flops
 from tests.encoder_cases import KINDS, MASKED, build_encoder, make_batch, reference, save_checkpoint, step
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless

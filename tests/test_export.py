@@ -20,10 +20,10 @@ from longctx.model.checkpoint_writer import CheckpointWriter, Planned
 from longctx.model.decoder import Decoder
 from longctx.model.presets import ModelShape
 from longctx.report import how_to_export
-from longctx.training import checkpoint
-from longctx.training.checkpoint import SavedWeights
-from longctx.training.checkpoint_io import CheckpointError
-from longctx.training.export import ExportError, export
+from longctx.training.saved import checkpoint
+from longctx.training.saved.checkpoint import SavedWeights
+from longctx.training.saved.checkpoint_io import CheckpointError
+from longctx.training.saved.export import ExportError, export
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
 from tests.test_decoder_options import attention_of

@@ -15,10 +15,10 @@ from longctx.config import load
 from longctx.data.corpus import open_corpus
 from longctx.data.prepare import prepare
 from longctx.parallel.mesh import make_groups
-from longctx.training import checkpoint
 from longctx.training.assembly import assemble
-from longctx.training.export import export
 from longctx.training.run import Run
+from longctx.training.saved import checkpoint
+from longctx.training.saved.export import export
 from tests.data_cases import write_jsonl
 from tests.huggingface_cases import build_model
 from tests.template_cases import FAMILIES

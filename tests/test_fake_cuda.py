@@ -16,7 +16,7 @@ from longctx.config import Config, load
 from longctx.memory.loads import micro_batch_loads
 from longctx.memory.model import RankMemory
 from longctx.planning.plan import Plan
-from longctx.training.objective import StepWeights
+from longctx.training.objectives.objective import StepWeights
 from tests.fake_cuda import fake_cuda
 from tests.test_whole_size import FULL, LENGTHS, LONG, MODEL, PIPELINE, RANKS, RECOMPUTATION, SELECTIVE, TENSOR, VOCABULARY
 from tests.whole_size import FakeHostWaits, MadeOnHost, Traced, plan_of, traced

@@ -24,8 +24,9 @@ from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.data.tokenizer import same_tokens
 from longctx.errors import UserError
-from longctx.training.checkpoint import steps
 from longctx.training.checks import check_model
+from longctx.training.data import RunData
+from longctx.training.saved.checkpoint import steps
 from tests import launched
 from tests.evaluation_cases import save_checkpoint
 from tests.huggingface_cases import build_model
@@ -211,7 +212,7 @@ def test_the_tokenizer_is_the_one_that_transformers_builds(
     )
     config = load(None, [f"model.from_pretrained={folder}", f"data.store={raw}", "batch.tokens_per_rank=1100"], world_size=1)
     with pytest.raises(UserError, match="was prepared with another tokenizer than"):
-        check_model(config, Store.open(raw), 1)
+        check_model(config, RunData.open(config), config.model_source(), 1)
 
 
 @pytest.mark.usefixtures("quick_start")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from longctx.training.gradients import clip_gradients, norm_of, sum_of_squares
+from longctx.training.optimizer import clip_gradients, norm_of, sum_of_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from longctx.training.loss import greedy_choices, rows_with_labels
+from longctx.training.objectives.loss import greedy_choices, rows_with_labels
 from tests.host_waits import HostWaits, waits_of_a_step
 from tests.workers import Workers
 
-ONCE = {"__float__ at sum_of_squares", "__float__ at _share"}
+ONCE = {"__float__ at sum_of_squares", "__float__ at _gather"}
 RING = ["batch.tokens_per_rank=750"]
 RUNS = {
     "ring, recompute selective, bfloat16": (2, [*RING, "train.recompute=selective", "train.dtype=bfloat16"]),

@@ -22,11 +22,11 @@ from longctx.cli import main
 from longctx.data import mapped
 from longctx.data.manifest import Manifest, StoreError
 from longctx.data.store import Store
-from longctx.training import checkpoint, saving
-from longctx.training.checkpoint import Checkpoint, NoCheckpoint, SavedWeights
-from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.metrics import MetricsLog, mean_speed
-from longctx.training.run_folder import RunFolderError, open_run_folder
+from longctx.training.saved import checkpoint, saving
+from longctx.training.saved.checkpoint import Checkpoint, NoCheckpoint, SavedWeights
+from longctx.training.saved.checkpoint_io import CheckpointError
+from longctx.training.saved.run_folder import RunFolderError, open_run_folder
 from tests.data_cases import byte_store
 from tests.training_cases import SMALL, make_store, train_and_save
 from tests.workers import Workers

@@ -19,9 +19,9 @@ from longctx.data.store import Store
 from longctx.memory.loads import loads
 from longctx.memory.model import estimate
 from longctx.model.lora import merge, write_adapter
-from longctx.training.first_steps import plan_steps
+from longctx.training.data import plan_steps
+from longctx.training.metrics import model_flops
 from longctx.training.run_profile import work_of
-from longctx.training.utilisation import model_flops
 from tests.lora_cases import (
     gathered_losses,
     make_checkpoint,

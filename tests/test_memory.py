@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from longctx import start
 from longctx.attention.kernels import Request
 from longctx.cli import main
 from longctx.config import Config, check, load
 from longctx.config.rules import broken_rules
 from longctx.data.store import Store
-from longctx.memory import advisor, kernels
+from longctx.memory import kernels
 from longctx.memory.advisor import (
     DoesNotFit,
     as_override,
@@ -28,7 +29,7 @@ from longctx.memory.advisor import (
 from longctx.memory.loads import Load, loads
 from longctx.memory.model import Memory, RankMemory, _moments, estimate
 from longctx.model.presets import ModelShape
-from longctx.training.first_steps import plan_steps
+from longctx.training.data import plan_steps
 from longctx.units import format_bytes
 from tests.memory_cases import MODEL, ledger, peak_of_step_2
 from tests.training_cases import SMALL
@@ -315,7 +316,7 @@ def test_a_refusal_names_parts_and_the_way_out() -> None:
 def test_training_is_refused_before_it_starts(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(advisor, "available_bytes", lambda device, ranks: 1 << 20)
+    monkeypatch.setattr(start, "available_bytes", lambda device, ranks: 1 << 20)
     assert main(["train", f"--data.store={store}", f"--train.run_dir={tmp_path / 'run'}"]) == 2
     assert "only 1.00 MiB is available: no memory setting saves enough" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from longctx.attention import reference_attention
 from longctx.config import load
 from longctx.config.settings import OptimizerSection
-from longctx.data.store import Store
 from longctx.errors import UserError
 from longctx.model.decoder import Decoder, Embedding
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.rope import Rope, rotate
 from longctx.model.source import NewDecoder
 from longctx.training.checks import check_model
-from longctx.training.loss import cross_entropy_sum, log_probabilities, rows_with_labels
+from longctx.training.data import RunData
+from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities, rows_with_labels
 from longctx.training.optimizer import learning_rate, make_optimizer
 from tests.training_cases import make_store
 
@@ -142,12 +142,18 @@ def test_longer_documents_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "short").mkdir()
     (tmp_path / "long").mkdir()
     long, short = make_store(tmp_path / "long"), make_store(tmp_path / "short", (250,))
-    given = ["model.preset=tiny-gpt", f"data.store={short}", "data.max_length=1500", "batch.tokens_per_rank=1500"]
-    check_model(load(None, given), Store.open(short), 1)
-    check_model(load(None, [*given, "data.max_length=1024"]), Store.open(long), 1)
-    for more, store in (([], long), ([f"eval.store={long}", "eval.every=1"], short)):
+
+    def check(store: Path, *more: str) -> None:
+        settings = ["model.preset=tiny-gpt", "data.max_length=1500", "batch.tokens_per_rank=1500", *more]
+        config = load(None, [*settings, f"data.store={store}"])
+        data = RunData.open(config)
+        check_model(config, data, config.model_source(data.vocab_size), 1)
+
+    check(short)
+    check(long, "data.max_length=1024")
+    for store, more in ((long, []), (short, [f"eval.store={long}", "eval.every=1"])):
         with pytest.raises(UserError, match="a document has 1476 tokens, but the model has 1024 learned positions"):
-            check_model(load(None, [*given, *more]), Store.open(store), 1)
+            check(store, *more)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import Tokenizer
 from longctx.model.checkpoint_files import CheckpointFiles
 from longctx.model.huggingface import TransformersSource
-from longctx.training.model_folder import keep_model_files
+from longctx.training.saved.model_folder import keep_model_files
 from tests.data_cases import write_jsonl
 from tests.template_cases import FAMILIES, chat
 

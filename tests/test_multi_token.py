@@ -11,8 +11,8 @@ from longctx.config import ConfigError, load
 from longctx.data import IGNORED_LABEL
 from longctx.data.packing import pack_documents
 from longctx.planning.layout import Placement
-from longctx.training.export import export
 from longctx.training.metrics import StepMetrics
+from longctx.training.saved.export import export
 from tests.data_cases import placed_plan
 from tests.marks import examples
 from tests.multi_token_cases import FACTOR, TINY_MTP, decoder, document, in_one_buffer

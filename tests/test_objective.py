@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from longctx.training.loss import cross_entropy_sum, log_probabilities
 from longctx.training.metrics import StepMetrics
+from longctx.training.objectives.loss import cross_entropy_sum, log_probabilities
 from tests.marks import slow_unless
 from tests.objective_cases import OBJECTIVES, train
 from tests.workers import Workers

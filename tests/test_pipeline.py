@@ -14,7 +14,7 @@ from longctx.model.presets import PRESETS
 from longctx.parallel.pipeline import PipelineRun, split_layers
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.training.metrics import StepMetrics
-from longctx.training.objective import StepWeights
+from longctx.training.objectives.objective import StepWeights
 from longctx.training.passes import Passes
 from tests import training_cases
 from tests.training_cases import train, zero_bubble

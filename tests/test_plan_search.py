@@ -81,17 +81,15 @@ def test_a_document_too_many_for_its_micro_batch_lets_the_others_use_its_time() 
 
 
 @settings(max_examples=examples(60), deadline=None)
-@given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 24), st.sampled_from([1, 2, 4]))
-def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int, narrowest: int) -> None:
-    if narrowest > ranks:
-        return
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=30), st.integers(1, 24))
+def test_groups_are_shared_as_a_whole_and_hold_their_documents(lengths: list[int], ranks: int) -> None:
     step = Step(H100, np.array(lengths), ranks, 16384)
     height = max(int(step.single_ns.sum()) // ranks, int(step.single_ns.max()) // ranks)
-    rings = grouped_rings(step, height, narrowest)
+    rings = grouped_rings(step, height)
     if rings is None:
         return
     first, stop = rings.first_rank, rings.first_rank + rings.degree
-    assert first.min() >= 0 and stop.max() <= ranks and rings.degree.min() >= narrowest
+    assert first.min() >= 0 and stop.max() <= ranks
     same = (first[:, None] == first) & (stop[:, None] == stop)
     apart = (stop[:, None] <= first) | (first[:, None] >= stop)
     assert (same | apart).all()
@@ -186,10 +184,10 @@ def test_groups_of_next_to_no_time_end() -> None:
     """A bisection over whole nanoseconds ends even if the interval is shorter than its number of steps."""
     lengths = np.array([40, 3, 2], dtype=np.int64)
     for height in (1, 3, 436):
-        assert grouped_rings(Step(H100, lengths, 24, 41), height, 1) is None
+        assert grouped_rings(Step(H100, lengths, 24, 41), height) is None
 
 
-@pytest.mark.parametrize("changed", [{"shares": (10,), "lower_shares": ()}, {"evened": ()}])
+@pytest.mark.parametrize("changed", [{"shares": (10,)}, {"evened": ()}])
 def test_settings_that_try_less_find_a_slower_plan(changed: dict[str, object]) -> None:
     steps = [Step(H100, np.array(load_mix("magi_192k").draw(100, seed)), 16, 16384) for seed in range(6)]
     less = sum(search(step, replace(DEFAULT, **changed)).makespan_ns for step in steps)

@@ -15,11 +15,11 @@ from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.sampler import held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
-from longctx.training.preference import Preference
+from longctx.training.objectives.preference import Preference
 from tests.data_cases import placed_plan
 from tests.lora_cases import ALPHA, RANK, make_checkpoint
 from tests.marks import slow_unless
-from tests.preference_cases import SETTINGS, Plain, make_pairs, run, run_fails
+from tests.preference_cases import SETTINGS, Plain, baseless, baseless_fails, make_pairs, run
 from tests.training_cases import SMALL, make_store
 from tests.workers import Workers
 
@@ -152,29 +152,32 @@ def test_pairs_that_a_longer_run_takes_are_computed_by_the_first_weights(
 def test_a_reference_of_other_weights_is_refused_or_made_anew(
     workers: Workers, store: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
+    """Runs whose checkpoints say what they began from refuse other weights before; those of earlier versions do not."""
     mine = tmp_path / "mine"
     shutil.copytree(checkpoint, mine)
     settings = [f"model.from_pretrained={mine}", "batch.tokens_per_rank=500", "train.steps=2"]
-    workers.run(run, 1, store, tmp_path / "run", settings)
+    workers.run(baseless, 1, store, tmp_path / "run", settings)
     (weights,) = mine.glob("*.safetensors")
     tensors = load_file(weights)
     tensors["model.norm.weight"] += 0.01
     save_file(tensors, weights, metadata={"format": "pt"})
-    assert not workers.run(run, 1, store, tmp_path / "run", settings, True)[0]["computed"], "nothing is wanted of other weights"
+    assert not workers.run(baseless, 1, store, tmp_path / "run", settings, True)[0]["computed"], (
+        "nothing is wanted of other weights"
+    )
     assert (
         "the initial weights have changed: restore them"
-        in workers.run(run_fails, 1, store, tmp_path / "run", [*settings, "train.steps=4"], True)[0]
+        in workers.run(baseless_fails, 1, store, tmp_path / "run", [*settings, "train.steps=4"], True)[0]
     )
     more = [*settings, "train.steps=4", "train.dtype=bfloat16"]
-    assert "train.dtype is bfloat16, but was float32" in workers.run(run_fails, 1, store, tmp_path / "run", more, True)[0]
+    assert "train.dtype is bfloat16, but was float32" in workers.run(baseless_fails, 1, store, tmp_path / "run", more, True)[0]
     (tmp_path / "new").mkdir()
     shutil.copy(tmp_path / "run" / "reference.npz", tmp_path / "new")
-    assert workers.run(run, 1, store, tmp_path / "new", settings)[0]["computed"]
+    assert workers.run(baseless, 1, store, tmp_path / "new", settings)[0]["computed"]
     damaged = tmp_path / "new" / "reference.npz"
     damaged.write_bytes(damaged.read_bytes()[:100])
     shutil.rmtree(tmp_path / "new" / "checkpoints")
     (tmp_path / "new" / "latest").unlink()
-    assert workers.run(run, 1, store, tmp_path / "new", settings)[0]["computed"]
+    assert workers.run(baseless, 1, store, tmp_path / "new", settings)[0]["computed"]
 
 
 def test_another_store_of_validation_after_a_resume(workers: Workers, store: Path, checkpoint: Path, tmp_path: Path) -> None:
@@ -182,20 +185,20 @@ def test_another_store_of_validation_after_a_resume(workers: Workers, store: Pat
     mine, other = tmp_path / "mine", make_pairs(tmp_path, ((25, 31, 47), (12, 90, 33)))
     shutil.copytree(checkpoint, mine)
     settings = [f"model.from_pretrained={mine}", "batch.tokens_per_rank=500", "eval.every=2"]
-    expected = workers.run(run, 1, store, tmp_path / "whole", [*settings, f"eval.store={other}"])[0]["rows"][-1]
+    expected = workers.run(baseless, 1, store, tmp_path / "whole", [*settings, f"eval.store={other}"])[0]["rows"][-1]
     for folder, first in (("run", [*settings, f"eval.store={store}"]), ("late", settings[:2])):
-        workers.run(run, 1, store, tmp_path / folder, first)
+        workers.run(baseless, 1, store, tmp_path / folder, first)
         shutil.rmtree(tmp_path / folder / "checkpoints" / "step-000004")
-        found = workers.run(run, 1, store, tmp_path / folder, [*settings, f"eval.store={other}"], True)[0]["rows"][-1]
+        found = workers.run(baseless, 1, store, tmp_path / folder, [*settings, f"eval.store={other}"], True)[0]["rows"][-1]
         for key in ("validation_loss", "validation_accuracy", "validation_tokens"):
             assert found[key] == expected[key]
-    workers.run(run, 1, store, tmp_path / "refused", [*settings[:2], "train.steps=2"])
+    workers.run(baseless, 1, store, tmp_path / "refused", [*settings[:2], "train.steps=2"])
     (weights,) = mine.glob("*.safetensors")
     tensors = load_file(weights)
     tensors["model.norm.weight"] += 0.01
     save_file(tensors, weights, metadata={"format": "pt"})
     late = [*settings, "train.steps=3", f"eval.store={other}"]
-    assert "the initial weights have changed" in workers.run(run_fails, 1, store, tmp_path / "refused", late, True)[0]
+    assert "the initial weights have changed" in workers.run(baseless_fails, 1, store, tmp_path / "refused", late, True)[0]
 
 
 APART = ["eval.every=2", "data.held_out=0.4"]

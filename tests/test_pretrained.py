@@ -25,7 +25,7 @@ from longctx.model.checkpoint_files import PretrainedError
 from longctx.model.source import adapted, pretrained
 from longctx.parallel.compilation import compile_blocks
 from longctx.planning.layout import Layout, Placement
-from longctx.training import checkpoint
+from longctx.training.saved import checkpoint
 from tests.export_cases import untouched
 from tests.huggingface_cases import build_model
 from tests.marks import slow_unless

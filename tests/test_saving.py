@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
 from longctx.parallel import host_memory
-from longctx.training import checkpoint, saving
-from longctx.training.saving import NotWritten
+from longctx.training.saved import checkpoint, saving
+from longctx.training.saved.saving import NotWritten
 from longctx.training.trainer import NonFiniteLoss, Trainer
 from tests.training_cases import start
 from tests.workers import Workers

@@ -19,7 +19,7 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.parallel.pipeline import layers_of_ranks
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.planner import make_plan
-from longctx.training.utilisation import model_flops
+from longctx.training.metrics import model_flops
 
 H100 = Machine.load("h100-nvlink-ib")
 EIGHT_B = H100.model

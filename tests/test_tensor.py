@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from longctx.model.decoder import Decoder
 from longctx.parallel.mesh import make_groups
 from longctx.parallel.tensor import ENDS
-from longctx.training.loss import cross_entropy_sum, rows_with_labels
 from longctx.training.metrics import StepMetrics
+from longctx.training.objectives.loss import cross_entropy_sum, rows_with_labels
 from tests import profile_cases
 from tests.training_cases import start, train, train_and_save, train_then_save
 from tests.workers import Workers

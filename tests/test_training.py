@@ -21,13 +21,13 @@ from longctx import start as starting
 from longctx.cli import main
 from longctx.config import Config, ConfigError
 from longctx.data.store import Store
-from longctx.training import checkpoint, saving
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import choose_max_length
 from longctx.training.health import Spikes
 from longctx.training.metrics import MetricsLog, StepMetrics
 from longctx.training.run import Run
-from longctx.training.run_folder import RunFolderError, only_run_in, open_run_folder
+from longctx.training.saved import checkpoint, saving
+from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.run_folder import RunFolderError, only_run_in, open_run_folder
 from tests import launched, training_cases
 from tests.training_cases import SMALL, make_store, steps_in, train, train_and_save, train_then_save
 from tests.workers import Workers

@@ -14,8 +14,8 @@ from longctx.errors import UserError
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.recompute import apply_recompute
+from longctx.training.metrics import model_flops, peak_flops
 from longctx.training.trace import parse_steps
-from longctx.training.utilisation import model_flops, peak_flops
 from tests.training_cases import start
 from tests.workers import Workers
 

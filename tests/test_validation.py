@@ -13,8 +13,8 @@ from longctx.cli import main
 from longctx.data.sampler import Sampler, held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
-from longctx.training.loss import greedy_choices
 from longctx.training.metrics import MetricsLog, StepMetrics
+from longctx.training.objectives.loss import greedy_choices
 from tests.data_cases import placed_plan
 from tests.marks import slow_unless
 from tests.training_cases import SMALL, start

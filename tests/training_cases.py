@@ -26,13 +26,13 @@ from longctx.parallel.mesh import make_groups
 from longctx.parallel.pipeline import _WatchedStage
 from longctx.parallel.sharding import reduce_gradients
 from longctx.planning.layout import Layout
-from longctx.training import checkpoint
 from longctx.training.assembly import assemble
 from longctx.training.build import sizes_of_groups
 from longctx.training.metrics import StepMetrics
 from longctx.training.optimizer import learning_rate
 from longctx.training.passes import Passes
 from longctx.training.run import Run
+from longctx.training.saved import checkpoint
 from longctx.training.trainer import Trainer
 
 zero_bubble = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch cannot run the zero-bubble schedule")

@@ -18,7 +18,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from longctx.training import checkpoint
+from longctx.training.saved import checkpoint
 from tests.launched import LIMIT_S, Group, start
 from tests.training_cases import steps_in
 

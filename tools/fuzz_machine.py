@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.namespaces import ClusterError, command, linked_namespaces
 from longctx.checksums import damage
 from longctx.data.manifest import Manifest
-from longctx.training import checkpoint
+from longctx.training.saved import checkpoint
 from tests.launched import Group, start
 from tools.fuzz_kills import Killer, Row, last_step, result
 

@@ -9,8 +9,7 @@ from longctx.memory.model import estimate
 from longctx.model.source import lines_on
 from longctx.parallel.device import choose_device
 from longctx.training.checks import check_model, check_pairs, check_vocabulary
-from longctx.training.data import RunData
-from longctx.training.first_steps import mix_lines, plan_steps, steps_of_run
+from longctx.training.data import RunData, mix_lines, plan_steps, steps_of_run
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes, format_count
 

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     size = parse_size(arguments.max_shard_size)
     import torch
 
-    from longctx.training.export import export, how_to_load
+    from longctx.training.saved.export import export, how_to_load
 
     dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     exported = export(

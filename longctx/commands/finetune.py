@@ -65,17 +65,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from longctx.data.store import Store
+    from longctx.training.checks import check_model, check_pairs
+    from longctx.training.data import RunData
+
+    ranks, out = _checked(arguments), _out(arguments)
+    given = _given(arguments, out)
+    _prepare(arguments, out)
+    store = Store.open(out / "store")
+    defaults = _defaults(arguments, given, store, ranks, out)
+    config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
+    data = RunData.open(config)
+    check_model(config, data, config.model_source(data.vocab_size), ranks)
+    check_pairs(config, data)
+    settings = out / "finetune.yaml"
+    settings.write_text(config.to_yaml(), "utf-8")
+    if arguments.prepare_only:
+        print(f"to train: longctx train {shell(settings)} --processes {ranks} --resume-if-any")
+        return 0
+    print(_summary(config, store, ranks), flush=True)
+    return _train(config, settings, ranks)
+
+
+def _checked(arguments: argparse.Namespace) -> int:
+    """Returns the number of processes. Raises UserError for options that cannot be."""
     import torch
     from torch.distributed import is_torchelastic_launched
 
-    from longctx.data.manifest import StoreError
-    from longctx.data.store import Store
-    from longctx.model.checkpoint_files import check_name
     from longctx.parallel.environment import Launch
-    from longctx.parallel.launch import launch
-    from longctx.training import checkpoint
-    from longctx.training.checks import check_model, check_pairs
-    from longctx.training.data import RunData
 
     if is_torchelastic_launched():
         with said_once(Launch.read()):
@@ -87,12 +104,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(f"--lora is {arguments.lora}: the rank must be at least 1; omit it to train all parameters")
     if not (arguments.epochs > 0 and math.isfinite(arguments.epochs)):
         raise UserError(f"--epochs is {arguments.epochs}: must be a finite number above 0")
-    ranks = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
+    ranks: int = arguments.processes or torch.cuda.device_count() or min(2, os.cpu_count() or 1)
     if ranks < 1:
         raise UserError(f"--processes is {ranks}: must be at least 1")
-    out: Path = arguments.out or Path("runs", f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data)}")
-    store_folder, settings_file = out / "store", out / "finetune.yaml"
-    # Check the model, the adapters and the folder before reading the data, which may take long.
+    return ranks
+
+
+def _out(arguments: argparse.Namespace) -> Path:
+    """Returns the run folder."""
+    name = f"{Path(arguments.model).resolve().name}-{prepare.default_name(arguments.data)}"
+    return arguments.out or Path("runs", name)
+
+
+def _given(arguments: argparse.Namespace, out: Path) -> Config:
+    """Returns the given settings, after checks of model, adapters and folder, because reading the data takes long."""
+    from longctx.model.checkpoint_files import check_name
+    from longctx.training.saved import checkpoint
+
     check_name(arguments.model)
     first: Values = {"model": {"from_pretrained": arguments.model}, "optimizer": {"warmup_steps": 0}}
     if arguments.lora is not None:
@@ -100,53 +128,51 @@ def run(arguments: argparse.Namespace) -> int:
     if checkpoint.steps(out) and (out / "config.yaml").is_file():  # its steps stay as they are, whatever --epochs is now
         first["batch"] = {"global_tokens": parse(read_text(out / "config.yaml"))["batch"]["global_tokens"]}
     given = load(arguments.config, arguments.overrides, defaults=first)
-    _check_data(given)
+    if {"store", "stores"} & given.data.model_fields_set:
+        raise UserError(
+            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
+            "source (longctx prepare --tokenizer) and run `longctx train`"
+        )
     _check_out(out, arguments.overwrite)
+    return given
+
+
+def _prepare(arguments: argparse.Namespace, out: Path) -> None:
+    """Prepares the data, by the tokenizer of the model unless another one is given."""
+    from longctx.data.manifest import StoreError
+
     tokenizer = arguments.tokenizer or arguments.model
-    data = {"source": arguments.data, "out": store_folder, "tokenizer": tokenizer, "vocab_size": None, "json": False}
+    data = {"source": arguments.data, "out": out / "store", "tokenizer": tokenizer, "vocab_size": None, "json": False}
     try:
         prepare.run(argparse.Namespace(**{**vars(arguments), **data}))
     except StoreError:
         _check_out(out, overwrite=True)
         raise
-    store = Store.open(store_folder)
-    defaults = _defaults(arguments, given, store, ranks, out)
-    config = load(arguments.config, arguments.overrides, world_size=ranks, defaults=defaults)
-    opened = RunData.open(config)
-    check_model(config, opened, config.model_source(opened.vocab_size), ranks)
-    check_pairs(config, opened)
-    settings_file.write_text(config.to_yaml(), "utf-8")
-    if arguments.prepare_only:
-        print(f"to train: longctx train {shell(settings_file)} --processes {ranks} --resume-if-any")
-        return 0
-    print(_told(config, store, ranks), flush=True)
-    ended = launch(ranks, ["train", str(settings_file), "--resume-if-any"])
-    if ended == 0 and config.checkpoint.export is not None:
+
+
+def _train(config: Config, settings: Path, ranks: int) -> int:
+    """Starts the processes, and prints the next command when they end. Returns their exit status."""
+    from longctx.parallel.launch import launch
+    from longctx.training.saved import checkpoint
+
+    status = launch(ranks, ["train", str(settings), "--resume-if-any"])
+    if status == 0 and config.checkpoint.export is not None:
         print(_next(config, config.checkpoint.export))
-    if ended in INTERRUPTED:
-        kept = checkpoint.steps(out)
+    if status in INTERRUPTED:
+        kept = checkpoint.steps(config.train.run_dir)
         how = f"to resume from step {kept[-1]}" if kept else "to start again (no checkpoint was written yet)"
         print(f"run the same command {how}", file=sys.stderr)
-    return ended
+    return status
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Raises UserError if the data of a run that has been trained already would be replaced."""
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     if overwrite and (steps := checkpoint.steps(out)):
         raise UserError(
             f"{out} contains a run trained to step {steps[-1]}, whose data cannot be replaced: give the model and data of that "
             "run, without --overwrite, to resume it; or choose another --out, or remove the folder"
-        )
-
-
-def _check_data(given: Config) -> None:
-    """Raises UserError if the settings set data.store or data.stores."""
-    if {"store", "stores"} & given.data.model_fields_set:
-        raise UserError(
-            "data.store or data.stores is set, but finetune trains on its DATA argument: omit the setting, or prepare each "
-            "source (longctx prepare --tokenizer) and run `longctx train`"
         )
 
 
@@ -233,7 +259,7 @@ def _next(config: Config, export: Path) -> str:
     return f"try it: {merge} && longctx generate {shell(merged)} --chat 'your question'"
 
 
-def _told(config: Config, store: "Store", ranks: int) -> str:
+def _summary(config: Config, store: "Store", ranks: int) -> str:
     share = int(store.trained_tokens.sum()) / max(1, int(store.lengths.sum()))
     pairs = "" if config.dpo.beta is None else f", pairs by DPO with beta {config.dpo.beta:g}"
     return (

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     from longctx.data.manifest import MANIFEST
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     damaged = False
     for path in arguments.paths:
@@ -62,7 +62,7 @@ def _store(path: Path) -> Iterator[tuple[str, bool]]:
 
 def _run(path: Path) -> Iterator[tuple[str, bool]]:
     """Yields sentences on the checkpoints of a run, and whether they tell of damage."""
-    from longctx.training import checkpoint
+    from longctx.training.saved import checkpoint
 
     empty = True
     for folder, found in checkpoint.examined(path):

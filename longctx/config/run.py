@@ -130,7 +130,7 @@ class Config(BaseModel):
 
     @property
     def splits_blocks(self) -> bool:
-        """Whether matrices are split over ranks, or the backward of a block in two: not for compiled or fused blocks."""
+        """Whether tensor parallelism or zero-bubble is on; neither supports compiled or fused blocks."""
         zero_bubble = self.pipeline.ranks > 1 and self.pipeline.schedule == "zero-bubble"
         return self.parallel.tensor_parallel_size > 1 or zero_bubble
 

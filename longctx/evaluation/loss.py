@@ -15,8 +15,8 @@ import torch
 from longctx.data import IGNORED_LABEL
 from longctx.data.loader import Planner, count_targets
 from longctx.parallel.mesh import Mesh
-from longctx.training.loss import log_probabilities
-from longctx.training.objective import documents_of
+from longctx.training.objectives.loss import log_probabilities
+from longctx.training.objectives.objective import documents_of
 from longctx.training.validation import Documents, Look
 
 SMALLEST = 64

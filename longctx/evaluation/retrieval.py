@@ -21,8 +21,8 @@ from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.tokenizer import Tokenizer
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
-from longctx.training.loss import greedy_choices
-from longctx.training.objective import document_sums
+from longctx.training.objectives.loss import greedy_choices
+from longctx.training.objectives.objective import document_sums
 from longctx.training.validation import Look
 
 _WORDS = """

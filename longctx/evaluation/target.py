@@ -13,9 +13,9 @@ from longctx.model.checkpoint_files import check_name
 from longctx.model.protocol import differences_but_rope
 from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
-from longctx.training.checkpoint import Checkpoint, load_weights, newest
 from longctx.training.data import choose_max_length
 from longctx.training.passes import Passes
+from longctx.training.saved.checkpoint import Checkpoint, load_weights, newest
 
 
 @dataclass(frozen=True)

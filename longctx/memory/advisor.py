@@ -19,8 +19,7 @@ from longctx.memory.model import Memory, estimate, fits
 from longctx.model.spec import ModelSpec
 from longctx.parallel.host_memory import free_bytes
 from longctx.parallel.recompute import MODES
-from longctx.training.data import make_planner
-from longctx.training.first_steps import step_lengths
+from longctx.training.data import make_planner, step_lengths
 from longctx.training.run_profile import run_profile
 from longctx.units import format_bytes
 

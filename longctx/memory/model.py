@@ -16,7 +16,7 @@ from longctx.memory.kernels import FLOAT32, kernel_workspace
 from longctx.memory.loads import Load
 from longctx.model.spec import LayerSpec, ModelSpec
 from longctx.parallel.pipeline import layers_of_ranks
-from longctx.training.loss import tokens_at_once
+from longctx.training.objectives.loss import tokens_at_once
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Meeting: the ranks of one start of a run find each other in a store that may still hold what an earlier start left there.
 
-torchrun keeps its store when it starts its processes again, and its count of restarts does not tell starts apart: one for a
-node that joins is not counted, and an agent that joined later has counted fewer. So rank 0 draws a name for every start and
+torchrun keeps its store when it starts its processes again, and its restart counter cannot identify a start: a restart because
+a node joined is not counted, and late agents count from their own start. So rank 0 draws a name for every start and
 gives it to each rank that asks. The questions of ranks that have ended are answered too, and nobody reads the answers.
 """
 

@@ -82,7 +82,7 @@ def _contexts(mode: str) -> Any:
     if mode == "selective":
         return create_selective_checkpoint_contexts(OPERATORS)
     since_attention: dict[bool, int] = {}
-    """Number of products since attention; in recomputation apart, as torch before 2.13 asks there too."""
+    """Matrix products since attention, counted separately for recomputation, as torch < 2.13 calls the policy there too."""
 
     def keeps(recomputing: bool, operator: Any, given: tuple[Any, ...]) -> bool:
         if operator in OPERATORS:

@@ -19,7 +19,7 @@ from longctx.planning.layout import Layout, Placement
 from longctx.planning.plan import Plan, PlanCost
 from longctx.profiling.stopwatch import Stopwatch
 from longctx.training.build import make_attention
-from longctx.training.objective import StepWeights
+from longctx.training.objectives.objective import StepWeights
 from longctx.training.trainer import Trainer
 
 

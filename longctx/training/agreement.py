@@ -1,6 +1,6 @@
 """Agreement: before the first step and now and then after it, all ranks check that they train one model on the same data.
 
-What differs between ranks mostly trains on without an error, and gives a wrong model.
+Ranks that differ usually keep training without an error, and produce a wrong model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from longctx.config.problems import yaml_text
 from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import gather_objects
-from longctx.training.checkpoint import Checkpoint
+from longctx.training.saved.checkpoint import Checkpoint
 from longctx.units import format_ranks
 
 EVERY = 100

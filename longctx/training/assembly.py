@@ -6,20 +6,20 @@ from longctx.config import Config
 from longctx.data.loader import Loader
 from longctx.model.protocol import Model, differences_but_rope
 from longctx.parallel.mesh import Mesh
-from longctx.training import checkpoint
 from longctx.training.build import computed_by
-from longctx.training.checkpoint import Checkpoint
-from longctx.training.checkpoint_io import CheckpointError
 from longctx.training.checks import check_pairs
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
-from longctx.training.model_folder import keep_model_files
-from longctx.training.objective import Objective, TokenMean
+from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.objectives.preference import preferences
+from longctx.training.objectives.reference import Reference
 from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
-from longctx.training.preference import preferences
-from longctx.training.reference import Reference
 from longctx.training.run import Run
+from longctx.training.saved import checkpoint
+from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.checkpoint_io import CheckpointError
+from longctx.training.saved.model_folder import keep_model_files
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
 from longctx.training.trainer import Trainer

@@ -4,16 +4,16 @@ from pathlib import Path
 
 from longctx.config import Config
 from longctx.config.rules import leaves_rank_empty
-from longctx.data.checkpoint import Checkpoint as CheckpointTokenizer
 from longctx.data.manifest import TOKENIZER
+from longctx.data.pretrained import Pretrained
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError, same_tokens
 from longctx.errors import UserError, shell
 from longctx.model.source import ModelSource
 from longctx.model.spec import ModelSpec
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import RunData, make_masking
-from longctx.training.export import check_place
+from longctx.training.saved.checkpoint import Checkpoint
+from longctx.training.saved.export import check_place
 
 
 def check_vocabulary(config: Config, spec: ModelSpec) -> None:
@@ -80,7 +80,7 @@ def _check_tokenizer(config: Config, store: Store, source: ModelSource, name: st
 def _own_tokenizer(folder: Path) -> str | None:
     """Returns the tokenizer.json of a checkpoint as transformers builds it, which may differ from the file."""
     try:
-        return CheckpointTokenizer.load(str(folder)).tokenizer.text
+        return Pretrained.load(str(folder)).tokenizer.text
     except TokenizerError:  # it has no end of documents, or is not one for transformers
         return (folder / TOKENIZER).read_text("utf-8") if (folder / TOKENIZER).is_file() else None
 

@@ -1,4 +1,4 @@
-"""Data of a run: its stores, opened once, the length of its documents, masks, planner and loader."""
+"""Data of a run: its stores, opened once, the length of its documents, masks, planner, loader and first steps."""
 
 import math
 from bisect import bisect_left
@@ -10,6 +10,8 @@ from longctx.config import Config, ConfigError
 from longctx.config.run import FLOAT8_ROWS
 from longctx.data.loader import Loader
 from longctx.data.masking import Masking
+from longctx.data.mixture import Mixture, make_steps
+from longctx.data.sampler import Steps, first_lengths
 from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
@@ -17,8 +19,8 @@ from longctx.parallel.mesh import Mesh
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.run_profile import run_profile
+from longctx.training.saved.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -157,3 +159,41 @@ def build_loader(store: Store, config: Config, mesh: Mesh, max_length: int) -> L
         masking=make_masking(config, store, config.train.seed),
         ahead=0 if config.model.from_pretrained is not None else config.model.sizes().num_nextn_predict_layers,
     )
+
+
+def steps_of_run(config: Config, store: Store, ranks: int) -> Steps:
+    """Returns the documents of every step of a run on `ranks` processes."""
+    return make_steps(
+        store,
+        global_tokens=config.batch.global_tokens,
+        seed=config.train.seed,
+        max_length=config.max_length(ranks),
+        long_documents=config.data.long_documents,
+        held_out_share=config.data.held_out,
+        masked=config.masked.share is not None,
+    )
+
+
+def step_lengths(config: Config, store: Store, ranks: int, steps: int) -> list[list[int]]:
+    """Returns the document lengths of the first `steps` steps of a run on `ranks` processes."""
+    return first_lengths(steps_of_run(config, store, ranks), steps)
+
+
+def mix_lines(config: Config, steps: Steps, count: int) -> list[str]:
+    """Returns one line per store on its share of `count` steps; no lines for a single store."""
+    return steps.lines(count * config.batch.global_tokens) if isinstance(steps, Mixture) else []
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Plans of one step: as configured, and at the best static degree."""
+
+    plan: Plan
+    static: Plan
+
+
+def plan_steps(config: Config, store: Store, ranks: int, steps: int) -> list[PlannedStep]:
+    """Plans the first `steps` steps of a run on `ranks` processes."""
+    domain, profile = config.domain(ranks), run_profile(config, ranks, store.tokenizer.vocab_size).profile
+    configured, static = make_planner(config, domain, profile), make_planner(config, domain, profile, static=True)
+    return [PlannedStep(configured(lengths), static(lengths)) for lengths in step_lengths(config, store, ranks, steps)]

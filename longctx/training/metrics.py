@@ -4,8 +4,9 @@ import importlib
 import importlib.util
 import json
 import math
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import torch
 
 from longctx.data.packing import StepBatch
 from longctx.errors import UserError
+from longctx.model.spec import ModelSpec
 from longctx.step_log import LOG, read_log
-from longctx.training.balance import STATISTICS
 from longctx.training.health import Spikes
+from longctx.training.objectives.balance import STATISTICS
 from longctx.units import format_bytes
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], float]] = {
@@ -66,7 +68,7 @@ class StepMetrics:
             of experts without tokens in the step; means over layers.
         document_loss, z_loss: balance losses without their factors, means over layers; None if their factor is 0.
         skipped: True if weights and optimizer were not updated: loss or gradient was not finite, or there was no target.
-        spikes: names of loss, grad_norm or time that are far above those of the steps before; time over its prediction.
+        spikes: which of loss, grad_norm and time/predicted time are far above recent steps.
         mtp_loss: loss of multi-token prediction without its factor, mean over its blocks; None without it.
         source_tokens: tokens by path of their store if several stores are mixed; otherwise None.
     """
@@ -197,6 +199,50 @@ def _of_experts(sums: Mapping[str, float], layers: float) -> dict[str, float | N
 
 def _short(number: float) -> str:
     return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"
+
+
+# --- model FLOP utilisation: what an ideal implementation computes, as a share of the peak of the devices
+
+FORWARD_AND_BACKWARD = 3
+PEAK_FLOPS: dict[str, tuple[float, float | None]] = {
+    "H100 PCIe": (756e12, 51e12),
+    "H100 NVL": (835e12, 60e12),
+    "H100": (989e12, 67e12),
+    "H200 NVL": (835e12, 60e12),
+    "H200": (989e12, 67e12),
+    "H800": (989e12, 67e12),
+    "GB200": (2500e12, None),
+    "B200": (2250e12, None),
+    "A100": (312e12, 19.5e12),
+    "A800": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "MI300X": (1307e12, 163.4e12),
+}
+"""Peak dense FLOP/s in bfloat16 and float32 (without TF32), by part of the device's name; from data sheets."""
+
+
+def model_flops(spec: ModelSpec, lengths: Sequence[int]) -> int:
+    """Returns the FLOPs of forward and backward over documents of these lengths. `spec` must have `vocab_size`.
+
+    Counts two operations per matrix weight and token, attention inside each document (to earlier tokens, in encoders to all),
+    and twice that in backward, less the gradients of frozen weights. Recomputation and padding are not counted.
+    """
+    frozen = spec.multiplied_parameters - spec.trained_parameters if spec.adapted else 0
+    return FORWARD_AND_BACKWARD * spec.flops(lengths) - 2 * frozen * sum(lengths)
+
+
+def gpu_kind(device_name: str) -> str | None:
+    """Returns the key of `PEAK_FLOPS` for a device name; None if not in the table."""
+    return next((kind for kind in PEAK_FLOPS if re.search(rf"\b{kind}\b", device_name)), None)
+
+
+def peak_flops(device_name: str, dtype: str) -> float | None:
+    """Returns the peak FLOP/s of a device by its name; None if not in the table."""
+    kind = gpu_kind(device_name)
+    if kind is None:
+        return None
+    bfloat16, float32 = PEAK_FLOPS[kind]
+    return bfloat16 if dtype == "bfloat16" else float32
 
 
 class MetricsLog:

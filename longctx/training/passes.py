@@ -17,12 +17,12 @@ from longctx.model.source import ModelSource
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.pipeline import Inputs
 from longctx.parallel.sharding import reduce_gradients, reshard
-from longctx.training.balance import Balance
 from longctx.training.build import build_model, make_attention
 from longctx.training.clock import StepClock
-from longctx.training.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
-from longctx.training.multi_token import MultiTokenLoss
-from longctx.training.objective import Objective, StepWeights, document_sums
+from longctx.training.objectives.balance import Balance
+from longctx.training.objectives.loss import cross_entropy_sum, labelled_rows, log_probabilities, rows_with_labels
+from longctx.training.objectives.multi_token import MultiTokenLoss
+from longctx.training.objectives.objective import Objective, StepWeights, document_sums
 from longctx.training.trace import micro_batch_name
 from longctx.training.validation import Score
 

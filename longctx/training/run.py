@@ -9,8 +9,8 @@ from longctx.config import Config
 from longctx.model.source import ModelSource
 from longctx.parallel.device import prepare_device
 from longctx.parallel.environment import Launch
-from longctx.training.checkpoint import Checkpoint
 from longctx.training.data import RunData
+from longctx.training.saved.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from longctx.planning.calibration.fit import kv_bytes_per_token
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError, read_profile
 from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.cost.scaling import RankWork, arithmetic_said, scale
-from longctx.training.utilisation import gpu_kind
+from longctx.training.metrics import gpu_kind
 from longctx.units import format_count
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}

@@ -22,16 +22,14 @@ from longctx.parallel.environment import Launch
 from longctx.parallel.mesh import Mesh, number_of
 from longctx.training import agreement
 from longctx.training.clock import ATTENTION, EXCHANGE, OPTIMIZER
-from longctx.training.gradients import clip_gradients, norm_of, sum_of_squares
 from longctx.training.health import FiniteLoss, NonFiniteLoss
-from longctx.training.metrics import MetricsLog, StepMetrics
-from longctx.training.objective import Objective, TokenMean
-from longctx.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from longctx.training.metrics import MetricsLog, StepMetrics, model_flops, peak_flops
+from longctx.training.objectives.objective import Objective, TokenMean
+from longctx.training.optimizer import clip_gradients, learning_rate, make_optimizer, norm_of, set_learning_rate, sum_of_squares
 from longctx.training.passes import Passes
-from longctx.training.saving import Saver
+from longctx.training.saved.saving import Saver
 from longctx.training.stop_signal import StopSignal
 from longctx.training.trace import Tracer
-from longctx.training.utilisation import model_flops, peak_flops
 from longctx.training.validation import Validator
 
 

@@ -22,8 +22,8 @@ from longctx.errors import UserError, shell
 from longctx.model.protocol import Projection
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import RunData, make_masking, padding
-from longctx.training.loss import log_probabilities
-from longctx.training.objective import Objective, StepWeights
+from longctx.training.objectives.loss import log_probabilities
+from longctx.training.objectives.objective import Objective, StepWeights
 
 
 class Score(Protocol):

@@ -20,8 +20,8 @@ from longctx.model.spec import ModelSpec
 from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.pipeline import Pipeline
 from longctx.planning.cost.scaling import RankWork, scale
+from longctx.training.metrics import PEAK_FLOPS
 from longctx.training.run_profile import read_described, work_of
-from longctx.training.utilisation import PEAK_FLOPS
 
 BFLOAT16, FLOAT32 = 2, 4
 DTYPE = "bfloat16"

@@ -30,7 +30,7 @@ from longctx.planning.cost.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.layout import divisors
 from longctx.planning.plan import Plan
 from longctx.planning.planner import make_plan
-from longctx.training.utilisation import model_flops
+from longctx.training.metrics import model_flops
 
 BUDGETS = tuple(1024 << power for power in range(9))
 """Tokens per rank in the search: 1,024 to 262,144."""

@@ -3,11 +3,9 @@
 It plans in blocks of 32, 16, … 1 neighbouring ranks, as if a block were one rank. With few documents per rank, documents that
 share the ranks of a block are more even than documents of one rank each, and a step of few blocks is planned quickly.
 
-A document takes the smallest degree at which its ranks finish it within a time limit. There are three families of limits:
+A document takes the smallest degree at which its ranks finish it within a time limit. There are two families of limits:
 - one limit for all documents, as a share of the time of evenly spread work: lower limits give more and finer pieces, which pack
   better but lose kernel efficiency;
-- two limits: the longest documents get the first micro-batches for themselves and a higher limit; a closed form estimates how
-  many documents that should be;
 - one limit per micro-batch, if the longest document exceeds the even time even on all ranks (`shortest_path.py`).
 In blocks of one rank, with few documents per rank, further layouts let documents share groups of ranks (`shared_rings.py`).
 Layouts are ranked by estimated makespan (`packing.py`). The best few per number of micro-batches are filled with the documents
@@ -118,30 +116,11 @@ class Layouts:
         table = self.table
         even_ns = table.even_ns(self.micro_batches * self.step.ranks)
         seen = set()
-        for time, share in itertools.product(table.times, self.settings.shares):
-            index = table.within(share * even_ns // 32, time)
+        for share in self.settings.shares:
+            index = table.within(share * even_ns // 32)
             if index.tobytes() not in seen:
                 seen.add(index.tobytes())
                 self.add_split(table.split(index))
-
-    def add_two_limits(self) -> None:
-        """Adds layouts whose longest documents have the first micro-batches for themselves and a higher limit."""
-        table, step, micro_batches = self.table, self.step, self.micro_batches
-        choices = [
-            (*_two_limits_ns(table, micro_batches, own, longest), own, longest)
-            for own in range(1, min(self.settings.own_micro_batches, micro_batches - 1) + 1)
-            for longest in _some(table.side_by_side(own * step.ranks))
-        ]
-        seen = set()
-        for _, lower_ns, own, longest in sorted(choices)[: self.settings.own_choices]:
-            first = table.lowest_limit(longest, own * step.ranks)[1]
-            start, stop = np.full_like(step.lengths, own), np.full_like(step.lengths, micro_batches)
-            start[table.long[:longest]], stop[table.long[:longest]] = 0, own
-            for share in self.settings.lower_shares:
-                index = np.append(first, table.within(int(share * lower_ns), table.time)[longest:])
-                if (key := (own, longest, index.tobytes())) not in seen:
-                    seen.add(key)
-                    self.add(table.split(index), start, stop)
 
 
 def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
@@ -150,17 +129,15 @@ def _plans_by_number(table: DegreeTable, micro_batches: int) -> list[Filled]:
     fewest, more = Layouts(table, micro_batches), Layouts(table, micro_batches + 1)
     roomy = int(step.single_tokens.sum()) < settings.tight * micro_batches * step.ranks * step.tokens_per_rank
     for layouts in (fewest, more):
-        layouts.add_two_limits()
         if layouts is more and roomy and fewest.best:
             for promising in fewest.best[: settings.promising]:
                 layouts.add_split(step.split(promising.degree))
         else:
             layouts.add_one_limit()
     plans = [plan for layouts in (fewest, more) for plan in _filled(layouts.best[: 2 * settings.filled], settings.filled)]
-    if micro_batches == step.block == 1 and len(step.lengths) <= settings.few * step.ranks:
-        for narrowest in (width for width in settings.narrowest if width <= step.ranks):
-            if rings := grouped_rings(step, table.even_ns(step.ranks), narrowest):
-                plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
+    few = micro_batches == step.block == 1 and len(step.lengths) <= settings.few * step.ranks
+    if few and (rings := grouped_rings(step, table.even_ns(step.ranks))):
+        plans.append((rings, Assignment.alternating(rings.micro_batch, rings.first_rank, rings.degree)))
     return plans
 
 
@@ -188,40 +165,6 @@ def _filled(layouts: Sequence[Rings], count: int) -> list[Filled]:
     """Fills layouts with the remaining documents and returns the first `count` that fit."""
     attempts = ((rings, fill(rings)) for rings in layouts)
     return list(itertools.islice(((rings, plan) for rings, plan in attempts if plan is not None), count))
-
-
-def _some(most: int) -> list[int]:
-    """Returns numbers from 1 to `most`, about 15 % apart."""
-    numbers = [1]
-    while numbers[-1] < most:
-        numbers.append(min(most, numbers[-1] + 1 + numbers[-1] // 7))
-    return numbers if most else []
-
-
-def _two_limits_ns(table: DegreeTable, micro_batches: int, own: int, longest: int) -> tuple[int, int]:
-    """Estimates the total time, and the time per later micro-batch, if the `longest` documents have the first `own` ones.
-
-    The total is own · limit + (micro-batches - own) · lower. `limit` is the lowest limit at which the longest documents fit;
-    `lower` is the remaining work per rank of the later micro-batches. Short documents count as a fluid that fills the space
-    beside and after the rings, up to the limit or until tokens are used up.
-    """
-    step, short_ns = table.step, table.short_ns_per_token
-    limit, index = table.lowest_limit(longest, own * step.ranks)
-    degree, time = table.degrees[index], table.time[np.arange(longest), index]
-    beside = own * step.ranks - int(degree.sum())
-    if beside < 0:
-        return NEVER, 0
-    full = time + ((step.tokens_per_rank - step.single_tokens[table.long[:longest]] // degree) * short_ns).astype(np.int64)
-    taken = int((degree * np.minimum(limit, full)).sum()) + beside * min(limit, int(step.tokens_per_rank * short_ns))
-    others = step.ranks * (micro_batches - own)
-    lost = int((degree * time).sum()) - int(table.least_work[:longest].sum())
-    lower = max(0, table.work + lost - taken) // others
-    if longest < len(table.long):
-        lower = max(lower, int(table.quickest[longest:].max()))
-        fitting = (table.time[longest:] <= lower).argmax(axis=1)
-        rest = table.degrees[fitting] * table.time[np.arange(longest, len(table.long)), fitting]
-        lower += int(rest.sum() - table.least_work[longest:].sum()) // others
-    return own * limit + (micro_batches - own) * lower, lower
 
 
 def _best_filled(table: DegreeTable, plans: list[Filled]) -> tuple[Assignment, int]:

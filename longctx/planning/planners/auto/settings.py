@@ -1,6 +1,5 @@
 """Settings of the search of mode auto: the number and kinds of layouts tried. Any change changes plans."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,22 +25,11 @@ class SearchSettings:
     shares: Sequence[int] = range(44, 10, -2)
     """Limits for all documents, in 32nds of the time of evenly spread work. Descending: the highest limits give the least work,
     which often makes it unnecessary to place the others."""
-    lower_shares: Sequence[float] = (1.2, 1.0, 0.8)
-    """Limits for all other documents where the longest have micro-batches for themselves, as shares of their estimated time."""
-    waste: Sequence[float] = (1.1, 1.25, math.inf)
-    """Maximum work of a document over all its ranks, as a multiple of its minimum over all degrees. Each value is combined with
-    each of `shares`."""
     few: int = 4
     """Maximum number of documents per rank for which layouts with shared groups of ranks, and coarse blocks, are tried."""
-    narrowest: Sequence[int] = (1, 2, 4)
-    """Minimum number of ranks of each shared group; one layout per value."""
     short: float = 0.3
     """Documents stay on one rank if they take less than this share of the even time and at most half the token budget. A lower
     value searches degrees for more documents and makes tables larger."""
-    own_micro_batches: int = 2
-    """Maximum number of micro-batches that the longest documents have for themselves."""
-    own_choices: int = 3
-    """Number of choices of these documents that are placed, out of those that the closed form compares."""
     prices: Sequence[float] = (1, 0.75, 0.5, 0.25, 0)
     """Values of room for short documents if every micro-batch has its own limit; one shortest path per value."""
     many: int = 12

@@ -22,15 +22,12 @@ Choice = tuple[list[int], list[int]]
 """Nanoseconds (0 where it does not fit) and tokens per rank of a document, for every group width."""
 
 
-def grouped_rings(step: Step, even_ns: int, narrowest: int) -> Rings | None:
+def grouped_rings(step: Step, even_ns: int) -> Rings | None:
     """Returns the fastest layout found with a time between `even_ns` and twice that, or None.
 
-    Widths are powers of two; above a `narrowest` of 1 also three times a power of two. Every group has at least `narrowest`
-    ranks: finer pieces pack better if there are few small documents.
+    Widths are powers of two.
     """
-    bases = (1,) if narrowest == 1 else (1, 3)
-    possible = sorted(base << power for base in bases for power in range(step.ranks.bit_length()))
-    widths = np.array([width for width in possible if narrowest <= width <= step.ranks], dtype=np.int64)
+    widths = 1 << np.arange(step.ranks.bit_length())
     lengths, width = np.broadcast_arrays(step.lengths[:, None], widths)
     shards = largest_shards(lengths, width)
     times = np.where(shards <= step.tokens_per_rank, alone_ns(step.profile, lengths, width), 0)

@@ -8,7 +8,7 @@ import torch
 from longctx.attention.host_to_device import copy_to
 from longctx.data.packing import MicroBatch
 from longctx.model.protocol import Later, Projection
-from longctx.training.loss import rows_with_labels
+from longctx.training.objectives.loss import rows_with_labels
 
 
 class MultiTokenLoss:

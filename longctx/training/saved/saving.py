@@ -29,8 +29,8 @@ from longctx.checksums import sealed
 from longctx.parallel.device import rounds_pinned
 from longctx.parallel.host_memory import free_bytes, pinned_bytes
 from longctx.parallel.mesh import gather_objects
-from longctx.training.checkpoint import STATE, complete, folder_of, tensors_of
-from longctx.training.checkpoint_io import CheckpointError, SummingFiles, cause
+from longctx.training.saved.checkpoint import STATE, complete, folder_of, tensors_of
+from longctx.training.saved.checkpoint_io import CheckpointError, SummingFiles, cause
 from longctx.units import format_bytes
 
 

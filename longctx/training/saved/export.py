@@ -28,9 +28,9 @@ from longctx.model.pretrained_decoder import NativeSource
 from longctx.model.protocol import Model
 from longctx.model.source import Lora
 from longctx.parallel.host_memory import returned_when_freed
-from longctx.training import checkpoint
-from longctx.training.checkpoint import Checkpoint, SavedWeights
-from longctx.training.model_folder import beside_weights, model_folder
+from longctx.training.saved import checkpoint
+from longctx.training.saved.checkpoint import Checkpoint, SavedWeights
+from longctx.training.saved.model_folder import beside_weights, model_folder
 
 ROPE = "rope_parameters"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -26,9 +26,9 @@ from longctx.errors import UserError
 from longctx.model.protocol import Model
 from longctx.parallel.mesh import Mesh
 from longctx.training.data import padding
-from longctx.training.gradients import norm_of, sum_of_squares
-from longctx.training.loss import log_probabilities
-from longctx.training.objective import document_sums
+from longctx.training.objectives.loss import log_probabilities
+from longctx.training.objectives.objective import document_sums
+from longctx.training.optimizer import norm_of, sum_of_squares
 from longctx.training.validation import Documents, Look
 
 FILE = "reference.npz"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longctx.errors import UserError
-from longctx.training import checkpoint
-from longctx.training.checkpoint import Checkpoint
+from longctx.training.saved import checkpoint
+from longctx.training.saved.checkpoint import Checkpoint
 
 
 class RunFolderError(UserError):

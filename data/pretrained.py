@@ -1,4 +1,4 @@
-"""Checkpoint: tokenizer, end-of-text tokens and chat template of a Hugging Face checkpoint, from a folder or the hub.
+"""Pretrained: tokenizer, end-of-text tokens and chat template of a Hugging Face checkpoint, from a folder or the hub.
 
 `transformers` reads the files, and only here. The files themselves are copied into the store, so that an export can put them
 beside the weights.
@@ -23,7 +23,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Pretrained:
     """A checkpoint's tokenizer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Checkpoint:
     files: Sequence[Path]
 
     @classmethod
-    def load(cls, name: str, end_of_document: str | None = None) -> "Checkpoint":
+    def load(cls, name: str, end_of_document: str | None = None) -> "Pretrained":
         """Reads a folder, or downloads the tokenizer's files from the hub.
 
         `end_of_document` is the token that ends a text; None: the one in tokenizer_config.json or generation_config.json.

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 
 from longctx.checksums import Read, damage, inside, persistent, unsealed
 from longctx.parallel.mesh import gather_objects
-from longctx.training.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
+from longctx.training.saved.checkpoint_io import CheckpointError, TensorPlanner, TensorReader, cause
 
 STATE = "state.json"
 EARLIER = "to use an earlier checkpoint"
