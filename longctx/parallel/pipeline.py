@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
@@ -38,6 +37,7 @@ from longctx.model.protocol import Head, Later, StagedModel
 from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
 from longctx.parallel.timing import Clock
+from longctx.parallel.torch_stage import LeanStage
 from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
@@ -276,23 +276,11 @@ def _own_loss(output: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
     return output
 
 
-class _WatchedStage(PipelineStage):
-    """A stage of torch's schedules that measures its compute time, and records its position for error messages.
+class _WatchedStage(LeanStage):
+    """A stage that measures its compute time, and records its position for error messages."""
 
-    Receive buffers exist only while their micro-batch is in flight. Torch 2.13 keeps them for every micro-batch of the step, so
-    this class frees and allocates them; torch 2.15 does so itself.
-    """
-
-    def __init__(self, run: PipelineRun, stage: Stage, input_args: torch.Tensor, output_args: torch.Tensor) -> None:
-        super().__init__(
-            stage,
-            stage.index,
-            run.pipeline.stages,
-            run.mesh.device,
-            input_args=input_args,
-            output_args=output_args,
-            group=run.group,
-        )
+    def __init__(self, run: PipelineRun, stage: Stage, **examples: torch.Tensor) -> None:
+        super().__init__(run.hidden, stage, stage.index, run.pipeline.stages, run.mesh.device, group=run.group, **examples)
         self.run, self.stage = run, stage
 
     @contextmanager
@@ -303,36 +291,6 @@ class _WatchedStage(PipelineStage):
             with record_function(f"stage {self.stage_index}, {what}, {name}"):
                 yield
 
-    def _allocate(self, received: Any, micro_batch: int) -> None:
-        """Allocates the receive buffers of a micro-batch."""
-        for info in _buffered(received[micro_batch]):
-            info.buffer = self.run.hidden(self.device).requires_grad_(info.buffer.requires_grad)
-
-    def _free(self, received: Any, *micro_batches: int) -> None:
-        for micro_batch in micro_batches:
-            for info in _buffered(received.get(micro_batch, ())):
-                info.buffer = info.buffer.new_empty(0).requires_grad_(info.buffer.requires_grad)
-
-    def _prepare_forward_infra(self, *arguments: Any, **named: Any) -> Any:
-        prepared = super()._prepare_forward_infra(*arguments, **named)
-        self._free(self.args_recv_info, *self.args_recv_info)
-        return prepared
-
-    def _prepare_backward_infra(self, *arguments: Any, **named: Any) -> Any:
-        prepared = super()._prepare_backward_infra(*arguments, **named)
-        self._free(self.grad_recv_info, *self.grad_recv_info)
-        return prepared
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
-        if not self.is_first:
-            self._allocate(self.args_recv_info, fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> Any:
-        if not self.is_last:
-            self._allocate(self.grad_recv_info, bwd_chunk_id)
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
     def forward_one_chunk(self, fwd_chunk_id: int, *arguments: Any, **named: Any) -> Any:
         self.stage.micro_batch = fwd_chunk_id
         with self._watch(fwd_chunk_id, "forward pass"):
@@ -342,19 +300,11 @@ class _WatchedStage(PipelineStage):
         with self._watch(bwd_chunk_id, "backward pass"):
             super().backward_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)
-        if not self.is_first:
-            self._free(self.args_recv_info, bwd_chunk_id)
-        self._free(self.grad_recv_info, bwd_chunk_id)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *arguments: Any, **named: Any) -> None:
         with self._watch(bwd_chunk_id, "backward pass of weights"):
             super().backward_weight_one_chunk(bwd_chunk_id, *arguments, **named)
             accumulate_gradients(self.stage)
-
-
-def _buffered(received: Any) -> list[Any]:
-    """Returns the entries that have a buffer: not the step's own inputs, nor those for which torch 2.15 allocates it later."""
-    return [info for info in received if getattr(info, "buffer", None) is not None]
 
 
 class PipelineClock(Clock):
