@@ -47,12 +47,12 @@ from longctx.comparison import measured
 from longctx.comparison.baselines import BASELINES
 from longctx.comparison.baselines.fixed_static import place_fixed_static
 from longctx.model import decoder
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns
+from longctx.planning.cost.rounds import PRICE
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planners.by_mode import MODES
+from longctx.planning.planners.planner import PLANNERS
 from longctx.planning.planners.step import Candidate, Step
-from longctx.planning.rounds import PRICE
 from longctx.training import data, optimizer
 from longctx.training.trainer import Trainer
 
@@ -100,9 +100,9 @@ class Device:
         _slow_optimizer(self)
         _count_work(self)
         data.make_plan = partial(plan_once, data.make_plan, Path(self.work).parent)
-        MODES["static"] = partial(_static, plain=MODES["static"])
+        PLANNERS["static"] = partial(_static, plain=PLANNERS["static"])
         if self.rival:
-            MODES["bins"] = partial(_rival, name=self.rival)
+            PLANNERS["bins"] = partial(_rival, name=self.rival)
 
 
 class ModelledKernel:

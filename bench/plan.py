@@ -30,10 +30,10 @@ from longctx.comparison.mixes import load_mix, mix_names
 from longctx.comparison.modelled import COLUMNS, Case, PlannerRow
 from longctx.comparison.steps import fit
 from longctx.planning.cost.bounds import lower_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import longest_document
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from rivals import RIVALS
 
 TOKENS_PER_RANK = 16384

@@ -31,10 +31,10 @@ from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.assignment import Integers
 from longctx.planning.cost.bounds import lower_bound_ns
 from longctx.planning.cost.model import NANOSECONDS, score
+from longctx.planning.cost.rounds import choose_rounds
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.plan import PlanCost, PlanError
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import choose_rounds
+from longctx.planning.planners.planner import make_plan
 from longctx.training.utilisation import model_flops
 
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"

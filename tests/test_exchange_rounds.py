@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from bench.modelled import ModelledKernel, _Work, pairs
 from longctx.attention import Mask, RingAttention, inputs, ring_pass
 from longctx.planning.assignment import Assignment, Integers, remote_tokens
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, linear_ns, score
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.rounds import CHOICES, PRICE, _Exchange, choose_rounds, plan_score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
-from longctx.planning.planner import make_plan
-from longctx.planning.rounds import CHOICES, PRICE, _Exchange, choose_rounds, plan_score
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 
 H100 = replace(HardwareProfile.load("h100-nvlink-ib"), latency_s=0.0)

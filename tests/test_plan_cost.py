@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import Assignment, tokens_on_ranks
 from longctx.planning.cost.bounds import least_time_ns, lower_bound_ns, tight_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns, attention_ns, efficiency, log2, score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import shard_tokens
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.marks import examples
 from tests.test_plan_properties import H100, profiles
 

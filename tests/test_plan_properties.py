@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from longctx.planning.assignment import largest_shards, least_degrees
 from longctx.planning.check import check_plan
-from longctx.planning.cost.hardware_profile import HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.cost.rounds import plan_score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement, largest_shard
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.planning.planners.static import computing_ns, longest_ns, pack_static, static_bounds_ns
 from longctx.planning.planners.step import Step
-from longctx.planning.rounds import plan_score
 from tests.marks import examples
 
 H100 = HardwareProfile.load("h100-nvlink-ib")

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from longctx.planning.planners.auto import search as search_module
 
 from longctx.comparison.baselines import plan_baseline
 from longctx.comparison.mixes import load_mix
 from longctx.planning.assignment import NEVER, least_degrees, tokens_on_ranks
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import score
-from longctx.planning.planner import make_plan
-from longctx.planning.planners.auto import search as search_module
-from longctx.planning.planners.auto.local_search import balance
-from longctx.planning.planners.auto.search import search, search_in_blocks
-from longctx.planning.planners.auto.settings import DEFAULT
-from longctx.planning.planners.auto.shared_rings import grouped_rings
-from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.planners.local_search import balance
+from longctx.planning.planners.planner import make_plan
+from longctx.planning.planners.search import search, search_in_blocks
+from longctx.planning.planners.settings import DEFAULT
+from longctx.planning.planners.shared_rings import grouped_rings
+from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Step
 from rivals import RIVALS
 from tests.marks import examples

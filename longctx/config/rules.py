@@ -14,8 +14,8 @@ from longctx.errors import UserError, install, shell
 from longctx.model.adapters import ALL_LINEAR, LoraError
 from longctx.model.context_extension import ROPE_SETTINGS, RopeError
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
-from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 
 
 def check(config: Config, *, world_size: int) -> None:

@@ -10,7 +10,8 @@ from longctx.model.adapters import Lora
 from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
-from longctx.planning.cost.pipeline import Schedule
+from longctx.planning.pipeline import Schedule
+from longctx.planning.plan import Mode
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
@@ -205,7 +206,7 @@ class BatchSection(Section):
 class ContextSection(Section):
     """context parallelism; the degree of a document is the number of ranks that it is split over"""
 
-    mode: Literal["auto", "static", "bins"] = Field(
+    mode: Mode = Field(
         "auto",
         description="auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the "
         "degree by document length, from a table",

@@ -23,13 +23,13 @@ from longctx.memory.loads import full_loads
 from longctx.memory.model import Memory, estimate
 from longctx.planning.assignment import Integers, least_degrees
 from longctx.planning.cost.bounds import lower_bound_ns
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS
-from longctx.planning.cost.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import divisors
+from longctx.planning.pipeline import IN_CHUNKS, NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.training.utilisation import model_flops
 
 BUDGETS = tuple(1024 << power for power in range(9))

@@ -15,7 +15,6 @@ import math
 import numpy as np
 
 from longctx.planning.assignment import NEVER, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import (
     NANOSECONDS,
     Score,
@@ -28,7 +27,8 @@ from longctx.planning.cost.model import (
     node_parts,
     whole_ring_attention_ns,
 )
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.plan import Plan, PlanCost
 
 ROUNDING = 2

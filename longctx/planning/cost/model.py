@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, spread, tokens_on_ranks
-from longctx.planning.cost.hardware_profile import EfficiencyTable, HardwareProfile
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
+from longctx.planning.hardware_profile import EfficiencyTable, HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 Floats = NDArray[np.float64]
 NANOSECONDS = 1_000_000_000

@@ -15,7 +15,7 @@ from longctx.planning.assignment import NEVER, Assignment, Integers, largest_sha
 from longctx.planning.cost.bounds import least_bubble_ns
 from longctx.planning.cost.model import alone_ns, attention_ns, gather_ns, linear_ns, mate_ns, nanoseconds
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.packing import emptiest_first
+from longctx.planning.planners.packing import emptiest_first
 from longctx.planning.planners.step import Candidate, Step, fastest
 
 

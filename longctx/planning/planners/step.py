@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Score, alone_ns, score
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
-from longctx.planning.rounds import choose_rounds
+from longctx.planning.cost.rounds import choose_rounds
+from longctx.planning.hardware_profile import HardwareProfile
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 
 @dataclass(frozen=True)

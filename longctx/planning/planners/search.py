@@ -22,13 +22,13 @@ import numpy as np
 from longctx.planning.assignment import NEVER, Assignment, Integers, least_degrees
 from longctx.planning.cost.bounds import bound_ns, lower_bound_ns
 from longctx.planning.cost.model import nanoseconds
-from longctx.planning.planners.auto.degree_table import DegreeTable
-from longctx.planning.planners.auto.packing import Rings, even_out, fill, place_rings
-from longctx.planning.planners.auto.settings import DEFAULT, SearchSettings
-from longctx.planning.planners.auto.shared_rings import grouped_rings
-from longctx.planning.planners.auto.shortest_path import LimitGraph
+from longctx.planning.cost.rounds import PRICE
+from longctx.planning.planners.degree_table import DegreeTable
+from longctx.planning.planners.packing import Rings, even_out, fill, place_rings
+from longctx.planning.planners.settings import DEFAULT, SearchSettings
+from longctx.planning.planners.shared_rings import grouped_rings
+from longctx.planning.planners.shortest_path import LimitGraph
 from longctx.planning.planners.step import Candidate, Degrees, Step
-from longctx.planning.rounds import PRICE
 
 Filled = tuple[Rings, Assignment]
 """A layout of rings, and its assignment of all documents."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longctx.planning.assignment import NEVER, Assignment, Integers, spread
-from longctx.planning.planners.auto.local_search import balance
+from longctx.planning.planners.local_search import balance
 from longctx.planning.planners.step import Degrees, Step
 
 FULL = NEVER // 2

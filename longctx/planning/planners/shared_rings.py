@@ -12,7 +12,7 @@ import numpy as np
 
 from longctx.planning.assignment import largest_shards
 from longctx.planning.cost.model import alone_ns
-from longctx.planning.planners.auto.packing import Rings
+from longctx.planning.planners.packing import Rings
 from longctx.planning.planners.step import Degrees, Step
 
 PRECISION = 512

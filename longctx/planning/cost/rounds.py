@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, remote_tokens, spread
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import Floats, Score, attention_ns, linear_ns, mate_ns, ring_parts, score
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
 
 PRICE = 0.02
