@@ -40,7 +40,7 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 
 from longctx.attention import ring_pass
 from longctx.attention.kernels import KERNELS
-from longctx.attention.kernels.contract import DEFAULT, Mode, Request
+from longctx.attention.kernels.contract import DEFAULT, KernelRequest, Mode
 from longctx.attention.segments import Segment, Segments
 from longctx.cli import main
 from longctx.comparison import measured
@@ -111,7 +111,7 @@ class ModelledKernel:
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(

@@ -15,8 +15,8 @@ import numpy as np
 
 from longctx.planning.assignment import least_degrees
 from longctx.planning.check import check_lengths, check_plan, check_settings
-from longctx.planning.cost.bounds import bound_ns, plan_cost
-from longctx.planning.cost.model import Score
+from longctx.planning.cost.bounds import even_work_bound_ns, plan_cost
+from longctx.planning.cost.model import StepTimes
 from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.pipeline import NO_PIPELINE, Pipeline
@@ -27,7 +27,7 @@ from longctx.planning.planners.static import best_static, plan_static
 from longctx.planning.planners.step import Candidate, Step, fastest
 
 CLOSE = 1.1
-"""Budgets of a pipeline are searched on if the first plan is at most so many times slower with them than with the best."""
+"""In a pipeline, token budgets whose first plan is within this factor of the best are searched further."""
 
 
 def make_plan(
@@ -94,7 +94,7 @@ def or_by_other_modes(step: Step, best: Candidate) -> Candidate:
     """Returns a faster plan of mode bins or static, or else the given one; lower bounds skip most static degrees."""
     with contextlib.suppress(PlanError):  # the table may not fit these documents; auto does not need it
         degrees = bin_degrees(step)
-        if bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
+        if even_work_bound_ns(step.profile, step.lengths, degrees, step.ranks, step.tokens_per_rank) < best.makespan_ns:
             best = fastest(best, step.candidate_below(best.makespan_ns, "bins", pack_bins(step, degrees)))
     return fastest(best, best_static(step, range(1, step.ranks + 1), below=best.makespan_ns))
 
@@ -150,7 +150,7 @@ def _budgets(step: Step) -> Iterator[Step]:
         step = replace(step, tokens_per_rank=step.tokens_per_rank // 2)
 
 
-def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placement, ...], ...], Score]:
+def _in_order(best: Candidate, pipeline: Pipeline) -> tuple[tuple[tuple[Placement, ...], ...], StepTimes]:
     """Returns the non-empty micro-batches and their times: longest first, or in a pipeline with rising, then falling times.
 
     The pipeline then fills and drains with short micro-batches, and concurrent forward and backward passes take similar times.
