@@ -15,9 +15,9 @@ from longctx.config import ConfigError, load
 from longctx.model.decoder import Decoder
 from longctx.model.presets import PRESETS
 from longctx.parallel.recompute import MODES, apply_recompute
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from tests.training_cases import make_store, train
 from tests.workers import Workers
 

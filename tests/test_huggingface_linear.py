@@ -14,11 +14,11 @@ from longctx import make_plan
 from longctx.attention.huggingface import HuggingFaceError, model_inputs, prepare
 from longctx.config import load
 from longctx.data.packing import pack_documents
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import mate_ns
 from longctx.planning.cost.scaling import scale
 from longctx.planning.cost.spec import ModelSpec
 from longctx.planning.cost.work import work_of
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from tests.data_cases import placed_plan
 from tests.family_cases import build, largest_error

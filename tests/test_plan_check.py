@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from longctx.planning.check import check_plan
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Placement
 from longctx.planning.plan import Plan, PlanError
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 
 H100 = HardwareProfile.load("h100-nvlink-ib")
 

@@ -23,7 +23,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from longctx.attention.kernels import KERNELS, Request, choose_kernel
+from longctx.attention.kernels import KERNELS, KernelRequest, choose_kernel
 from longctx.config import Config
 from longctx.data.packing import StepBatch, pack_documents
 from longctx.memory.loads import micro_batch_loads
@@ -46,7 +46,7 @@ from tests.host_waits import OPERATORS, HostWaits
 class Sizes:
     """An attention kernel that computes nothing."""
 
-    def refusal(self, request: Request) -> str | None:
+    def refusal(self, request: KernelRequest) -> str | None:
         return None
 
     def forward(self, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,8 @@ from longctx.commands.lengths import (
 )
 from longctx.commands.output import check_picture
 from longctx.model.presets import PRESETS
-from longctx.planning.cost.pipeline import SCHEDULES, Pipeline
+from longctx.planning.pipeline import SCHEDULES, Pipeline
+from longctx.planning.plan import MODES
 from longctx.units import whole_number
 
 if TYPE_CHECKING:
@@ -35,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-rank", type=int, required=True, metavar="T", help="maximum tokens per rank in one micro-batch"
     )
     parser.add_argument("--model", choices=PRESETS, help="scale the profile to this preset (default: the profile's own model)")
-    parser.add_argument(
-        "--mode", choices=("auto", "static", "bins"), default="auto", help="how degrees are chosen; see context.mode"
-    )
+    parser.add_argument("--mode", choices=MODES, default="auto", help="how degrees are chosen; see context.mode")
     parser.add_argument("--degree", type=int, help="degree in mode static (default: the best one)")
     parser.add_argument(
         "--bins",
@@ -69,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from longctx.planning.check import check_settings
     from longctx.planning.cost.bounds import tight_bound_s
-    from longctx.planning.planner import make_plan
     from longctx.planning.planners.bins import derived_bins
+    from longctx.planning.planners.planner import make_plan
     from longctx.plots.bins import fill_bins, print_bins
     from longctx.training.run_profile import preset_profile
 

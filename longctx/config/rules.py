@@ -11,8 +11,8 @@ from longctx.config.run import FLOAT8_ROWS, Config
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import RopeError
 from longctx.model.source import ALL_LINEAR, LoraError
-from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.cost.spec import ModelSpec
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.layout import divisors
 from longctx.planning.planners.bins import table_problem
 

@@ -10,7 +10,8 @@ from longctx.model.context_extension import ROPE_SETTINGS
 from longctx.model.presets import PRESETS, ModelShape
 from longctx.model.source import Lora
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
-from longctx.planning.cost.pipeline import Schedule
+from longctx.planning.pipeline import Schedule
+from longctx.planning.plan import Mode
 
 Recompute = Literal["none", "norms", "mlp", "selective", "full"]
 LARGEST = MOST_TOKENS
@@ -193,7 +194,7 @@ class BatchSection(Section):
 class ContextSection(Section):
     """context parallelism; the degree of a document is the number of ranks that it is split over"""
 
-    mode: Literal["auto", "static", "bins"] = "auto"
+    mode: Mode = "auto"
     """auto: the planner chooses the degree of every document; static: one degree for all documents; bins: the degree by
     document length, from a table"""
     degree: Ranks | None = None

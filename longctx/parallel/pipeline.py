@@ -38,7 +38,7 @@ from longctx.parallel.mesh import Mesh
 from longctx.parallel.sharding import accumulate_gradients
 from longctx.parallel.timing import Clock
 from longctx.parallel.torch_stage import LeanStage
-from longctx.planning.cost.pipeline import IN_CHUNKS, Pipeline
+from longctx.planning.pipeline import IN_CHUNKS, Pipeline
 
 _SCHEDULES: dict[str, Any] = {
     "gpipe": ScheduleGPipe,

@@ -10,8 +10,8 @@ from longctx.attention.exchange import Exchange
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
 from longctx.planning.assignment import Assignment
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import NANOSECONDS, attention_ns, exchange_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.layout import Layout
 from longctx.profiling.computation import Silent, attention_passes
 from longctx.profiling.fit import OverlapTime, fit_line, fit_overlap

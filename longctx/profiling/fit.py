@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from longctx.planning.cost.hardware_profile import EfficiencyTable
 from longctx.planning.cost.model import efficiency, equivalent_length
+from longctx.planning.hardware_profile import EfficiencyTable
 
 OVERLAP_STEPS = 1000
 SPLIT_PENALTY_STEPS, MOST_SPLIT_PENALTY = 400, 4.0

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from longctx.attention import HybridAttention, Mask, RingAttention, packed_attention
 from longctx.attention.exchange import Exchange
-from longctx.attention.kernels import Request, kernel_name
+from longctx.attention.kernels import KernelRequest, kernel_name
 from longctx.config import Config
 from longctx.config.run import FLOAT8_ROWS
 from longctx.errors import UserError
@@ -127,11 +127,11 @@ def limit_rows(model: Model, config: Config) -> None:
         layer.most_rows = None if tokens is None else tokens * layer.gate.shape.num_experts_per_tok
 
 
-def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, Request]:
+def attention_requests(config: Config, spec: ModelSpec, device: str) -> dict[LayerSpec, KernelRequest]:
     """Returns what the attention kernel has to support on a device of type `device`, for each kind of layer."""
     dtype, deterministic, softcap = getattr(torch, config.dtype), config.context.deterministic, bool(spec.attention_softcap)
     return {
-        layer: Request(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
+        layer: KernelRequest(device, dtype, layer.head_dim, layer.head_dim, layer.window is not None, softcap, deterministic)
         for layer in dict.fromkeys(spec.layers)
     }
 

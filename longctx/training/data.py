@@ -16,9 +16,9 @@ from longctx.data.store import Store
 from longctx.data.tokenizer import TokenizerError
 from longctx.errors import UserError
 from longctx.parallel.mesh import Mesh
-from longctx.planning.cost.hardware_profile import HardwareProfile
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import Plan
-from longctx.planning.planner import make_plan
+from longctx.planning.planners.planner import make_plan
 from longctx.training.run_profile import run_profile
 from longctx.training.saved.checkpoint import Checkpoint
 

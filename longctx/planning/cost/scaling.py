@@ -13,8 +13,8 @@ Efficiencies, bandwidths and overlap are not scaled, although larger matrices re
 
 from dataclasses import replace
 
-from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError
 from longctx.planning.cost.work import RankWork
+from longctx.planning.hardware_profile import HardwareProfile, ProfileError
 
 
 def scale(

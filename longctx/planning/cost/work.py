@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from longctx.planning.cost.hardware_profile import ProfileError
-from longctx.planning.cost.pipeline import NO_PIPELINE, Pipeline
 from longctx.planning.cost.spec import LayerSpec, ModelSpec
+from longctx.planning.hardware_profile import ProfileError
+from longctx.planning.pipeline import NO_PIPELINE, Pipeline
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 REPEATED_ATTENTION = 4.5 / 3.5

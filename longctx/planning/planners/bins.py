@@ -10,10 +10,10 @@ from functools import lru_cache
 import numpy as np
 
 from longctx.planning.assignment import Assignment, Integers, largest_shards, least_degrees
-from longctx.planning.cost.hardware_profile import HardwareProfile
 from longctx.planning.cost.model import alone_ns
+from longctx.planning.hardware_profile import HardwareProfile
 from longctx.planning.plan import PlanError
-from longctx.planning.planners.auto.packing import even_out, fill, place_rings
+from longctx.planning.planners.packing import even_out, fill, place_rings
 from longctx.planning.planners.step import Candidate, Step
 
 ROUNDS = 64
