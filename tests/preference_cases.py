@@ -19,8 +19,8 @@ from longctx.data.prepare import prepare
 from longctx.data.sampler import Sampler
 from longctx.data.store import Store
 from longctx.model.checkpoint_files import CheckpointFiles
-from longctx.training.objectives.reference import Reference
 from longctx.training.optimizer import learning_rate
+from longctx.training.reference import Reference
 from tests.data_cases import text_of, write_jsonl
 from tests.lora_cases import ALPHA, RANK, Tensors, weights_of, whole
 from tests.training_cases import SMALL, start

@@ -15,7 +15,7 @@ from longctx.data.packing import StepBatch, pack_documents
 from longctx.data.sampler import held_out
 from longctx.data.store import Store
 from longctx.planning.layout import Placement
-from longctx.training.objectives.preference import Preference
+from longctx.training.preference import Preference
 from tests.data_cases import placed_plan
 from tests.lora_cases import ALPHA, RANK, make_checkpoint
 from tests.marks import slow_unless

@@ -11,10 +11,10 @@ from longctx.training.checks import check_pairs
 from longctx.training.data import build_loader, choose_max_length
 from longctx.training.metrics import MetricsLog
 from longctx.training.objectives.objective import Objective, TokenMean
-from longctx.training.objectives.preference import preferences
-from longctx.training.objectives.reference import Reference
 from longctx.training.optimizer import make_optimizer
 from longctx.training.passes import Passes
+from longctx.training.preference import preferences
+from longctx.training.reference import Reference
 from longctx.training.run import Run
 from longctx.training.saved import checkpoint
 from longctx.training.saved.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from longctx.data.packing import StepBatch
 from longctx.data.sampler import Piece
 from longctx.data.store import Store
 from longctx.training.objectives.objective import Objective, StepWeights, documents_of
-from longctx.training.objectives.reference import FILE, Reference
+from longctx.training.reference import FILE, Reference
 from longctx.training.validation import Documents
 
 VALIDATION_FILE = "reference-eval.npz"
