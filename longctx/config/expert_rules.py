@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from longctx.config.problems import Problem
 from longctx.config.run import Config
+from longctx.model.options import ROUTERS, WITH_BIAS
 from longctx.model.presets import EXPERT_OPTIONS
-from longctx.model.source import ROUTERS, WITH_BIAS
 from longctx.model.spec import ModelSpec
 from longctx.planning.layout import divisors
 

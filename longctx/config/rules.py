@@ -12,7 +12,7 @@ from longctx.config.run import Config
 from longctx.config.speed_rules import float8_rules, fused_rules
 from longctx.errors import UserError, install, shell
 from longctx.model.context_extension import ROPE_SETTINGS, RopeError
-from longctx.model.source import ALL_LINEAR, LoraError
+from longctx.model.options import ALL_LINEAR, LoraError
 from longctx.model.spec import ModelSpec
 from longctx.planning.check import MOST_RANKS, MOST_TOKENS
 from longctx.planning.cost.hardware_profile import HardwareProfile, ProfileError

@@ -34,7 +34,7 @@ from torch.profiler import record_function
 
 from longctx.attention import PackedAttention
 from longctx.errors import UserError
-from longctx.model.balance import Documents
+from longctx.model.balance import RowDocuments
 from longctx.model.protocol import Head, Later, StagedModel
 from longctx.model.spec import ModelSpec
 from longctx.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ class Inputs:
     positions: torch.Tensor
     attention: PackedAttention
     head: Head
-    documents: Documents | None = None
+    documents: RowDocuments | None = None
     later: Later | None = None
 
 
